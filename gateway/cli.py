@@ -151,12 +151,15 @@ def _run(arguments: argparse.Namespace) -> int:
             "SAMEWAY_API_KEY is not set: set it to a key of the gateway, which `sameway serve` shows once", 2
         )
     try:
-        request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
+        path = f"/v1/models/{urllib.parse.quote(arguments.model, safe='')}" if arguments.model else "/v1/models"
+        request = urllib.request.Request(url + path, headers={"authorization": f"Bearer {key}"})
         is_here = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
         handlers = [urllib.request.ProxyHandler({})] if is_here else []  # no proxy leads to this machine
         with urllib.request.build_opener(*handlers).open(request, timeout=10):
             pass
     except urllib.error.HTTPError as error:
+        if error.code == 404 and arguments.model:
+            return _refused(f"{url} has no model {arguments.model!r} for this key: {url}/v1/models lists them", 2)
         return _refused(
             f"{url} answered {error.code}: expected a running gateway that takes the key in SAMEWAY_API_KEY", 1
         )

@@ -23,6 +23,7 @@ from gateway.admin.routes import admin_router
 from gateway.reserved import FIELDS, TOOLS
 from gateway.settings import SECTIONS, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
+from tests import surfaces
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
@@ -37,6 +38,7 @@ def generated() -> dict[str, str]:
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "admin routes": _admin_routes,
         "metrics": _metrics,
+        "features": surfaces.table,
         "reserved fields": lambda: _reserved("field", FIELDS),
         "reserved tools": lambda: _reserved("tool", TOOLS),
         **{f"settings {section.__name__}": lambda section=section: _settings(section) for section in SECTIONS},

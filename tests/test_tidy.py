@@ -47,7 +47,6 @@ ROOMS = {
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
     "cache/decision/context_prior.py": "written by a program, as the prior is",
-    "gateway/backends/anthropic/backend.py": "one kind of backend, beside its two translations",
     "cache/worker/options.py": "the command line of the process",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/api/models.py": "one endpoint",

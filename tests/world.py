@@ -52,6 +52,7 @@ from gateway.backends.base import (
     BackendTimeout,
     BackendUnavailable,
     Load,
+    Native,
 )
 from gateway.backends.refusals import Refused, refusal
 from gateway.deployments.deployment import Deployment
@@ -154,6 +155,7 @@ class Call:
     idle_timeout_s: float
     ttft_timeout_s: float
     model: str = ""
+    native: Native | None = None
     steps: int = 0  # of its script that were asked for
     is_cancelled: bool = False  # while it was at work
     is_closed: bool = False
@@ -217,6 +219,7 @@ class ScriptedBackend:
             idle_timeout_s=request.idle_timeout_s,
             ttft_timeout_s=request.ttft_timeout_s,
             model=request.model,
+            native=request.native,
         )
         self.calls.append(call)
         return _Playing(call, self._next.pop(0) if self._next else self._always, request.kind.name != "chat")

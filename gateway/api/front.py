@@ -73,12 +73,17 @@ class Front:
             # a page may read the refusal, too
             await _say_options(scope, methods or ("GET", "POST"), send)
         elif methods is None:
-            await send_error(send, arrive("unknown").request_id, no_such_route(path, routes))
+            await _errors_of(scope["path"], routes)(send, arrive("unknown").request_id, no_such_route(path, routes))
         elif (endpoint := methods.get("GET" if scope["method"] == "HEAD" else scope["method"])) is None:
             refusal = wrong_method(path, scope["method"], methods)
-            await send_error(send, arrive("unknown").request_id, refusal)
+            await _errors_of(scope["path"], routes)(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
+
+
+def _errors_of(path: str, routes: Routes) -> Any:
+    """How errors of a path are sent: in the shape of the endpoint that it is, or lies below."""
+    return getattr(routes.get("/".join(path.split("/")[:3]), {}).get("POST"), "send_error", send_error)
 
 
 def _plain(path: str) -> str:

@@ -16,6 +16,7 @@ from gateway.journey.storing import chunks_of
 from gateway.wire.chunks import UNREADABLE, payloads, read
 from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, Usage
+from gateway.wire.usage import usage_of
 
 _STOPS = {
     "stop": "end_turn",
@@ -24,6 +25,7 @@ _STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
+_CODES = {"insufficient_quota": "billing_error", "upstream_overloaded": "overloaded_error"}
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -92,9 +94,12 @@ class _Block:
 
 
 class MessageRenderer(NotKept):
-    """The renderer of one message. `model` is the request's, for chunks that name none."""
+    """The renderer of one message. `model` is the request's, for chunks that name none.
 
-    def __init__(self, model: str, is_stream: bool, request_id: str) -> None:
+    `prompt_tokens` are estimated, until the deployment counts them.
+    """
+
+    def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
         self._model = model
         self._is_stream = is_stream
         self._request_id = request_id
@@ -106,7 +111,7 @@ class MessageRenderer(NotKept):
         self._stop: str | None = None
         self._stop_sequence: str | None = None
         self._is_refused = False
-        self._usage = _usage(None)
+        self._usage = _usage(Usage(prompt_tokens, 0))
         self._events: list[bytes] = []
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
@@ -120,6 +125,8 @@ class MessageRenderer(NotKept):
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
         """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
+        if not self._is_begun and (counted := next((c.usage for c in chunks if c.usage is not None), None)):
+            self._usage = _usage(counted)
         try:
             for payload in payloads(chunks):
                 self._take(payload)
@@ -150,10 +157,13 @@ class MessageRenderer(NotKept):
         if not self._is_begun:
             self._is_begun = True
             self._model = piece.get("model") or self._model
+            started = piece.get("usage_at_start")
+            if started and (counted := usage_of(msgspec.json.encode(started))):
+                self._usage = _usage(counted)
             empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
             self._tell("message_start", message={**self._message(), **empty})
         if piece.get("usage"):
-            self._usage = _usage(read(payload).usage)
+            self._usage = _usage(read(payload).usage or Usage(0, 0))
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
             self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
@@ -277,9 +287,8 @@ def _input(arguments: str) -> dict[str, Any]:
     return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
 
 
-def _usage(usage: Usage | None) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic counts the parts of the prompt's cache beside the rest of the prompt."""
-    usage = usage or Usage(0, 0)
     written = usage.cache_write_tokens + usage.cache_write_1h_tokens
     lives = (usage.cache_write_tokens, usage.cache_write_1h_tokens)
     return {
@@ -301,6 +310,6 @@ def error_fields_of(error: ApiError) -> dict[str, Any]:
     if error.raw_body is not None:
         message = msgspec.json.decode(error.raw_body)["error"]["message"]
     status = error.http_status
-    kind = "billing_error" if error.error_code == "insufficient_quota" else _ERRORS.get(status)
+    kind = _CODES.get(error.error_code or "") or _ERRORS.get(status)
     kind = kind or ("invalid_request_error" if 400 <= status < 500 and status != 424 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

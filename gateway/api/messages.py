@@ -4,11 +4,11 @@ completions.
 Knows two shapes and no decisions: the translated request is handled as a chat completion, so both
 share cached answers, budgets and routes. Shapes: Anthropic API reference, "Messages", "Count
 Message tokens" and "Errors"; OpenAI API reference, "Create chat completion". Invariants: what a
-chat completion cannot say is refused by its name and never ignored, except `cache_control`, which
-changes no answer, and earlier thinking, which models do not need; every error has Anthropic's
-shape.
+chat completion cannot say is refused by its name and never ignored, except what changes no answer
+and earlier thinking, which models do not need; every error has Anthropic's shape.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
@@ -22,17 +22,20 @@ from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
 from gateway.api.tokens import counted_by_engine
-from gateway.backends.base import Native
+from gateway.backends.anthropic.backend import AnthropicBackend
+from gateway.backends.base import BackendError, Native
+from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Labels, Turn, read_turn
 from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
-from gateway.wire.requests import MESSAGES_MAX, ChatRequest, convert, decode_object
+from gateway.wire.requests import BOM, MESSAGES_MAX, ChatRequest, convert, decode_object
+from gateway.wire.types import opened
 
 _Content = str | list[dict[str, Any]]
 
 
 class _Said(msgspec.Struct):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: _Content
 
 
@@ -43,7 +46,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Thinking(msgspec.Struct):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
@@ -56,8 +59,8 @@ class _Format(msgspec.Struct):
     schema: dict[str, Any]
 
 
-class _OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+class _OutputConfig(msgspec.Struct):
+    effort: str | None = None
     format: _Format | None = None
 
 
@@ -72,6 +75,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None
+    service_tier: str | None = None
 
 
 class MessageRequest(PromptRequest, kw_only=True):
@@ -87,22 +91,26 @@ class _InAnthropicsShape:
 
     @staticmethod
     async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
-        headers = [JSON, *base_headers(request_id)]
+        headers = [JSON, *base_headers(request_id), (b"request-id", request_id.encode())]
         headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
-        body = msgspec.json.encode({**error_fields_of(error), "request_id": request_id})
-        await asgi.send_whole(send, error.http_status, headers, body)
+        told = {**error_fields_of(error), "request_id": request_id}
+        status = _OVERLOADED if told["error"]["type"] == "overloaded_error" else error.http_status
+        await asgi.send_whole(send, status, headers, msgspec.json.encode(told))
 
     @staticmethod
     def named(send: asgi.Send) -> asgi.Send:
-        """`send` that repeats the request's id in the header that Anthropic's clients read."""
+        """`send` that repeats the id of an answered request in the header that Anthropic's clients read."""
 
         async def sent(message: asgi.Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and message["status"] == 200:
                 ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
                 message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         return sent
+
+
+_OVERLOADED = 529
 
 
 class Messages(_InAnthropicsShape, Chat):
@@ -118,47 +126,36 @@ class Messages(_InAnthropicsShape, Chat):
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
         request: MessageRequest = convert(body, MessageRequest)
-        native = self._native(request, body, headers)
         answer = {
             "max_completion_tokens": request.max_tokens,
             "stop": request.stop_sequences or None,
             "user": request.metadata.user_id if request.metadata else None,
         }
-        try:
-            chat = _chat(request, body)
-        except _BeyondChat:
-            if native is None:
-                raise
-            chat, native = _stand_in(request, body, native)
-        chat |= {name: value for name, value in answer.items() if value is not None}
+        marked, native = _translated(request, body, _native(self._pipeline.fleet, request, body, raw, headers))
+        marked |= {name: value for name, value in answer.items() if value is not None}
+        has_marks = b'"cache_control"' in raw
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(chat), headers, arrival)
-        if native is not None:
-            needs = turn.demand.needs | ({"messages"} if native.is_needed else frozenset())
-            demand = msgspec.structs.replace(turn.demand, needs=needs)
-            turn = msgspec.structs.replace(turn, native=native, demand=demand)
-        return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id)
-
-    def _native(self, request: MessageRequest, body: dict[str, Any], headers: Mapping[str, str]) -> Native | None:
-        """The request as it came, where a deployment of its alias can take it so."""
-        fleet = self._pipeline.fleet
-        alias = fleet.aliases.get(fleet.configured(request.model))
-        if alias is None or not any("messages" in one.capabilities for one in alias.deployments.values()):
-            return None
-        betas = headers.get("anthropic-beta", "")
-        betas = betas if betas.isascii() and betas.isprintable() else ""
-        unsaid = [*_unsaid(request.system), *(part for turn in request.messages for part in _unsaid(turn.content))]
-        unsaid += [part for tool in request.tools or () for part in _further(tool, _TOOL_FIELDS)]
-        said = {"blocks": unsaid, "thinking": body.get("thinking"), "betas": betas}
-        apart = said if any(said.values()) else None
-        return Native({name: value for name, value in body.items() if name != "cache"}, betas, apart)
+        turn = read_turn(msgspec.json.encode(_unmarked(marked) if has_marks else marked), headers, arrival)
+        needs = turn.demand.needs
+        if native is not None and (native.is_needed or opened(turn.body)[1]):
+            needs |= {"messages"}
+        elif opened(turn.body)[1]:
+            needs |= {"prefill"}
+        demand = msgspec.structs.replace(turn.demand, needs=needs, has_long_writes=has_marks and b'"1h"' in raw)
+        kept = {**marked, "model": turn.alias} if has_marks else None
+        turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
+        estimated = demand.prompt_tokens
+        return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id, estimated)
 
 
-class CountTokens(_InAnthropicsShape, JsonEndpoint[tuple[PromptRequest, dict[str, Any], int]]):
+_Prompt = tuple[PromptRequest, dict[str, Any], Native | None]
+
+
+class CountTokens(_InAnthropicsShape, JsonEndpoint[_Prompt]):
     """The endpoint for the tokens of a prompt. One instance per worker.
 
-    A local engine counts exactly, but for tools. Of other models it is the estimate that routing
-    and budgets use: Anthropic calls its own count an estimate, too.
+    An `anthropic` deployment is asked for its own count, and a local engine counts exactly, but for
+    tools. Else the count is the estimate that routing and budgets use.
     """
 
     operation = "count_tokens"
@@ -166,27 +163,72 @@ class CountTokens(_InAnthropicsShape, JsonEndpoint[tuple[PromptRequest, dict[str
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         await super().__call__(scope, receive, self.named(send))
 
-    def read(self, body: dict[str, Any]) -> tuple[tuple[PromptRequest, dict[str, Any], int], str]:
-        request: PromptRequest = convert(body, PromptRequest)
-        chat = _chat(request, body)
-        raw = msgspec.json.encode(chat)
-        checked: ChatRequest = convert(chat, ChatRequest)
-        alias = request.model if request.model in self._pipeline.fleet.aliases else ""
-        return (request, chat, checked.demand(raw, chat).prompt_tokens), alias
+    async def body(self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str]) -> dict[str, Any]:
+        raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
+        return {**decode_object(raw), _SENT: (raw, headers)}
 
-    async def answer(
-        self, request: tuple[PromptRequest, dict[str, Any], int], identity: Identity, arrival: Arrival, labels: Labels
-    ) -> Answered:
-        prompt, chat, estimated = request
+    def read(self, body: dict[str, Any]) -> tuple[_Prompt, str]:
+        raw, headers = body.pop(_SENT)
+        request: PromptRequest = convert(body, PromptRequest)
+        native = _native(self._pipeline.fleet, request, body, raw, headers)
+        marked, native = _translated(request, body, native)
+        alias = request.model if request.model in self._pipeline.fleet.aliases else ""
+        return (request, _unmarked(marked), native), alias
+
+    async def answer(self, request: _Prompt, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+        prompt, chat, native = request
         alias = self._pipeline.fleet.alias(prompt.model, identity.key.models)
-        may_use(identity, prompt.model)
-        size = len(msgspec.json.encode(chat["messages"]))
-        tokens = None if prompt.tools else await counted_by_engine(alias, chat["messages"], size)
+        may_use(identity, prompt.model, alias.name)
+        size, tokens = len(msgspec.json.encode(chat["messages"])), None
+        for one in alias.deployments.values():
+            is_up = not one.use and not one.breaker.is_open
+            if native is not None and is_up and isinstance(one.backend, AnthropicBackend):
+                name = one.model if alias.is_pattern else ""
+                with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server
+                    counted = await one.backend.count_tokens(native, arrival.request_id, name)
+                    return Answered({"input_tokens": counted})
+        if not prompt.tools:
+            tokens = await counted_by_engine(alias, chat["messages"], size)
+        checked: ChatRequest = convert(chat, ChatRequest)
+        estimated = checked.demand(msgspec.json.encode(chat), chat).prompt_tokens
         return Answered({"input_tokens": estimated if tokens is None else tokens})
 
 
+_SENT = ""  # no field has this name: the body as it came, and the headers
+
+
+def _native(
+    fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
+) -> Native | None:
+    """The request as it came, where a deployment of its alias can take it so."""
+    alias = fleet.aliases.get(fleet.configured(request.model))
+    if alias is None or not any("messages" in one.capabilities for one in alias.deployments.values()):
+        return None
+    sent = (headers.get(name, "") for name in ("anthropic-version", "anthropic-beta"))
+    version, betas = [value if value.isascii() and value.isprintable() else "" for value in sent]
+    unsaid = [*_unsaid(request.system), *(part for turn in request.messages for part in _unsaid(turn.content))]
+    unsaid += [part for tool in request.tools or () for part in _further(tool, _TOOL_FIELDS)]
+    said: dict[str, Any] = {"blocks": unsaid, "betas": betas}
+    said |= {"thinking": body.get("thinking"), "context_management": body.get("context_management")}
+    return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None)
+
+
+def _translated(
+    request: PromptRequest, body: Mapping[str, Any], native: Native | None
+) -> tuple[dict[str, Any], Native | None]:
+    """The chat completion for a request, with its marks, and how it goes to Anthropic's API."""
+    try:
+        return _chat(request, body), native
+    except _BeyondChat:
+        if native is None:
+            raise
+        return _stand_in(request, body, native)
+
+
 # they change no answer, or `_chat` translates them
-_DROPPED = frozenset({"metadata", "stream_options", "max_tokens", "stop_sequences"})
+_DROPPED = frozenset(
+    {"metadata", "stream_options", "max_tokens", "stop_sequences", "cache_control", "context_management", "diagnostics"}
+)
 
 
 def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +236,15 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
 
     Fields of neither struct stay as they are. Raises BadRequest with the invalid field.
     """
-    if body.get("n") not in (None, 1):
-        raise _unsupported("n", "`n` is not supported here: a message is one answer, so send a request for each")
+    for name in ("n", "logprobs", "audio"):
+        if body.get(name) and (name, body[name]) != ("n", 1):
+            words = "a message is one text, without log probabilities; /v1/chat/completions has them"
+            raise _unsupported(name, f"`{name}` is not supported here: {words}")
     choice, config = request.tool_choice, request.output_config or _OutputConfig()
+    if further := set(body.get("output_config") or ()) - set(_OutputConfig.__struct_fields__):
+        raise _no_such_field("output_config", min(further))
+    if request.thinking is not None and request.thinking.type not in ("enabled", "disabled", "adaptive"):
+        raise _unsupported("thinking.type", "`thinking.type` may be enabled, disabled or adaptive here")
     translated = {
         "messages": [*_system(request.system), *_dialogue(request.messages)],
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
@@ -204,6 +252,7 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(config.format or request.output_format),
         "reasoning_effort": config.effort or _effort(request.thinking),
+        "service_tier": "default" if request.service_tier == "standard_only" else request.service_tier,
     }
     if not request.tools:  # of chat completions, these go with tools only
         translated["parallel_tool_calls"] = translated["tool_choice"] = None
@@ -220,16 +269,21 @@ def _unsupported(param: str, message: str) -> _BeyondChat:
     return _BeyondChat(message, param=param, code="unsupported_parameter")
 
 
-def _stand_in(request: MessageRequest, body: dict[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
+def _no_such_field(where: str, name: str) -> _BeyondChat:
+    return _unsupported(f"{where}.{name}", f"`{where}.{name}` is not supported here: leave it out")
+
+
+def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
     """A chat completion for the demand and the limits of a request that only Anthropic's API takes.
 
     It has no user's text, so the semantic cache leaves it alone; `apart` holds the whole prompt.
     """
     known = _DROPPED.union(PromptRequest.__struct_fields__) - {"model", "tools"}
-    prompt = {name: value for name, value in native.body.items() if name not in ("metadata", "stream", "tools")}
+    prompt = {name: value for name, value in body.items() if name not in ("cache", "metadata", "stream")}
     chat = {name: value for name, value in body.items() if name not in known}
     chat["messages"] = [{"role": "assistant", "content": msgspec.json.encode(prompt).decode()}]
-    chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None
+    # a tool that no chat completion says is reserved by its type, or changes nothing of demand and limits
+    chat["tools"] = [tool for tool in request.tools or () if tool.get("type") not in (None, "custom")] or None
     return chat, msgspec.structs.replace(native, apart=[native.apart, _bare(prompt)], is_needed=True)
 
 
@@ -267,22 +321,44 @@ def _bare(value: Any) -> Any:
     return [_bare(item) for item in value] if isinstance(value, list) else value
 
 
-def _system(given: _Content | None) -> list[dict[str, Any]]:
+def _system(given: _Content | None, where: str = "system") -> list[dict[str, Any]]:
     if not given:
         return []
-    content = given if isinstance(given, str) else _joined([_text(part, "system", i) for i, part in enumerate(given)])
+    content = given if isinstance(given, str) else _joined([_text(part, where, i) for i, part in enumerate(given)])
     return [{"role": "system", "content": content}]
 
 
 def _text(block: Mapping[str, Any], where: str, number: int) -> dict[str, Any]:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise _no_such_block(block, f"{where}[{number}]", "text")
-    return {"type": "text", "text": block["text"]}
+    return {"type": "text", "text": block["text"], **_mark(block)}
 
 
 def _joined(parts: list[dict[str, Any]]) -> _Content:
-    """The content of a message. A single text becomes a string, to share cached answers."""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    """The content of a message. A single text without a mark becomes a string, to share cached answers."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0].keys() == {"type", "text"} else parts
+
+
+def _mark(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The mark of a provider's prompt cache, as litellm and OpenRouter take it in chat completions."""
+    mark = block.get("cache_control")
+    return {"cache_control": mark} if mark else {}
+
+
+def _unmarked(chat: dict[str, Any]) -> dict[str, Any]:
+    """A translated chat completion without marks: they change no answer."""
+    messages = [_without_mark(message) for message in chat["messages"]]
+    for message in messages:
+        if isinstance(message["content"], list):
+            message["content"] = _joined([_without_mark(part) for part in message["content"]])
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_without_mark(call) for call in message["tool_calls"]]
+    tools = {"tools": [_without_mark(tool) for tool in chat["tools"]]} if chat.get("tools") else {}
+    return {**chat, "messages": messages, **tools}
+
+
+def _without_mark(one: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if name != "cache_control"}
 
 
 def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
@@ -290,7 +366,9 @@ def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
     calls = set[str]()
     for number, turn in enumerate(turns):
         where = f"messages[{number}].content"
-        if isinstance(turn.content, str):
+        if turn.role == "system":
+            messages += _system(turn.content, where)
+        elif isinstance(turn.content, str):
             messages.append({"role": turn.role, "content": turn.content})
         elif turn.role == "assistant":
             messages.append(_assistants(turn.content, where))
@@ -298,28 +376,28 @@ def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
         else:
             messages += _users(turn.content, where, calls)
     if turns[-1].role == "assistant":
-        raise _unsupported(
-            f"messages[{len(turns) - 1}].role",
-            "The last message is the assistant's, which would begin the answer: that is not supported here, so end with a "
-            "message of the user",
-        )
+        if not messages[-1]["content"] or "tool_calls" in messages[-1]:
+            raise _unsupported(f"messages[{len(turns) - 1}].content", "A last message of the assistant may be a text")
+        messages[-1]["prefix"] = True
     return messages
 
 
 def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
-    texts, calls = list[str](), list[dict[str, Any]]()
+    texts, calls, mark = list[str](), list[dict[str, Any]](), dict[str, Any]()
     for number, block in enumerate(blocks):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
+                mark = _mark(block)
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
                 arguments = msgspec.json.encode(given).decode()
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": id, "type": "function", "function": function, **_mark(block)})
             case {"type": "thinking" | "redacted_thinking"}:  # chat completions have no field for it
                 continue
             case _:
                 raise _no_such_block(block, f"{where}[{number}]", "text, tool_use, thinking, redacted_thinking")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None, **mark}
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -332,7 +410,7 @@ def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[di
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         if block.get("type") != "tool_result":
-            parts.append(_part(block, place))
+            parts.append(_part(block, place) | _mark(block))
             continue
         result: _Result = convert(block, _Result, place)
         if result.tool_use_id not in calls:
@@ -343,7 +421,8 @@ def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[di
         text = "\n".join(part["text"] for part in translated if part["type"] == "text")
         parts += [part for part in translated if part["type"] != "text"]
         failed = "Error: " if result.is_error and not text.lower().startswith("error") else ""
-        results.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": failed + text})
+        told = {"role": "tool", "tool_call_id": result.tool_use_id, "content": failed + text}
+        results.append(told | _mark(block))
     return results + ([{"role": "user", "content": _joined(parts)}] if parts or not results else [])
 
 
@@ -354,6 +433,9 @@ class _Result(msgspec.Struct):
 
 
 def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
+    cited = block.get("citations")
+    if isinstance(cited, dict) and cited.get("enabled"):
+        raise _no_such_field(where, "citations")
     match block:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
@@ -399,8 +481,15 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         return tool
     own: _Tool = convert(tool, _Tool, where)
+    if further := {name for name, value in tool.items() if value is not None} - _TOOL_FIELDS - _TOOL_HINTS:
+        raise _no_such_field(where, min(further))
     fields = {"name": own.name, "description": own.description, "parameters": own.input_schema, "strict": own.strict}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+    function = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": function, **_mark(tool)}
+
+
+# how a tool is sent, or when its definition enters the prompt
+_TOOL_HINTS = frozenset({"cache_control", "defer_loading", "eager_input_streaming"})
 
 
 def _tool_choice(choice: _Choice | None) -> str | dict[str, Any] | None:

@@ -72,6 +72,8 @@ class ResponseRequest(msgspec.Struct):
     previous_response_id: str | None = None
 
 
+# those that are translated; a summary of the reasoning comes with every answer
+_TEXT, _REASONING = frozenset({"format", "verbosity"}), frozenset({"effort", "summary", "generate_summary"})
 # they change no answer
 _DROPPED = frozenset({"max_tool_calls", "metadata", "stream_options"})
 # the fields with one supported value, and the way out of another
@@ -81,6 +83,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
         "nothing is kept here to be fetched later, so leave it out and read the answer, as a stream or whole",
     ),
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
+    "audio": (None, "a response is text here, so use /v1/chat/completions"),
     "prompt": (None, "no prompts are stored here, so send `instructions` and `input`"),
     "conversation": (None, "send the id of the last response as `previous_response_id`"),
 }
@@ -173,6 +176,10 @@ async def as_chat(
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The equivalent chat completion. Raises BadRequest with the invalid field."""
     text, reasoning = request.text or {}, request.reasoning or {}
+    for where, given, known in (("text", text, _TEXT), ("reasoning", reasoning, _REASONING)):
+        if further := given.keys() - known:
+            name = f"{where}.{min(further)}"
+            raise _unsupported(name, f"`{name}` is not supported here: leave it out")
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
     translated = {
         "messages": messages,
@@ -235,10 +242,13 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
+    if kind == "allowed_tools":
+        tools = [_tool(tool, f"tool_choice.tools[{number}]") for number, tool in enumerate(choice.get("tools") or ())]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind not in ("function", "custom"):
         shown = msgspec.json.encode(kind).decode()[:100]
         words = f"A `tool_choice` of type {shown} is not supported here"
-        raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required, a function or a custom tool")
+        raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required, a tool or allowed tools")
     named: _Named = convert(choice, _Named, "tool_choice")
     return _nested(kind, {"name": named.name})
 

@@ -29,14 +29,17 @@ from local_engine import EngineLoad
 class Native(msgspec.Struct, frozen=True):
     """A request as a client of Anthropic's API sent it, for deployments that speak that API.
 
-    `body` is without Sameway's own fields; `betas` is the header `anthropic-beta`. `apart` is what the
-    chat completion that stands for it does not say, and what the cache keeps apart; None: nothing.
+    `raw` is its body; `version` and `betas` are the headers `anthropic-version` and `anthropic-beta`.
+    `apart` is what the chat completion that stands for it does not say, and what the cache keeps
+    apart; None: nothing. `tokens_max` replaces the length of the answer.
     """
 
-    body: dict[str, Any]
+    raw: bytes
+    version: str = ""
     betas: str = ""
     apart: Any = None
     is_needed: bool = False  # no chat completion says the same
+    tokens_max: int | None = None
 
 
 class BackendRequest(msgspec.Struct, frozen=True):

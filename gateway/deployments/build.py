@@ -24,7 +24,7 @@ from policies.prices import FREE
 # before a suffix.
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs", "tools", "json_object", "json_schema", "completions", "prefill"}),
-    "openai": CAPABILITIES - {"prefill", "messages"},
+    "openai": CAPABILITIES - {"prefill", "messages", "cache_control"},
     "anthropic": frozenset({"tools", "json_schema", "vision", "files"}),
     "litellm": frozenset({"tools"}),
 }
@@ -34,7 +34,7 @@ _NEVER = {
     "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})
     | {kind.name for kind in KINDS if kind.is_plain},
 }
-_ALWAYS = {"anthropic": frozenset({"messages"})}
+_ALWAYS = {"anthropic": frozenset({"messages"}), "litellm": frozenset({"cache_control"})}
 
 
 _NONE: frozenset[str] = frozenset()

@@ -22,7 +22,7 @@ from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refusal_of
 from gateway.journey.turn import Turn
 from gateway.wire.errors import ApiError
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk, Usage, opened
 from policies import Demand, Hold, Route
 
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
@@ -131,13 +131,19 @@ class Generation(msgspec.Struct, eq=False):
             self.serving.has_choice and not turn.kind.is_plain and _UNSTREAMED.isdisjoint(turn.body)
         )
         draft = draft_of(self._near) if deployment.settings.engine else ""
-        body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if self._is_bounded else turn.body
+        asked = turn.marked if turn.marked is not None and "cache_control" in deployment.capabilities else turn.body
+        body = self.serving.with_max_tokens(deployment, turn.demand, asked) if self._is_bounded else asked
         if self.cut_at is not None:
             body = with_cut(deployment, body, turn.kind, self.cut_at)
             if native is not None:
-                native = msgspec.structs.replace(native, body={**native.body, "max_tokens": self.cut_at})
+                native = msgspec.structs.replace(native, tokens_max=self.cut_at)
+        prefix = ""
+        if "prefill" in deployment.capabilities:
+            body, prefix = opened(body)
+        if said is not None:
+            body, prefix = rest_of(body, said), prefix + said.text
         request = BackendRequest(
-            body=body if said is None else rest_of(body, said),
+            body=body,
             is_stream=is_stream,
             salt=self.fingerprint.partition,
             request_id=turn.arrival.request_id,
@@ -147,7 +153,7 @@ class Generation(msgspec.Struct, eq=False):
             kind=turn.kind,
             model=deployment.model if self.serving.is_pattern else "",
             native=native,
-            prefix="" if said is None else said.text,
+            prefix=prefix,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
         if said is not None:

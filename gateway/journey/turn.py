@@ -95,6 +95,8 @@ class Turn(msgspec.Struct, frozen=True):
     deadline: float | None = None  # None: the client has no deadline
     native: Native | None = None
     labels: Labels = NO_LABELS
+    # `body` with marks of a provider's prompt cache, for deployments that keep them; None: it has none
+    marked: dict[str, Any] | None = None
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0

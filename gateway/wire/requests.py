@@ -129,6 +129,8 @@ class ChatRequest(_Request, kw_only=True):
         candidates = self.candidates
         if candidates > 1:
             needs.add("n")
+        if body.get("audio"):
+            needs.add("audio")
         # the body has at least as many bytes as its texts: an escape is never shorter than its
         # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
@@ -137,7 +139,7 @@ class ChatRequest(_Request, kw_only=True):
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
-        has_audio, has_long_writes = "audio" in needs or "audio" in body, b'"1h"' in raw
+        has_audio, has_long_writes = "audio" in needs, b'"1h"' in raw
         if not (demand.reserved or has_audio or has_long_writes):
             return demand
         tier = str(body["service_tier"])[:100] if "service_tier" in demand.reserved else ""
@@ -233,7 +235,7 @@ def _without_content(param: str, is_null: bool) -> BadRequest:
 def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
     """The JSON object in `raw`, with `model` in place of its own if given. Raises BadRequest."""
     try:
-        body = msgspec.json.decode(raw.removeprefix(_BOM))
+        body = msgspec.json.decode(raw.removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # msgspec reports it as an early end
         half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None
@@ -253,7 +255,7 @@ def decode_strictly(raw: bytes) -> dict[str, Any]:
     """As `decode_object`, and a name may stand only once in an object. Raises BadRequest."""
     body = decode_object(raw)
     try:
-        json.loads(raw.removeprefix(_BOM), object_pairs_hook=_refuse_twins)
+        json.loads(raw.removeprefix(BOM), object_pairs_hook=_refuse_twins)
     except RecursionError:
         raise BadRequest("The body is nested too deeply", code="invalid_json") from None
     return body
@@ -288,7 +290,7 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
         raise BadRequest(f"Invalid {param or 'body'}: {what}", param=param, code=code) from None
 
 
-_BOM = b"\xef\xbb\xbf"  # .NET sends it; RFC 8259, section 8.1 lets a parser ignore it
+BOM = b"\xef\xbb\xbf"  # .NET sends it; RFC 8259, section 8.1 lets a parser ignore it
 
 
 def _media(parts: list[dict[str, Any]]) -> list[str]:

@@ -106,6 +106,18 @@ def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:
     return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
 
 
+def opened(body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """`body` without a last message that has `prefix`, and its text: the beginning of the answer.
+
+    Source: DeepSeek's and Mistral's API references, "Chat prefix completion".
+    """
+    messages = body.get("messages") or ()
+    if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("prefix") is not True:
+        return body, ""
+    content = messages[-1].get("content")
+    return ({**body, "messages": messages[:-1]}, content) if isinstance(content, str) else (body, "")
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer.
 

@@ -101,6 +101,17 @@ def test_events_add_up_to_the_whole(deltas: list[dict[str, Any]], finish: str) -
         assert [block["input"] for block in blocks] == ([read_input("".join(pieces))] if pieces else [])
 
 
+def test_a_message_begins_with_the_best_count_of_its_prompt() -> None:
+    """An estimate; the deployment's count where it comes with the first chunks; the end has the last count."""
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
+    last = chunk({}, "stop", usage=usage)
+    for first, counted in (([chunk({"content": "a"})], 123), ([chunk({"content": "a"}), last], 9)):
+        renderer = MessageRenderer("m", True, "req_1", 123)
+        told = events(renderer.events(first) + renderer.events([last]) + renderer.end())
+        assert told[0]["message"]["usage"]["input_tokens"] == counted
+        assert told[-2]["usage"]["input_tokens"] == 9
+
+
 def test_the_text_that_ended_an_answer_is_named() -> None:
     """Where the server says which stop sequence it met."""
     named = msgspec.json.encode({"choices": [{"delta": {}, "finish_reason": "stop", "stop_reason": "END"}]})

@@ -93,7 +93,7 @@ def test_settings_come_first() -> None:
         )
     )
     assert facts.price == Price(100_000, 200_000, 0, 1_000)
-    assert facts.capabilities == {"tools"}
+    assert facts.capabilities == {"tools", "cache_control"}
     assert (facts.context_tokens_max, facts.output_tokens_max) == (1000, 10)
 
 

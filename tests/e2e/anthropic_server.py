@@ -73,6 +73,7 @@ class Server(ThreadingHTTPServer):
         self.answer = message([{"type": "text", "text": "Hello."}], "end_turn")
         self.refusal: tuple[int, dict[str, Any]] | None = None
         self.events_max: int | None = None  # a stream breaks off after these
+        self.counted = {"input_tokens": 4711}
         self.seen: list[tuple[dict[str, str], str, bytes]] = []
 
     @property
@@ -90,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.refusal is not None:
             status, body = self.server.refusal
             self._send(status, "application/json", json.dumps(body).encode())
+        elif self.path.endswith("/count_tokens"):
+            self._send(200, "application/json", json.dumps(self.server.counted).encode())
         elif json.loads(raw).get("stream"):
             told = list(events(self.server.answer))[: self.server.events_max]
             data = b"".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in told)

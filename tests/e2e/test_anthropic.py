@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from anthropic import Anthropic
@@ -52,6 +53,7 @@ def behind(
     config = {
         "models": {
             "claude": {"deployments": [{**claude, "name": "claude", "allow_fields": ["web_search"]}]},
+            "claude-test": {"deployments": [{**claude, "name": "same-name"}]},
             "either": {"policy": "cheapest", "deployments": [free, deployment(upstream_process.url, "backup")]},
         }
     }
@@ -114,13 +116,97 @@ def test_a_request_of_anthropics_goes_out_as_it_came(claude: Anthropic, server: 
     asked["extra_body"] = NEW
     assert path == "/v1/messages"
     assert (headers["x-api-key"], headers["anthropic-beta"]) == ("sk-ant-secret", betas["anthropic-beta"])
-    assert headers["anthropic-version"] == "2023-06-01"
+    assert headers["anthropic-version"] == raw.http_request.headers["anthropic-version"]
     assert "authorization" not in headers
     assert raw.headers["x-sameway-cache"] == "miss"
     again = claude.messages.with_raw_response.create(**asked, extra_headers=betas)
     assert again.headers["x-sameway-cache"] == "exact"
     other = claude.messages.with_raw_response.create(**asked)
     assert other.headers["x-sameway-cache"] == "miss"
+
+
+def recording(is_stream: bool) -> bytes:
+    """A request as Claude Code's own client writes it, with what a decoder and an encoder would change: spaces inside,
+    escapes, an integer over 64 bits, 1.50, and an image in a failed result."""
+    image = '{"type":"image","source":{"type":"base64","media_type":"image/png","data":"aGk="}}'
+    system = (
+        '[{"type":"text","text":"You are Claude Code."},'
+        '{"type":"text","text":"Env\\u2028","cache_control":{"type":"ephemeral","ttl":"1h"}}]'
+    )
+    tools = ",".join(f'{{"name":"T{n}","description":"d","input_schema":{{"type": "object" }}}}' for n in range(40))
+    turns = (
+        f'[{{"role":"user","content":"Go {next(_fresh)} caf\\u00e9"}},{{"role":"assistant","content":['
+        '{"type":"thinking","thinking":"hm","signature":"EqQB+/c2ln=="},{"type":"redacted_thinking","data":"b3Bh"},'
+        '{"type":"tool_use","id":"toolu_1","name":"T1","input":{"a":1.50,"b":123456789012345678901234567890}}]},'
+        f'{{"role":"user","content":[{{"type":"tool_result","tool_use_id":"toolu_1","is_error":true,"content":[{image}]}},'
+        '{"type":"text","text":"Go on","cache_control":{"type":"ephemeral"}}]},{"role":"system","content":"Be quick."}]'
+    )
+    more = (
+        '"metadata":{"user_id":"user_ab_session_cd"},"thinking":{"type":"adaptive"},'
+        '"context_management":{"edits":[{"type":"clear_thinking_20251015","keep":"all"}]},'
+        '"output_config":{"effort":"max","task_budget":{"type":"tokens","total":90000}}'
+    )
+    stream = ',"stream":true' if is_stream else ""
+    head = f'"model":"claude-test","max_tokens":64000,"system":{system},"tools":[{tools}],"messages":{turns}'
+    return f"{{{head},{more}{stream}}}".encode()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_need_not_change_leaves_byte_for_byte(behind: Gateway, server: Server, is_stream: bool) -> None:
+    """As does a question for its tokens; each beta and the version of the API go with it."""
+    raw, more = recording(is_stream), {"anthropic-beta": "a-2026-01-01,b-2026-02-02", "anthropic-version": "2026-10-21"}
+    headers = {"x-api-key": API_KEY, "content-type": "application/json", **more}
+    answered = httpx.post(f"{behind.root}/v1/messages?beta=true", content=raw, headers=headers, timeout=30)
+    assert answered.status_code == 200
+    counted = httpx.post(f"{behind.root}/v1/messages/count_tokens", content=raw, headers=headers, timeout=30)
+    assert counted.json() == server.counted
+    for (seen, path, sent), expected in zip(server.seen, ("/v1/messages", "/v1/messages/count_tokens"), strict=True):
+        assert path == expected
+        assert {name: seen[name] for name in more} == more
+        assert sent == raw if path == "/v1/messages" or not is_stream else json.loads(sent)
+
+
+@pytest.mark.parametrize("twice", ['"tools":[{"type":"web_search","type":"custom","name":"x","input_schema":{}}]'])
+def test_no_second_field_of_one_name_passes_the_checks(behind: Gateway, server: Server, twice: str) -> None:
+    """What one parser reads as the client's tool, another might read as the provider's."""
+    text = f'{{"model":"claude-test","max_tokens":5,"messages":[{{"role":"user","content":"x"}}],{twice}}}'
+    refused = httpx.post(f"{behind.root}/v1/messages", content=text, headers={"x-api-key": API_KEY}, timeout=30)
+    assert refused.status_code == 400
+    assert "twice" in refused.json()["error"]["message"]
+    assert server.seen == []
+
+
+def test_tokens_are_estimated_where_the_server_does_not_count(claude: Anthropic, server: Server) -> None:
+    """An overloaded server costs no count."""
+    asked: Any = {"model": "claude", "messages": [{"role": "user", "content": "x" * 400}]}
+    assert claude.messages.count_tokens(**asked).input_tokens == 4711
+    server.refusal = (529, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}})
+    assert 100 <= claude.messages.count_tokens(**asked).input_tokens < 300
+
+
+def test_a_stream_begins_with_the_tokens_of_its_prompt(claude: Anthropic, server: Server) -> None:
+    """Those that the server counted, fresh and from the cache; a chat that shares the answer does not show them."""
+    asked: Any = {"max_tokens": 50, "messages": [{"role": "user", "content": f"Begin {next(_fresh)}"}]}
+    for _ in range(2):
+        with claude.messages.stream(model="claude", **asked) as stream:
+            first = next(iter(stream))
+            assert first.type == "message_start"
+            begun = first.message.usage
+            assert (begun.input_tokens, begun.cache_read_input_tokens, begun.cache_creation_input_tokens) == (
+                11,
+                200,
+                300,
+            )
+            ended = stream.get_final_message().usage
+        assert (ended.input_tokens, ended.cache_read_input_tokens, ended.output_tokens) == (11, 200, 40)
+    assert len(server.seen) == 1
+
+
+def test_a_beginning_of_the_answer_goes_on_there(claude: Anthropic, server: Server) -> None:
+    """As it came; the answer is what follows it."""
+    begun: Any = [{"role": "user", "content": f"Hi {next(_fresh)}"}, {"role": "assistant", "content": "Well,"}]
+    assert claude.messages.create(model="claude", max_tokens=9, messages=begun).content
+    assert json.loads(server.seen[-1][2])["messages"] == begun
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -168,7 +254,8 @@ def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic
     document["source"]["file_id"] = "file_3"  # type: ignore[index]
     with pytest.raises(anthropic.APIStatusError) as refused:
         claude.messages.create(**asked)
-    assert refused.value.status_code >= 429
+    told: Any = refused.value.body
+    assert (refused.value.status_code, told["error"]["type"]) == (529, "overloaded_error")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import OpenAI
@@ -167,8 +168,8 @@ _DOCUMENT = {"type": "document", "source": {"type": "file", "file_id": "f"}}
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": said("x", "so")}, "messages[1].role"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": said("x", "so")}, "messages: No deployment can serve this request: plain does not offer prefill"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [_DOCUMENT]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
@@ -192,6 +193,24 @@ def test_what_is_wrong_or_not_supported_is_refused_by_name(
         claude.post("/v1/messages", body=body, cast_to=object)
     told: Any = refused.value.body
     assert param in told["error"]["message"]
+
+
+def test_every_refusal_of_its_routes_has_anthropics_shape(gateway: Gateway) -> None:
+    """Of a path, a method, a body and a key, with the request's id; 529 where every deployment is too busy."""
+    for method, path, status, kind in (
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("DELETE", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("POST", "/v1/messages", 400, "invalid_request_error"),
+    ):
+        reply = httpx.request(method, gateway.root + path, headers={"x-api-key": API_KEY}, content=b"[")
+        assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
+        assert reply.json()["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+    assert httpx.get(f"{gateway.root}/v1/chat/completions").json()["error"]["code"] == "method_not_allowed"
+    with Anthropic(base_url=gateway.root, api_key=API_KEY, max_retries=0) as claude:
+        with pytest.raises(anthropic.APIStatusError) as busy:
+            claude.messages.create(model="busy", max_tokens=5, messages=said(question()))
+        assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (529, "7")
 
 
 def test_tokens_are_counted(claude: Anthropic) -> None:
@@ -236,7 +255,8 @@ def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway) -> Non
     first, second = ran.stdout.splitlines()
     assert first == second
     assert asked in first
-    assert run_tool("--url", gateway.root, "--", sys.executable, "-c", "raise SystemExit(7)").returncode == 7
+    ended = run_tool("--url", gateway.root, "--model", "mock", "--", sys.executable, "-c", "raise SystemExit(7)")
+    assert ended.returncode == 7
 
 
 def test_a_tool_does_not_start_without_a_gateway(gateway: Gateway) -> None:
@@ -248,6 +268,7 @@ def test_a_tool_does_not_start_without_a_gateway(gateway: Gateway) -> None:
         (["--url", "localhost", "--", "true"], API_KEY, "cannot be reached"),
         (["--url", "http://[::", "--", "true"], API_KEY, "cannot be reached"),
         (["--url", gateway.root, "--", "no-such-command"], API_KEY, "cannot be started"),
+        (["--url", gateway.root, "--model", "a/no model", "--", "true"], API_KEY, "has no model 'a/no model'"),
     ):
         refused = run_tool(*command, key=key)
         assert refused.returncode != 0

@@ -69,7 +69,8 @@ class AnswerReader:
                 message = event["message"]
                 self._head |= {"id": message.get("id"), "model": message.get("model")}
                 self._usage |= message.get("usage") or {}
-                return [self._chunk({"role": "assistant", "content": ""})]
+                head = {**self._head, "usage_at_start": _usage(self._usage)}  # which a message begins with
+                return [self._chunk({"role": "assistant", "content": ""}, head=head)]
             case "content_block_start":
                 return self._begin(event["index"], event["content_block"])
             case "content_block_delta":
@@ -155,9 +156,9 @@ class AnswerReader:
             more["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
         return [self._chunk({}, _FINISHES.get(reason, "stop"), **more)]
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, *, head: Any = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
-        return msgspec.json.encode({**self._head, "choices": [choice]})
+        return msgspec.json.encode({**(head or self._head), "choices": [choice]})
 
 
 def _events(message: dict[str, Any]) -> Iterable[dict[str, Any]]:

@@ -3,38 +3,86 @@
 The connections, time limits and failures are those of an OpenAI-compatible server; this file adds
 the address, the headers, and two translations. A request that came in Anthropic's shape is sent as
 it came. Format: Anthropic API reference, "Messages", "Versions" and "Beta headers". Knows no teams,
-caches or routes. Invariant: only `model` and `stream` of such a request change.
+caches or routes. Invariant: only `model`, `stream`, a length that a budget cuts and the gateway's
+own `cache` change of such a request: without these it leaves byte for byte.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from gateway.backends.anthropic.answer import AnswerReader
 from gateway.backends.anthropic.request import to_message
-from gateway.backends.base import BackendRequest
+from gateway.backends.base import BackendRejected, BackendRequest, Native
 from gateway.backends.openai.backend import OpenAIBackend
-from gateway.wire.types import CHAT
+from gateway.wire.errors import BadRequest
+from gateway.wire.requests import decode_strictly
+from gateway.wire.types import CHAT, Kind
 
 BASE_URL = "https://api.anthropic.com"
 _VERSION = "2023-06-01"
+_COUNT = Kind("count_tokens", "/messages/count_tokens", "messages", is_plain=True)
+_COUNT_S = 10.0
 
 
 class AnthropicBackend(OpenAIBackend):
     """One deployment at Anthropic's API, or at a server that speaks it."""
 
-    paths: Mapping[str, str] = {CHAT.path: "/v1/messages"}
+    paths: Mapping[str, str] = {CHAT.path: "/v1/messages", _COUNT.path: "/v1/messages/count_tokens"}
     reader = AnswerReader
 
+    def __init__(self, name: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> None:
+        self._has_version = "anthropic-version" in map(str.lower, headers or ())
+        super().__init__(name, headers=headers, **more)
+
+    async def count_tokens(self, native: Native, request_id: str, model: str = "") -> int:
+        """The tokens of a prompt by the server's own count. Raises BackendError, KeyError."""
+        asked = BackendRequest(
+            body={},
+            is_stream=False,
+            salt=b"",
+            request_id=request_id,
+            ttft_timeout_s=_COUNT_S,
+            idle_timeout_s=_COUNT_S,
+            whole_timeout_s=0.0,
+            kind=_COUNT,
+            model=model,
+            native=native,
+        )
+        (chunks,) = [chunks async for chunks in self.stream(asked)]
+        counted: int = msgspec.json.decode(chunks[0].data)["input_tokens"]
+        return counted
+
     def _own_fields(self) -> dict[str, tuple[str, str]]:
-        fields = {"anthropic-version": ("anthropic-version", _VERSION)}
-        return fields | ({"x-api-key": ("x-api-key", self._api_key)} if self._api_key else {})
+        return {"x-api-key": ("x-api-key", self._api_key)} if self._api_key else {}
 
     def _fields_of(self, request: BackendRequest) -> str:
-        betas = request.native.betas if request.native is not None else ""
-        return f"anthropic-beta: {betas}\r\n" if betas else ""
+        native = request.native
+        version, betas = (native.version, native.betas) if native is not None else ("", "")
+        lines = "" if self._has_version else f"anthropic-version: {version or _VERSION}\r\n"
+        return f"{lines}anthropic-beta: {betas}\r\n" if betas else lines
+
+    def _payload(self, request: BackendRequest) -> bytes:
+        native = request.native
+        if native is None:
+            return super()._payload(request)
+        wanted: dict[str, Any] = {"model": request.model or self._model}
+        try:
+            sent = decode_strictly(native.raw)  # a second field of one name was not checked
+        except BadRequest as error:
+            raise BackendRejected(error.message, status=400, body=error.body()) from None
+        if bool(sent.get("stream")) is not request.is_stream:
+            wanted["stream"] = request.is_stream
+        if native.tokens_max is not None:
+            wanted["max_tokens"] = native.tokens_max
+        if "cache" not in sent and sent | wanted == sent:
+            return native.raw
+        fields: dict[str, Any] = msgspec.json.decode(native.raw, type=dict[str, msgspec.Raw])
+        fields.pop("cache", None)
+        return msgspec.json.encode(fields | wanted)
 
     def _body(self, request: BackendRequest) -> dict[str, Any]:
-        body = dict(request.native.body) if request.native is not None else to_message(request.body)
-        body["model"] = request.model or self._model
+        body = to_message(request.body) | {"model": request.model or self._model}
         body.pop("stream", None)
         return body | ({"stream": True} if request.is_stream else {})

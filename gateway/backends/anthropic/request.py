@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import BackendRejected
+from gateway.backends.base import BackendUnfit
 from gateway.backends.refusals import error_body
 
 OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
@@ -34,7 +34,7 @@ _KNOWN = frozenset({*_DELIVERY.split(), *_TRANSLATED.split(), *_REFUSED})
 def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
     """The request of the Messages API for a chat completion's, without `model` and `stream`.
 
-    Raises BackendRejected with the name of a field that the Messages API cannot say.
+    Raises BackendUnfit with the name of a field that the Messages API cannot say.
     """
     for name in _REFUSED:
         if body.get(name):
@@ -49,7 +49,9 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
         "tools": [_tool(tool) for tool in body.get("tools") or ()] or None,
         "metadata": {"user_id": body["user"]} if body.get("user") else None,
         # OpenAI's tiers that need no permission are Anthropic's usual one
-        "service_tier": None if body.get("service_tier") in ("default", "flex") else body.get("service_tier"),
+        "service_tier": "standard_only"
+        if body.get("service_tier") in ("default", "flex")
+        else body.get("service_tier"),
         **_tool_choice(body),
         **_format(body.get("response_format")),
     }
@@ -65,9 +67,9 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in {**others, **made}.items() if value is not None}
 
 
-def _refused(param: str, message: str) -> BackendRejected:
+def _refused(param: str, message: str) -> BackendUnfit:
     told = error_body(message, "invalid_request_error", param, "unsupported_parameter")
-    return BackendRejected(message, status=400, body=told)
+    return BackendUnfit(message, status=400, body=told)
 
 
 def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -143,6 +145,8 @@ def _source(url: str) -> dict[str, Any]:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A function as a tool of the client; a tool of another type as it is."""
     function = tool.get("function")
+    if isinstance(tool.get("custom"), dict):
+        raise _refused("tools", "`tools` of the type `custom` have no schema, which this model's API requires")
     if tool.get("type") != "function" or not isinstance(function, dict):
         return tool
     fields = {

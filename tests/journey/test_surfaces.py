@@ -1,0 +1,230 @@
+"""One request in the words of chats, responses and messages: one request inside, one cached answer; or a 400 with the field.
+
+The corpus and the expected cells are tests/surfaces.py, from which docs/api.md has its table.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.backends.anthropic.request import to_message
+from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
+from gateway.backends.local.request import engine_requests
+from gateway.backends.managed import ManagedBackend
+from gateway.deployments.build import describe
+from gateway.journey.turn import arrive, read_turn
+from gateway.settings import CAPABILITIES, DeploymentSettings
+from gateway.wire.types import opened
+from tests.journey.conftest import OpenWorld
+from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Own, Refused
+from tests.world import Reply, World, deployment
+
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+_USER = [{"role": "user", "content": QUESTION}]
+_ASKED: dict[str, dict[str, Any]] = {
+    "chat": {"messages": _USER, "max_completion_tokens": 50},
+    "responses": {"input": QUESTION, "max_output_tokens": 50, "store": False},
+    "messages": {"messages": _USER, "max_tokens": 50},
+}
+_ABLE = {"mock": {"deployments": [deployment("able", capabilities=sorted(CAPABILITIES - {"messages"}))]}}
+
+
+async def ask(world: World, surface: str, fields: Any) -> Reply:
+    body = {"model": "mock", **_ASKED[surface], **fields}
+    return await world.ask(path=PATHS[surface], raw=json.dumps(body).encode())
+
+
+def said_by(reply: Reply) -> tuple[str, tuple[int, int]]:
+    """The text and the tokens of an answer of any surface, whole or streamed."""
+    if reply.is_stream:
+        data = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
+        events = [json.loads(one) for one in data]
+        if events[-1].get("type") == "response.completed":
+            return _of(events[-1]["response"])
+        if "choices" in events[0]:
+            return reply.content, (0, 0)
+        told = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
+        usage = next(one["usage"] for one in events if one["type"] == "message_delta")
+        return "".join(told), (usage["input_tokens"], usage["output_tokens"])
+    return _of(reply.json)
+
+
+def _of(body: Any) -> tuple[str, tuple[int, int]]:
+    usage = body["usage"]
+    if "choices" in body:
+        return body["choices"][0]["message"]["content"], (usage["prompt_tokens"], usage["completion_tokens"])
+    content = body["content"] if "content" in body else body["output"][0]["content"]
+    return "".join(part["text"] for part in content), (usage["input_tokens"], usage["output_tokens"])
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda one: one.name)
+async def test_one_request_is_one_on_all_surfaces(open_a_world: OpenWorld, feature: Feature) -> None:
+    """Whichever says it first, the others share its answer; what one cannot say is refused by its name, never left out."""
+    world = await open_a_world(models=_ABLE)
+    texts, first = set[Any](), True
+    for surface in PATHS:
+        said = getattr(feature, surface)
+        if said is None:
+            continue
+        calls = world.backends["able"].calls
+        before = len(calls)
+        reply = await ask(world, surface, said.fields if isinstance(said, Refused | Own) else said)
+        if isinstance(said, Refused):
+            assert reply.status == 400, reply.text
+            named = reply.error.get("param") or reply.error["message"]
+            assert said.param in named
+            assert len(calls) == before
+            continue
+        assert reply.status == 200, reply.text
+        text, usage = said_by(reply)
+        texts.add((text, usage) if usage != (0, 0) else (text, (10, 5)))
+        assert reply.cache == ("miss" if first else "exact"), surface
+        assert len(calls) == before + first
+        first = isinstance(said, Own)
+    assert len(texts) <= 1
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda one: one.name)
+def test_each_kind_of_deployment_honours_it_refuses_it_or_is_said_to_ignore_it(feature: Feature) -> None:
+    """The table's word for each: what the server gets differs from a plain request, or a 400 says why not."""
+    said = feature.chat.fields if isinstance(feature.chat, Own) else feature.chat
+    for backend, word in zip(BACKENDS, feature.backends.split(), strict=True):
+        if isinstance(said, dict):
+            assert _made_of(backend, said) == word, backend
+        else:
+            assert word == "–"
+
+
+_MADE = {
+    "openai": {"base_url": "http://0.0.0.0/v1", "model": "m"},
+    "litellm": {"model": "openai/gpt-4o"},
+    "anthropic": {"model": "m"},
+    "local": {"engine": "default"},
+}
+
+
+def _made_of(backend: str, fields: dict[str, Any]) -> str:
+    facts = describe(DeploymentSettings(backend=backend, **_MADE[backend]))  # type: ignore[arg-type]
+    try:
+        plain = {"tools": fields["tools"]} if "tool_choice" in fields else {}
+        sent = [_sent(backend, {**_ASKED["chat"], **one}, facts.capabilities) for one in (plain, fields)]
+    except BackendRejected:
+        return "400"
+    if sent[1] is None:
+        return "400"
+    return "none" if sent[0] == sent[1] and "stream" not in fields else "yes"
+
+
+def _sent(backend: str, asked: dict[str, Any], capabilities: frozenset[str]) -> Any:
+    """What a server gets for a chat; None where routing keeps the request from it."""
+    turn = read_turn(msgspec.json.encode({"model": "m", **asked}), {}, arrive("chat"))
+    if not turn.demand.needs <= capabilities:
+        return None
+    body, prefix = opened(turn.body) if "prefill" in capabilities else (turn.body, "")
+    request = BackendRequest(
+        body=body, is_stream=False, salt=b"", request_id="req_1", ttft_timeout_s=1, idle_timeout_s=1, prefix=prefix
+    )
+    match backend:
+        case "anthropic":
+            return to_message(body)
+        case "litellm":
+            provider = SimpleNamespace(get_llm_provider=lambda model: ("", "bedrock"), openai_compatible_providers=[])
+            return ManagedBackend("x", model="m", capabilities=capabilities).arguments(request, provider, False)
+        case "local":
+            return engine_requests(request)
+    return body
+
+
+_MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+_CALLED = {"type": "tool_use", "id": "c1", "name": "look", "input": {}, **_MARK}
+
+
+async def test_marks_of_a_prompts_cache_reach_the_deployments_that_keep_them(open_a_world: OpenWorld) -> None:
+    """On blocks, tools, calls and results; others get the same request without, and both share the answer."""
+    models = {
+        "mock": {
+            "policy": "cheapest",
+            "deployments": [
+                deployment("keeps", usd=(0, 0), capabilities=["tools", "cache_control"]),
+                deployment("lacks", capabilities=["tools"]),
+            ],
+        }
+    }
+    world = await open_a_world(models=models)
+    block = {"type": "text", "text": "hello", **_MARK}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "north", **_MARK}
+    asked = {
+        "system": [block],
+        "tools": [{"name": "look", "input_schema": {"type": "object", "properties": {"cache_control": {}}}, **_MARK}],
+        "messages": [
+            {"role": "user", "content": [block]},
+            {"role": "assistant", "content": [block, _CALLED]},
+            {"role": "user", "content": [result, block]},
+        ],
+    }
+    assert (await ask(world, "messages", asked)).headers["x-sameway-backend"] == "keeps"
+    kept = world.backends["keeps"].calls[0].body
+    assert json.dumps(kept).count('"ephemeral"') == json.dumps(asked).count('"ephemeral"') == 7
+    assert kept["messages"][0]["content"] == kept["messages"][1]["content"] == [block]
+    assert [kept["messages"][3]["cache_control"], kept["tools"][0]["cache_control"]] == [_MARK["cache_control"]] * 2
+    world.backends["keeps"].is_down("a test")
+    bare = json.loads(json.dumps(asked).replace(f", {json.dumps(_MARK)[1:-1]}", ""))
+    assert (await ask(world, "messages", bare)).cache == "exact"
+    other = {**asked, "system": [{**block, "text": "another"}]}
+    assert (await ask(world, "messages", other)).headers["x-sameway-backend"] == "lacks"
+    sent = world.backends["lacks"].calls[0].body
+    assert "ephemeral" not in json.dumps(sent)
+    assert [one["content"] for one in sent["messages"]] == ["another", "hello", "hello", "north", "hello"]
+    assert sent["tools"][0]["function"]["parameters"]["properties"] == {"cache_control": {}}
+
+
+async def test_a_beginning_of_the_answer_goes_to_a_deployment_that_goes_on_with_it(open_a_world: OpenWorld) -> None:
+    """Said as a message or as a chat with `prefix`; without such a deployment a message is refused, and a chat passes."""
+    models = {
+        "mock": {"deployments": [deployment("goes on", capabilities=["prefill"])]},
+        "shut": {"deployments": [deployment("shut")]},
+    }
+    world = await open_a_world(models=models)
+    begun = [*_USER, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    assert (await ask(world, "messages", {"messages": begun})).status == 200
+    call = world.backends["goes on"].calls[0]
+    assert (call.prefix, call.body["messages"]) == ("It is", _USER)
+    refused = await ask(world, "messages", {"model": "shut", "messages": begun})
+    assert (refused.status, "prefill" in refused.error["message"]) == (400, True)
+    chat = [*_USER, {"role": "assistant", "content": "It is", "prefix": True}]
+    assert (await ask(world, "chat", {"model": "shut", "messages": chat})).status == 200
+    assert world.backends["shut"].calls[0].body["messages"] == chat
+
+
+@pytest.mark.parametrize(
+    ("surface", "fields", "param"),
+    [
+        ("responses", {"text": {"mood": "good"}}, "text.mood"),
+        ("responses", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+        ("messages", {"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ("messages", {"messages": [*_USER, {"role": "assistant", "content": [_CALLED]}]}, "messages[1].content"),
+    ],
+)
+async def test_a_part_of_a_field_is_never_left_out(world: World, surface: str, fields: Any, param: str) -> None:
+    """A 400 names it."""
+    refused = await ask(world, surface, fields)
+    assert refused.status == 400
+    assert param in (refused.error.get("param") or refused.error["message"])
+
+
+async def test_another_deployment_honours_what_the_first_cannot(open_a_world: OpenWorld) -> None:
+    """A field that one kind of API lacks is no reason to refuse the request."""
+    models = {"mock": {"policy": "cheapest", "deployments": [deployment("first", usd=(0, 0)), deployment("second")]}}
+    world = await open_a_world(models=models)
+    with pytest.raises(BackendUnfit) as unfit:
+        to_message({"messages": _USER, "logit_bias": {"5": 1}})
+    world.backends["first"].plays(unfit.value)
+    assert (await ask(world, "chat", {"logit_bias": {"5": 1}})).headers["x-sameway-backend"] == "second"
+    world.backends["second"].plays(unfit.value)
+    refused = await ask(world, "chat", {"logit_bias": {"5": 2}})
+    assert (refused.status, refused.error["param"]) == (400, "logit_bias")
