@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 _SIZE_MAX = 2**31
 
@@ -84,7 +85,8 @@ class RopeConfig:
     arXiv:2306.15595), llama3 (low frequencies rescaled as Llama 3.1 does), yarn (arXiv:2309.00071,
     with its `beta_*`; `attention_factor` multiplies cos and sin), dynamic (NTK-aware; within the
     trained context it is the default one) or longrope (arXiv:2402.13753; within the trained context
-    frequencies are divided by `divisors`, one for each)."""
+    frequencies are divided by `divisors`, one for each), or none: nothing turns. `dims`: of a
+    head's, the first so many turn; None is all."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -97,6 +99,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     has_whole_bounds: bool = True
     divisors: tuple[float, ...] = ()
+    dims: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ModelError for angles that no model has."""
@@ -132,10 +135,12 @@ class ModelConfig:
     """Shape of a decoder-only transformer of the Llama kind, mostly in the words of Hugging Face's
     config.json.
 
-    `windows`: how many tokens, itself included, a token sees in each layer; 0 is all. Layers with a
-    window rotate by `window_rope` where there is one. `norm_offset` is added to every norm's
-    weight, `embedding_scale` multiplies embeddings, softcaps bound scores and logits as cap *
-    tanh(x / cap); post norms normalise what attention and MLP add.
+    `ropes`: how each layer rotates. `windows`: how many tokens, itself included, a token sees in
+    each layer; 0 is all. `norms`: whether attention and MLP are normalised before (what they read),
+    after (what they add), or around, which is both; with `has_wide_qk_norm` a query's and a key's
+    norm is over all heads at once. `norm_offset` is added to every norm's weight, `embedding_scale`
+    multiplies embeddings, `logit_divisor` divides logits, softcaps bound scores and logits as cap *
+    tanh(x / cap).
     """
 
     architecture: str
@@ -149,19 +154,20 @@ class ModelConfig:
     vocabulary_size: int
     context_tokens: int
     rms_epsilon: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
     has_qk_norm: bool
     has_qkv_bias: bool
     windows: tuple[int, ...]
     attention_scale: float
-    window_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     activation: str = "silu"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    has_post_norms: bool = False
+    logit_divisor: float = 1.0
+    norms: Literal["before", "around", "after"] = "before"
+    has_wide_qk_norm: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_tied_embeddings: bool = False
@@ -180,7 +186,14 @@ class ModelConfig:
         ):
             if not 1 <= getattr(self, name) < _SIZE_MAX:
                 raise ModelError(f"{self.name}: {name} must be from 1 to {_SIZE_MAX}, not {getattr(self, name)}")
-        for name in ("rms_epsilon", "attention_scale", "attention_softcap", "logit_softcap"):
+        for name in (
+            "rms_epsilon",
+            "attention_scale",
+            "attention_softcap",
+            "logit_softcap",
+            "embedding_scale",
+            "logit_divisor",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ModelError(f"{self.name}: {name} must be above 0, not {value}")
@@ -188,13 +201,16 @@ class ModelConfig:
             raise ModelError(f"{self.name}: {self.heads} heads are no multiple of {self.kv_heads} KV heads")
         if self.head_dim % 2:
             raise ModelError(f"{self.name}: a head of {self.head_dim} has no two halves to rotate")
-        if len(self.windows) != self.layers:
-            raise ModelError(f"{self.name}: {len(self.windows)} windows are told for {self.layers} layers")
+        for what, told in (("windows", self.windows), ("ropes", self.ropes)):
+            if len(told) != self.layers:
+                raise ModelError(f"{self.name}: {len(told)} {what} are told for {self.layers} layers")
         if any(window < 0 for window in self.windows):
             raise ModelError(f"{self.name}: a window must be of 1 token or more, not {min(self.windows)}")
         if self.intermediate_size < 1 and not (self.experts and all(self.experts.is_sparse)):
             raise ModelError(f"{self.name}: intermediate_size must be 1 or more, not {self.intermediate_size}")
-        if self.rope.divisors and len(self.rope.divisors) != self.head_dim // 2:
-            raise ModelError(
-                f"{self.name}: {len(self.rope.divisors)} rope factors are told for heads of {self.head_dim}"
-            )
+        for rope in self.ropes:
+            dims = self.head_dim if rope.dims is None else rope.dims
+            if not 0 < dims <= self.head_dim or dims % 2:
+                raise ModelError(f"{self.name}: {dims} of {self.head_dim} dimensions can't be rotated in pairs")
+            if rope.divisors and len(rope.divisors) != dims // 2:
+                raise ModelError(f"{self.name}: {len(rope.divisors)} rope factors are told for heads of {dims}")

@@ -9,10 +9,12 @@ from typing import Protocol
 
 import torch
 
-from local_engine.config import ModelConfig
+from local_engine.config import ModelConfig, ModelError
 from local_engine.text.tokenizer import Tokenizer
-from local_engine.weights.quantised import Quantised
-from local_engine.weights.scaled import Scaled
+from local_engine.weights.scaled import Weights, rows_of
+
+# matrices that some checkpoints have as one, the first of them on top
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class WeightPiece:
     """
 
     name: str
-    tensor: torch.Tensor | Quantised | Scaled
+    tensor: Weights
     share: float
     file: Path
 
@@ -42,3 +44,29 @@ class Checkpoint(Protocol):
 
     def weights(self) -> Iterator[WeightPiece]:
         """Every tensor once. Raises ModelError where the files are broken."""
+
+
+def parts_of(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """The model's names for a checkpoint's tensor: several where it holds matrices that the model
+    has apart, or all experts of a layer."""
+    *path, module, kind = name.split(".")
+    modules = _FUSED.get(module, (module,))
+    if path[-1:] == ["experts"] and config.experts is not None:
+        return tuple(".".join((*path, str(i), own, kind)) for i in range(config.experts.count) for own in modules)
+    return tuple(".".join((*path, own, kind)) for own in modules)
+
+
+def split(name: str, values: Weights, config: ModelConfig) -> Iterator[tuple[str, Weights]]:
+    """A checkpoint's tensor as the model's, by their names. Raises ModelError."""
+    names = parts_of(name, config)
+    if isinstance(values, torch.Tensor) and values.dim() == 3:  # [experts, rows, columns]
+        values = values.flatten(0, 1)
+    sizes = [values.shape[0] // len(names)] * len(names)
+    if ".qkv_proj." in name:
+        sizes = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    if sum(sizes) != values.shape[0]:
+        raise ModelError(f"tensor {name!r} has {values.shape[0]} rows, which are not those of {len(names)} matrices")
+    at = 0
+    for own, size in zip(names, sizes, strict=True):
+        yield own, values if len(names) == 1 else rows_of(values, slice(at, at + size))
+        at += size

@@ -17,8 +17,8 @@ from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConf
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _LAYERS_MAX = 10_000
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-GEMMA_LOCAL_THETA = 10_000.0
+SLIDING, FULL = "sliding_attention", "full_attention"
+_LAYER_TYPES = {"attention": FULL, FULL: FULL, SLIDING: SLIDING}
 
 # Fields by which other architectures' models, and models derived from the supported ones, compute
 # something else. A config that names one is read only where its value changes nothing.
@@ -31,7 +31,8 @@ _MUST_BE_UNSET = (
     "clip_qkv", "qk_clip", "use_qk_norm", "qk_layernorm", "no_rope_layer_interval", "scale_depth", "dim_model_base", "alibi",
     "use_bidirectional_attention", "use_parallel_residual", "parallel_attn", "add_cross_attention", "kv_lora_rank",
     "q_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "use_mrope", "rope_interleave",
-    "rope_interleaved", "use_layer_norm", "layer_scale",
+    "rope_interleaved", "use_layer_norm", "layer_scale", "num_experts", "num_local_experts", "attn_logit_softcapping",
+    "final_logit_softcapping",
 )  # fmt: skip
 
 
@@ -40,29 +41,47 @@ class Family:
     """One architecture's additions to the common decoder. `gguf` is its name in GGUF files,
     `model_type` in a config.json.
 
-    `has_qkv_bias` None: as in the config. `window_period`: every so-many-th layer sees everything,
-    the others a window; 0 where the config decides otherwise; `has_layer_types`: whether a list of
-    each layer's type decides. `is_gemma`: scaled embeddings, norms with an offset of 1 and after
-    each part as well, gelu. `has_attention_softcap`: whether one that is named is used (Gemma 3
-    names one and does not use it). `defaults`: the values of fields that a config.json lacks, where
-    only `transformers`' own config class has them.
+    `traits`: what the ModelConfig of all its models has. `reads`: of the fields that others must
+    not have, those that are computed here. `has_qkv_bias` None: as in the config. `window_period`:
+    every so-many-th layer sees everything, the others a window; 0 where the config decides
+    otherwise; `has_layer_types`: whether a list of each layer's type decides; `has_windows`: whether
+    any layer can have one. `window_theta`: the base by which layers with a window rotate,
+    unscaled; 0 is the base of the others, None rotates as they do. `is_gemma`: embeddings scaled by
+    the width's root, gelu. `has_attention_softcap`: whether one that is named is used (Gemma 3 names
+    one and does not use it). `mlp_size`: the field of the MLP's size. `defaults`: the values of
+    fields that a config.json lacks, where only `transformers`' own config class has them.
     """
 
     hf: str
     model_type: str
     gguf: str
-    has_qk_norm: bool = False
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
     has_qkv_bias: bool | None = None
-    has_experts: bool = False
     is_gguf_rope_permuted: bool = False
     is_gemma: bool = False
     has_attention_softcap: bool = False
     window_period: int = 0
+    window_theta: float | None = None
     has_layer_types: bool = False
+    has_windows: bool = True
     theta: float = 10_000.0
+    mlp_size: str = "intermediate_size"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts" in self.reads
 
+
+_EXPERTS = ("num_experts", "num_local_experts")
+_GRANITE = (
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "position_embedding_type",
+)  # fmt: skip
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_QK_NORM: dict[str, Any] = {"has_qk_norm": True}
+_AROUND: dict[str, Any] = {"norms": "around", "norm_offset": 1.0}
+_AFTER: dict[str, Any] = {**_QK_NORM, "norms": "after", "has_wide_qk_norm": True}
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
@@ -70,9 +89,21 @@ _GEMMA = {
 }  # fmt: skip
 _GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192}
 _GEMMA3 = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+_SMOLLM3 = {
+    "num_key_value_heads": 4, "no_rope_layer_interval": 4, "use_sliding_window": False, "tie_word_embeddings": True,
+    "max_position_embeddings": 32_768,
+}  # fmt: skip
+_PHI3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+# by default its class has Mamba's layers and experts, which are refused
+_GRANITE4 = {
+    "num_local_experts": 8,
+    "layer_types": ["mamba"],
+    "shared_intermediate_size": 1024,
+    "attention_multiplier": 1.0,
+}
 
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", "llama", is_gguf_rope_permuted=True),
+    Family("LlamaForCausalLM", "llama", "llama", is_gguf_rope_permuted=True, has_windows=False),
     Family(
         "MistralForCausalLM",
         "mistral",
@@ -86,22 +117,17 @@ FAMILIES = (
         "Qwen3ForCausalLM",
         "qwen3",
         "qwen3",
-        has_qk_norm=True,
+        traits=_QK_NORM,
         has_layer_types=True,
         defaults={**_QWEN, "head_dim": 128},
     ),
-    Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        "qwen3moe",
-        has_qk_norm=True,
-        has_experts=True,
-        defaults=_QWEN,
-    ),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe", traits=_QK_NORM, reads=_EXPERTS, defaults=_QWEN),
     Family(
         "Gemma2ForCausalLM",
         "gemma2",
         "gemma2",
+        traits=_AROUND,
+        reads=_CAPS,
         is_gemma=True,
         window_period=2,
         has_layer_types=True,
@@ -112,12 +138,63 @@ FAMILIES = (
         "Gemma3ForCausalLM",
         "gemma3_text",
         "gemma3",
+        traits={**_AROUND, **_QK_NORM},
+        reads=_CAPS,
         is_gemma=True,
         window_period=6,
+        window_theta=10_000.0,
         has_layer_types=True,
-        has_qk_norm=True,
         theta=1_000_000.0,
         defaults={**_GEMMA, **_GEMMA3},
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        "smollm3",
+        reads=("no_rope_layers", "no_rope_layer_interval"),
+        is_gguf_rope_permuted=True,
+        has_layer_types=True,
+        theta=2_000_000.0,
+        defaults=_SMOLLM3,
+    ),
+    Family("Phi3ForCausalLM", "phi3", "phi3", reads=("partial_rotary_factor",), has_qkv_bias=False, defaults=_PHI3),
+    Family(
+        "GraniteForCausalLM",
+        "granite",
+        "granite",
+        reads=_GRANITE,
+        is_gguf_rope_permuted=True,
+        has_windows=False,
+        defaults={"attention_multiplier": 1.0, "position_embedding_type": "rope"},
+    ),
+    Family(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        "granitehybrid",
+        reads=_GRANITE,
+        is_gguf_rope_permuted=True,
+        has_layer_types=True,
+        mlp_size="shared_intermediate_size",
+        defaults=_GRANITE4,
+    ),
+    Family(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        "olmo2",
+        traits=_AFTER,
+        window_period=4,
+        window_theta=0.0,
+        has_layer_types=True,
+        theta=500_000.0,
+        defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        "olmo2",
+        traits=_AFTER,
+        has_windows=False,
+        defaults={"rms_norm_eps": 1e-5},
     ),
 )
 # their text model is a supported one
@@ -152,15 +229,22 @@ def layers_of(config: Mapping[str, Any], key: str, source: str) -> int:
 def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> ModelConfig:
     """A ModelConfig from the contents of a config.json. `source` names the file in errors. Raises
     ModelError."""
-    family, config = _text_config(config, source)
-    config = {**family.defaults, **config}
+    family, given = _text_config(config, source)
+    config = {**family.defaults, **given}
     _refuse_other_functions(config, family, source)
     heads = int(require(config, "num_attention_heads", source))
     hidden_size = int(require(config, "hidden_size", source))
     layers = layers_of(config, "num_hidden_layers", source)
     head_dim = int(config.get("head_dim") or hidden_size // heads)
     has_bias = bool(config.get("attention_bias", False))
-    rope, window_rope = _ropes(config, family, source)
+    rotated = _rotated(config, family, layers)
+    if not all(rotated) and not config.get("layer_types"):
+        config = {**config, "layer_types": [FULL if turns else SLIDING for turns in rotated]}
+    windows = windows_of(config, family, layers, source)
+    rope, window_rope = _ropes({**config, "head_dim": head_dim}, family, source)
+    score_divisor = config["query_pre_attn_scalar"] if family.is_gemma else head_dim
+    # a stream that is this often as small needs no factor where it is added to
+    residual = float(config.get("residual_multiplier") or 1.0)
     return ModelConfig(
         architecture=family.hf,
         name=name,
@@ -169,26 +253,41 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=head_dim,
-        intermediate_size=int(require(config, "intermediate_size", source)),
+        intermediate_size=int(require(config, family.mlp_size, source)),
         vocabulary_size=int(require(config, "vocab_size", source)),
         context_tokens=_context_tokens(config, rope),
-        rms_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        rope=rope,
-        window_rope=window_rope,
-        has_qk_norm=family.has_qk_norm,
+        rms_epsilon=float(config.get("rms_norm_eps", 1e-6)) / residual**2,
+        ropes=tuple(
+            (window_rope if window else rope) if turns else RopeConfig(kind="none")
+            for turns, window in zip(rotated, windows, strict=False)
+        ),
         has_qkv_bias=has_bias if family.has_qkv_bias is None else family.has_qkv_bias,
         has_output_bias=has_bias and family.has_qkv_bias is None,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=windows_of(config, family, layers, source),
+        windows=windows,
         experts=_experts(config, layers, source) if family.has_experts else None,
         activation=_activation(config, family, source),
-        attention_scale=float(config["query_pre_attn_scalar"] if family.is_gemma else head_dim) ** -0.5,
+        attention_scale=float(config.get("attention_multiplier") or float(score_divisor) ** -0.5),
         attention_softcap=softcap(config.get("attn_logit_softcapping")) if family.has_attention_softcap else None,
         logit_softcap=softcap(config.get("final_logit_softcapping")),
+        logit_divisor=float(config.get("logits_scaling") or 1.0),
+        embedding_scale=float(
+            math.sqrt(hidden_size) if family.is_gemma else (config.get("embedding_multiplier") or 1.0) / residual
+        ),
         eos_token_ids=token_ids(config.get("eos_token_id"), source),
-        **gemma(family, hidden_size),
+        **{"has_qk_norm": False, **family.traits},
     )
+
+
+def _rotated(config: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
+    """Of each layer, whether it rotates."""
+    given = config.get("no_rope_layers")  # which names those that do
+    if given is None:
+        period = int(config.get("no_rope_layer_interval") or 0)
+        given = [not period or (layer + 1) % period for layer in range(layers)]
+    is_left_out = "position_embedding_type" in family.reads and config.get("position_embedding_type") != "rope"
+    return [bool(turns) and not is_left_out for turns in given[:layers]]
 
 
 def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
@@ -208,12 +307,12 @@ def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mappin
 
 def _refuse_other_functions(config: Mapping[str, Any], family: Family, source: str) -> None:
     """Raises ModelError for a field that makes the model another function than the family's."""
-    caps = () if family.is_gemma else ("attn_logit_softcapping", "final_logit_softcapping")
     # decision: exact-or-refused
-    odd = [key for key in (*_MUST_BE_UNSET, *caps) if config.get(key)]
+    odd = [key for key in _MUST_BE_UNSET if config.get(key)]
     odd += [key for key in _MUST_BE_ONE if config.get(key) not in (None, 1)]
     odd += [key for key in ("no_rope_layers",) if not all(config.get(key) or ())]
     odd += [key for key in ("is_causal",) if config.get(key) is False]
+    odd = [key for key in odd if key not in family.reads]
     if odd:
         raise ModelError(f"{source}: {odd[0]} {config[odd[0]]!r} is not supported in a {family.hf}")
 
@@ -224,12 +323,6 @@ def token_ids(value: Any, source: str) -> tuple[int, ...]:
     if not all(isinstance(id, int) for id in ids):
         raise ModelError(f"{source}: eos_token_id is {value!r}, expected a number or numbers")
     return tuple(dict.fromkeys(ids))
-
-
-def gemma(family: Family, hidden_size: int) -> dict[str, Any]:
-    if not family.is_gemma:
-        return {}
-    return {"norm_offset": 1.0, "embedding_scale": math.sqrt(hidden_size), "has_post_norms": True}
 
 
 def softcap(value: Any) -> float | None:
@@ -258,18 +351,18 @@ def windows_of(config: Mapping[str, Any], family: Family, layers: int, source: s
     the first layer."""
     window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
     types = config.get("layer_types") or ()
-    unknown = set(types) - {_SLIDING, _FULL}
+    unknown = set(types) - _LAYER_TYPES.keys()
     if unknown:
-        raise ModelError(f"{source}: layer_types {sorted(unknown)} are not supported; supported: {_FULL}, {_SLIDING}")
-    told = tuple(window if kind == _SLIDING else 0 for kind in types)
+        raise ModelError(f"{source}: layer_types {sorted(unknown)} are not supported; supported: {FULL}, {SLIDING}")
+    told = tuple(window if kind == SLIDING else 0 for kind in types)
     if told and family.has_layer_types:
         return told
-    if family.hf == "LlamaForCausalLM":
+    if not family.has_windows:
         window = 0
     period = int(config.get("sliding_window_pattern") or family.window_period)
     first = 0 if family.has_experts else int(config.get("max_window_layers") or 0)
     windows = tuple(window if ((layer + 1) % period if period else layer >= first) else 0 for layer in range(layers))
-    if _SLIDING in types and told != windows:
+    if SLIDING in types and told != windows:
         raise ModelError(f"{source}: layer_types of several kinds are not supported in a {family.hf}")
     return windows
 
@@ -289,32 +382,35 @@ def _experts(config: Mapping[str, Any], layers: int, source: str) -> ExpertsConf
     )
 
 
-def _ropes(config: Mapping[str, Any], family: Family, source: str) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary embedding, and that of layers with a window where it is another. All spellings:
-    rope_theta with rope_scaling, rope_parameters (transformers 5), and rope_parameters by the
-    layer's type (Gemma 3)."""
+def _ropes(config: Mapping[str, Any], family: Family, source: str) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embedding of layers that see everything, and that of layers with a window. All
+    spellings: rope_theta with rope_scaling, rope_parameters (transformers 5), and rope_parameters by
+    the layer's type (Gemma 3, OLMo 3)."""
     parameters: Mapping[str, Any] = config.get("rope_parameters") or {}
     scaling: Mapping[str, Any] = config.get("rope_scaling") or {}
     theta = config.get("rope_theta") or family.theta
-    if not {_FULL, _SLIDING}.isdisjoint(parameters):
-        full, local = parameters.get(_FULL) or {}, parameters.get(_SLIDING) or {}
-        return _rope({**full, **scaling}, theta, config, source), _rope(local, GEMMA_LOCAL_THETA, config, source)
-    rope = _rope({**parameters, **scaling}, theta, config, source)
-    if family.hf != "Gemma3ForCausalLM":
-        return rope, None
-    return rope, RopeConfig(theta=float(config.get("rope_local_base_freq") or GEMMA_LOCAL_THETA))
+    by_type = not {FULL, SLIDING}.isdisjoint(parameters)
+    full, local = (parameters.get(FULL) or {}, parameters.get(SLIDING) or {}) if by_type else (parameters, {})
+    rope = _rope({**full, **scaling}, theta, config, family, source)
+    if family.window_theta is None and not by_type:
+        return rope, rope
+    window_theta = config.get("rope_local_base_freq") or family.window_theta or theta
+    return rope, _rope(local, window_theta, config, family, source)
 
 
-def _rope(scaling: Mapping[str, Any], theta: float, config: Mapping[str, Any], source: str) -> RopeConfig:
+def _rope(
+    scaling: Mapping[str, Any], theta: float, config: Mapping[str, Any], family: Family, source: str
+) -> RopeConfig:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    kind = "longrope" if kind == "su" else kind  # what Phi 3 called it at first
+    if kind == "su" or (kind == "yarn" and family.hf == "Phi3ForCausalLM"):  # what Phi 3 called it at first
+        kind = "longrope"
     if kind not in ROPE_TYPES:
         raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    share = scaling.get("partial_rotary_factor", 1.0)
-    if share != 1.0:
-        raise ModelError(f"{source}: partial_rotary_factor {share!r} is not supported")
+    share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and "partial_rotary_factor" not in family.reads:
+        raise ModelError(f"{source}: partial_rotary_factor {share!r} is not supported in a {family.hf}")
     context = int(config.get("max_position_embeddings") or 2048)
-    given = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    given = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     original = int(given or (8192 if kind == "llama3" else context))
     factor = float(scaling.get("factor") or (context / original if kind in ("yarn", "longrope") else 1.0))
     return RopeConfig(
@@ -329,25 +425,19 @@ def _rope(scaling: Mapping[str, Any], theta: float, config: Mapping[str, Any], s
         attention_factor=_attention_factor(kind, scaling, factor, original),
         has_whole_bounds=bool(scaling.get("truncate", True)),
         divisors=tuple(map(float, require(scaling, "short_factor", source))) if kind == "longrope" else (),
+        dims=None if share == 1.0 else int(config["head_dim"] * share),
     )
 
 
 def _attention_factor(kind: str, scaling: Mapping[str, Any], factor: float, original: int) -> float:
     """The factor of cos and sin."""
-    if kind == "yarn":
-        return _yarn_attention_factor(scaling, factor)
-    if kind != "longrope":
+    if kind not in ("yarn", "longrope"):
         return 1.0
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)
-    return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    if kind == "longrope":
+        return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
     over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if over and under:
         return yarn_scale(factor, float(over)) / yarn_scale(factor, float(under))

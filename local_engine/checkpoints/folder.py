@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
-from local_engine.checkpoints.checkpoint import WeightPiece
+from local_engine.checkpoints.checkpoint import WeightPiece, parts_of, split
 from local_engine.checkpoints.families import model_config_from_hf, token_ids
 from local_engine.config import ModelError
 from local_engine.weights.prequantised import packing_from
-from local_engine.weights.quantised import Quantised
-from local_engine.weights.scaled import Scaled
+from local_engine.weights.scaled import Weights
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-# all experts of a layer in one tensor
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_RENAMED = (
+    (re.compile(r"(\.mlp\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
+    (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.gate_up_proj."),  # Granite 4
+    (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.down_proj."),
+)
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _OF_TEXT = re.compile(
     r"(?:model\.|language_model\.)+(?=(?:layers|embed_tokens|norm|lm_head)\.)|(?=(?:layers|embed_tokens|norm)\.)"
@@ -60,27 +61,25 @@ class FolderCheckpoint:
         self.form = "safetensors" if self._packing is None else f"safetensors, {self._packing.name}"
 
     def names(self) -> frozenset[str]:
-        return frozenset(piece for name in self._tensors.names for piece in self._pieces(name))
+        found = (self._name_of(name) for name in self._tensors.names)
+        return frozenset(piece for name in found if name is not None for piece in parts_of(name, self.config))
 
     def weights(self) -> Iterator[WeightPiece]:
         tensors = self._tensors
         try:
             for name in tensors.names:
-                pieces = self._pieces(name)
-                if not pieces:
+                own = self._name_of(name)
+                if own is None:
                     continue
                 value, path = self._value(name), tensors.path_of(name)
-                if len(value.shape) != 3:
-                    yield WeightPiece(pieces[0], value, tensors.share_read, path)
-                else:
-                    for piece, part in zip(pieces, _experts_apart(value, len(pieces), name, path), strict=True):
-                        yield WeightPiece(piece, part, tensors.share_read, path)
+                for piece, part in split(own, value, self.config):
+                    yield WeightPiece(piece, part, tensors.share_read, path)
                 del value
                 tensors.forget()
         finally:
             tensors.close()
 
-    def _value(self, name: str) -> torch.Tensor | Quantised | Scaled:
+    def _value(self, name: str) -> Weights:
         module = None if self._packing is None else self._packing.module_of(name, self._tensors)
         if self._packing is None or module is None:
             return self._tensors.read(name)
@@ -89,22 +88,17 @@ class FolderCheckpoint:
         except ModelError as error:
             raise ModelError(f"{self._tensors.path_of(name)}: {error}") from None
 
-    def _pieces(self, name: str) -> tuple[str, ...]:
-        """The model's names for a tensor of the files: several where it holds a layer's experts,
-        and none where it is read with another tensor or not needed. Saved without a head, or with
-        what sees images, models have other prefixes."""
+    def _name_of(self, name: str) -> str | None:
+        """The common name for a tensor of the files; None where it is read with another tensor or
+        not needed. Saved without a head, or with what sees images, models have other prefixes."""
         if _OF_IMAGES.match(name):
-            return ()
+            return None
         packing, own = self._packing, _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
+        for old, new in _RENAMED:
+            own = old.sub(new, own)
         if packing is not None and packing.module_of(name, self._tensors) is not None:
-            return (f"{own.rpartition('.')[0]}.weight",)
-        if packing is not None and (packing.is_beside(name) or self._is_spare_bias(name)):
-            return ()
-        fused = _EXPERTS.fullmatch(own)
-        if fused is None or self.config.experts is None:
-            return (own,)
-        parts = _FUSED[fused[2]]
-        return tuple(f"{fused[1]}.{i}.{part}.weight" for i in range(self.config.experts.count) for part in parts)
+            return f"{own.rpartition('.')[0]}.weight"
+        return None if packing is not None and (packing.is_beside(name) or self._is_spare_bias(name)) else own
 
     def _is_spare_bias(self, name: str) -> bool:
         """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has
@@ -176,18 +170,6 @@ class SafetensorsFiles:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} cannot be read: {error}") from None
         return self._open[path]
-
-
-def _experts_apart(
-    values: torch.Tensor | Quantised | Scaled, count: int, name: str, path: Path
-) -> tuple[torch.Tensor, ...]:
-    """[experts, rows, columns] as `count` matrices. Raises ModelError."""
-    rows = values.shape[0] * values.shape[1]
-    if not isinstance(values, torch.Tensor) or values.dim() != 3 or rows % count:
-        raise ModelError(
-            f"{path}: tensor {name!r} has shape {tuple(values.shape)}, expected {count} matrices of experts"
-        )
-    return torch.split(values.flatten(0, 1), rows // count)
 
 
 def _find_files(folder: Path) -> list[Path]:

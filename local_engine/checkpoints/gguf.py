@@ -8,28 +8,31 @@ checkpoint had; a model that the decoder cannot compute is refused, by name.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from local_engine.checkpoints import families
-from local_engine.checkpoints.checkpoint import WeightPiece
+from local_engine.checkpoints.checkpoint import WeightPiece, parts_of, split
 from local_engine.checkpoints.gguf_file import GgufFile
-from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConfig
-from local_engine.weights.quantised import Quantised
+from local_engine.config import ModelConfig, ModelError
+from local_engine.weights.scaled import Weights, rows_of
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-    "rope_freqs.weight": "rope_freqs",
 }
+_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight")  # of the rotation's frequencies
+_UNUSED = (*_DIVISORS, "rope_factors_long.weight")  # as tensors of the model
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -40,13 +43,15 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
-_GEMMA_NAMES = {
+_POST_NORM_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # By these keys a file computes something else, but with one of these values.
@@ -56,6 +61,16 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.temperature_length": (0,), "use_parallel_residual": (False,), "expert_shared_count": (0,),
     "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
 }  # fmt: skip
+# of these, by the fields that some families read
+_SCALES = {
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+}
+
+# Files name one end, mostly the text's; these end a turn where the chat template writes them.
+_TURN_ENDS = ("<|im_end|>", "<|end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|endoftext|>")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -72,38 +87,30 @@ class GgufCheckpoint:
         metadata = first.metadata
         shapes = {name: entry.shape for file in self._files for name, entry in file.tensors.items()}
         name = _SPLIT.sub("", first.path.name.removesuffix(".gguf"))
-        self.config = model_config_from_gguf(metadata, shapes, name)
+        divisors = [file.read(one) for file in self._files for one in _DIVISORS if one in file.tensors]
+        self.config = model_config_from_gguf(metadata, shapes, name, [float(x) for one in divisors for x in one])
         self.tokenizer = tokenizer_from_gguf(metadata)
         family = families.family_of(str(metadata["general.architecture"]))
         self._is_permuted = family.is_gguf_rope_permuted
-        self._names = {**_LAYER_NAMES, **(_GEMMA_NAMES if family.is_gemma else {})}
+        own = _POST_NORM_NAMES if self.config.norms != "before" else {}
+        own |= {"ffn_up": "mlp.gate_up_proj"} if family.gguf == "phi3" else {}
+        self._names = {**_LAYER_NAMES, **own}
         self.form = "GGUF " + ", ".join(sorted({kind for file in self._files for kind in file.kinds()}))
         metadata.clear()  # the vocabulary's strings are in the tokenizer now
 
     def names(self) -> frozenset[str]:
-        return frozenset(
-            piece
-            for file in self._files
-            for name, entry in file.tensors.items()
-            for piece in self._pieces(name, entry.shape)
-        )
+        names = (name for file in self._files for name in file.tensors if name not in _UNUSED)
+        return frozenset(piece for name in names for piece in parts_of(self._name(name), self.config))
 
     def weights(self) -> Iterator[WeightPiece]:
         total_bytes = sum(file.size_bytes for file in self._files)
         before_bytes = 0
         for file in self._files:
             try:
-                for name, entry in file.tensors.items():
+                for name in [name for name in file.tensors if name not in _UNUSED]:
                     values = self._read(file, name)
                     share = (before_bytes + file.end_of(name)) / total_bytes
-                    pieces = self._pieces(name, entry.shape)
-                    # [experts, rows, columns]
-                    if len(entry.shape) == 3 and isinstance(values, torch.Tensor):
-                        values = values.flatten(0, 1)
-                    rows = values.shape[0] // len(pieces)
-                    for index, piece in enumerate(pieces):
-                        part = slice(index * rows, (index + 1) * rows)
-                        own = values if len(pieces) == 1 else _rows(values, part)
+                    for piece, own in split(self._name(name), values, self.config):
                         yield WeightPiece(piece, own, share, file.path)
                     del values
                     file.forget(name)
@@ -111,7 +118,7 @@ class GgufCheckpoint:
                 file.close()
             before_bytes += file.size_bytes
 
-    def _read(self, file: GgufFile, name: str) -> torch.Tensor | Quantised:
+    def _read(self, file: GgufFile, name: str) -> Weights:
         kept = file.read_quantised(name)
         values = torch.from_numpy(file.read(name)) if kept is None else kept
         if "norm" in name and isinstance(values, torch.Tensor):
@@ -122,28 +129,21 @@ class GgufCheckpoint:
         heads = self.config.heads if layer[2] == "attn_q" else self.config.kv_heads
         if values.shape[0] % (2 * heads):
             raise ModelError(f"{file.path}: tensor {name!r} has {values.shape[0]} rows, which are not {heads} heads")
-        return _rows(values, self._unpermuted(values.shape[0], heads))
+        return rows_of(values, self._unpermuted(values.shape[0], heads))
 
-    def _pieces(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """The model's names for a tensor: many where it holds all of a layer's experts."""
+    def _name(self, name: str) -> str:
+        """Hugging Face's name for a tensor."""
         layer = _LAYER.fullmatch(name)
         if layer is None:
-            return [_NAMES.get(name, name)]
+            return _NAMES.get(name, name)
         index, part, kind = layer.groups()
-        if part in _EXPERTS:
-            mlp = f"model.layers.{index}.mlp.experts"
-            return [f"{mlp}.{expert}.{_EXPERTS[part]}.{kind}" for expert in range(shape[0])]
-        return [f"model.layers.{index}.{self._names.get(part, part)}.{kind}"]
+        return f"model.layers.{index}.{self._names.get(part, part)}.{kind}"
 
     @staticmethod
     def _unpermuted(rows: int, heads: int) -> torch.Tensor:
         """The rows' order that undoes the converter's interleaving of each head's halves: row 2i +
         h of a head was row h * dim/2 + i."""
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
-
-
-def _rows(values: torch.Tensor | Quantised, which: torch.Tensor | slice) -> torch.Tensor | Quantised:
-    return values.rows(which) if isinstance(values, Quantised) else values[which]
 
 
 def _open_all(path: Path) -> list[GgufFile]:
@@ -168,72 +168,108 @@ def _open_all(path: Path) -> list[GgufFile]:
 # -- the metadata -----------------------------------------------------------------------------------------------------
 
 
-def model_config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes, name: str) -> ModelConfig:
-    """A ModelConfig from a GGUF file's metadata and its tensors' names and shapes. Raises
-    ModelError."""
+def model_config_from_gguf(
+    metadata: Mapping[str, Any], tensors: Shapes, name: str, divisors: list[float]
+) -> ModelConfig:
+    """A ModelConfig from a GGUF file's metadata, its tensors' names and shapes, and the `divisors`
+    of the rotation's frequencies, if it has some. The metadata is read into the words of Hugging
+    Face's config.json. Raises ModelError."""
     source = "the GGUF metadata"
     arch = str(families.require(metadata, "general.architecture", source))
     family = families.family_of(arch)
-    for key, neutral in _NEUTRAL.items():
-        found = metadata.get(f"{arch}.{key}")
-        if found is not None and found not in neutral:
-            raise ModelError(f"{source}: {arch}.{key} {found!r} is not supported")
-    if not family.has_experts and metadata.get(f"{arch}.expert_count"):
-        raise ModelError(f"{source}: {arch} with {metadata[f'{arch}.expert_count']} experts is not supported")
-    heads = int(families.require(metadata, f"{arch}.attention.head_count", source))
-    hidden_size = int(families.require(metadata, f"{arch}.embedding_length", source))
+
+    def required(key: str) -> Any:
+        return families.require(metadata, f"{arch}.{key}", source)
+
+    def found(key: str) -> Any:
+        return metadata.get(f"{arch}.{key}")
+
+    heads, hidden_size = int(required("attention.head_count")), int(required("embedding_length"))
     layers = families.layers_of(metadata, f"{arch}.block_count", source)
-    head_dim = int(metadata.get(f"{arch}.attention.key_length") or hidden_size // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        found = metadata.get(f"{arch}.{key}") or head_dim
-        if found != head_dim:
-            raise ModelError(f"{source}: {arch}.{key} {found!r} beside heads of {head_dim} is not supported")
-    eos = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return ModelConfig(
-        architecture=family.hf,
-        name=name,
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=heads,
-        kv_heads=int(metadata.get(f"{arch}.attention.head_count_kv", heads)),
-        head_dim=head_dim,
-        intermediate_size=int(metadata.get(f"{arch}.feed_forward_length") or 0),
-        vocabulary_size=families.require(tensors, "token_embd.weight", source)[0],  # some have no token
-        context_tokens=int(families.require(metadata, f"{arch}.context_length", source)),
-        rms_epsilon=float(families.require(metadata, f"{arch}.attention.layer_norm_rms_epsilon", source)),
-        rope=_rope(metadata, arch, family),
-        window_rope=_window_rope(metadata) if arch == "gemma3" else None,
-        has_qk_norm=family.has_qk_norm,
-        has_qkv_bias="blk.0.attn_q.bias" in tensors,
+    head_dim = int(found("attention.key_length") or hidden_size // heads)
+    rotated = int(found("rope.dimension_count") or head_dim)
+    _refuse_other_functions(found, arch, family, head_dim)
+    kv_heads = found("attention.head_count_kv") or heads
+    if isinstance(kv_heads, list):  # 0 in Mamba's layers
+        if len(set(kv_heads)) > 1:
+            raise ModelError(
+                f"{source}: {arch}.attention.head_count_kv: layers without attention (Mamba) are not supported"
+            )
+        kv_heads = kv_heads[0]
+    inner = tensors["blk.0.ffn_gate.weight"][0] if "blk.0.ffn_gate.weight" in tensors else found("feed_forward_length")
+    config: dict[str, Any] = {
+        "architectures": [family.hf],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(kv_heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": rotated / head_dim,
+        family.mlp_size: int(inner or 0),
+        "vocab_size": families.require(tensors, "token_embd.weight", source)[0],  # some have no token
+        "max_position_embeddings": int(required("context_length")),
+        "rms_norm_eps": float(required("attention.layer_norm_rms_epsilon")),
+        "rope_theta": found("rope.freq_base"),
+        "rope_scaling": _rope_scaling(found, divisors, "rope_factors_short.weight" in tensors, source),
+        "rope_local_base_freq": found("rope.freq_base_swa"),
+        "position_embedding_type": None if found("rope.scaling.finetuned") is False else "rope",
+        "query_pre_attn_scalar": _attention_divisor(arch, layers, hidden_size // heads, head_dim),
+        "attn_logit_softcapping": found("attn_logit_softcapping"),
+        "final_logit_softcapping": found("final_logit_softcapping"),
+        "layer_types": None,
+        "num_local_experts": None,
+        **{field: found(key) for key, field in _SCALES.items() if field in family.reads},
+        **_windows(found, arch, family),
+        **(_experts(found, tensors, layers) if family.has_experts else {}),
+    }
+    config["original_max_position_embeddings"] = config["rope_scaling"]["original_max_position_embeddings"]
+    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens, template = metadata.get("tokenizer.ggml.tokens") or (), metadata.get("tokenizer.chat_template") or ""
+    ends += [tokens.index(mark) for mark in _TURN_ENDS if mark in template and mark in tokens]
+    return dataclasses.replace(
+        families.model_config_from_hf(config, name, source),
+        has_qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         has_output_bias="blk.0.attn_output.bias" in tensors,
         has_mlp_bias="blk.0.ffn_gate.bias" in tensors,
         has_tied_embeddings="output.weight" not in tensors,
-        windows=_windows(metadata, arch, family, layers, source),
-        experts=_experts(metadata, arch, tensors, layers) if family.has_experts else None,
-        activation="gelu_tanh" if family.is_gemma else "silu",
-        attention_scale=_attention_divisor(arch, layers, hidden_size // heads, head_dim) ** -0.5,
-        attention_softcap=families.softcap(metadata.get(f"{arch}.attn_logit_softcapping"))
-        if family.has_attention_softcap
-        else None,
-        logit_softcap=families.softcap(metadata.get(f"{arch}.final_logit_softcapping")),
-        eos_token_ids=tuple(dict.fromkeys(int(id) for id in eos if id is not None)),
-        **families.gemma(family, hidden_size),
+        eos_token_ids=tuple(dict.fromkeys(int(id) for id in ends if id is not None)),
     )
 
 
-def _windows(
-    metadata: Mapping[str, Any], arch: str, family: families.Family, layers: int, source: str
-) -> tuple[int, ...]:
-    """As llama.cpp, which has windows in Gemma's layers alone."""
-    window = metadata.get(f"{arch}.attention.sliding_window") if family.window_period else None
-    pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return tuple(int(window or 0) if is_sliding else 0 for is_sliding in pattern)
-    return families.windows_of({"sliding_window": window, "sliding_window_pattern": pattern}, family, layers, source)
+def _refuse_other_functions(found: Callable[[str], Any], arch: str, family: families.Family, head_dim: int) -> None:
+    """Raises ModelError for a key that makes the model another function than the family's."""
+    odd = [
+        key
+        for key, neutral in _NEUTRAL.items()
+        if found(key) is not None and found(key) not in neutral and _SCALES.get(key) not in family.reads
+    ]
+    sizes = ["attention.value_length", *(() if "partial_rotary_factor" in family.reads else ("rope.dimension_count",))]
+    odd += [key for key in sizes if found(key) not in (None, 0, head_dim)]
+    if odd:
+        raise ModelError(f"the GGUF metadata: {arch}.{odd[0]} {found(odd[0])!r} is not supported")
+    if bool(found("expert_count")) != family.has_experts:
+        told = f"{found('expert_used_count')} of {found('expert_count')} experts"
+        raise ModelError(f"the GGUF metadata: {arch}: {told} are not supported")
 
 
-def _window_rope(metadata: Mapping[str, Any]) -> RopeConfig:
-    return RopeConfig(theta=float(metadata.get("gemma3.rope.freq_base_swa") or families.GEMMA_LOCAL_THETA))
+def _experts(found: Callable[[str], Any], tensors: Shapes, layers: int) -> dict[str, Any]:
+    return {
+        "num_experts": int(found("expert_count")),
+        "num_experts_per_tok": found("expert_used_count"),
+        "moe_intermediate_size": found("expert_feed_forward_length"),
+        "norm_topk_prob": found("expert_weights_norm") is not False,
+        "mlp_only_layers": [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in tensors],
+    }
+
+
+def _windows(found: Callable[[str], Any], arch: str, family: families.Family) -> dict[str, Any]:
+    """As llama.cpp, which has windows in Gemma's and OLMo's layers alone, and as Phi 3 has them."""
+    window = found("attention.sliding_window") if family.window_period or arch == "phi3" else None
+    pattern = found("attention.sliding_window_pattern")
+    if isinstance(pattern, list) and window:
+        kinds = [families.SLIDING if is_sliding else families.FULL for is_sliding in pattern]
+        return {"sliding_window": window, "layer_types": kinds}
+    return {"sliding_window": window, "sliding_window_pattern": None if isinstance(pattern, list) else pattern}
 
 
 def _attention_divisor(arch: str, layers: int, share: int, head_dim: int) -> int:
@@ -242,30 +278,24 @@ def _attention_divisor(arch: str, layers: int, share: int, head_dim: int) -> int
     return share if (arch, layers) in (("gemma2", 46), ("gemma3", 62)) else head_dim
 
 
-def _experts(metadata: Mapping[str, Any], arch: str, tensors: Shapes, layers: int) -> ExpertsConfig:
-    source = "the GGUF metadata"
-    return ExpertsConfig(
-        count=int(families.require(metadata, f"{arch}.expert_count", source)),
-        per_token=int(families.require(metadata, f"{arch}.expert_used_count", source)),
-        intermediate_size=int(families.require(metadata, f"{arch}.expert_feed_forward_length", source)),
-        normalises=bool(metadata.get(f"{arch}.expert_weights_norm", True)),
-        is_sparse=tuple(f"blk.{layer}.ffn_gate_inp.weight" in tensors for layer in range(layers)),
-    )
-
-
-def _rope(metadata: Mapping[str, Any], arch: str, family: families.Family) -> RopeConfig:
-    kind = str(metadata.get(f"{arch}.rope.scaling.type") or "none")
-    if kind not in ("none", "linear", "yarn"):
-        raise ModelError(f"the GGUF metadata: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
-    factor = float(metadata.get(f"{arch}.rope.scaling.factor") or 1.0)
-    original = metadata.get(f"{arch}.rope.scaling.original_context_length") or metadata.get(f"{arch}.context_length")
-    given = metadata.get(f"{arch}.rope.scaling.attn_factor")
-    return RopeConfig(
-        theta=float(metadata.get(f"{arch}.rope.freq_base") or family.theta),
-        kind="default" if kind == "none" else kind,
-        factor=factor,
-        original_context_tokens=int(original or 8192),
-        beta_fast=float(metadata.get(f"{arch}.rope.scaling.yarn_beta_fast") or 32.0),
-        beta_slow=float(metadata.get(f"{arch}.rope.scaling.yarn_beta_slow") or 1.0),
-        attention_factor=families.yarn_scale(factor, 1.0) * float(given or 1.0) if kind == "yarn" else 1.0,
-    )
+def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: bool, source: str) -> dict[str, Any]:
+    """`divisors`: of frequencies; those that are short hold within the original context. (As others
+    files have llama3's rule.)"""
+    kind, factor = str(found("rope.scaling.type") or "none"), float(found("rope.scaling.factor") or 1.0)
+    original = found("rope.scaling.original_context_length") or found("context_length")
+    given = float(found("rope.scaling.attn_factor") or 1.0)
+    if divisors and kind in ("none", "longrope"):
+        ends = original if is_short else found("context_length")
+        scaling = {"rope_type": "longrope", "short_factor": divisors, "attention_factor": given}
+        return {**scaling, "original_max_position_embeddings": ends}
+    if kind not in ("none", "linear", "yarn") or divisors:
+        raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
+    of_yarn = float(found("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
+    return {
+        "rope_type": "default" if kind == "none" else kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": found("rope.scaling.yarn_beta_fast"),
+        "beta_slow": found("rope.scaling.yarn_beta_slow"),
+        "attention_factor": of_yarn * given,
+    }

@@ -64,7 +64,8 @@ class NativeExecutor:
         self.kv = NativeKV(native, decoder.config, blocks=blocks, block_tokens=block_tokens, dtype=decoder.dtype)
         self.step: Callable[[StepInput], torch.Tensor] = partial(decoder, kv=self.kv)
         is_native = all(linear.native_products() is not None for linear in decoder.linears())
-        if is_native and all(isinstance(layer.mlp, Mlp) for layer in decoder.layers):
+        is_plain = decoder.config.norms != "after" and not decoder.config.has_wide_qk_norm
+        if is_native and is_plain and all(isinstance(layer.mlp, Mlp) for layer in decoder.layers):
             self.step = NativeStep(decoder, self.kv)
         self._prefix_blocks = max(1, _SPAN_TOKENS // block_tokens)
 
@@ -136,10 +137,10 @@ class NativeStep:
         mlp, rotary = layer.mlp, self._decoder.rotary[index]
         assert isinstance(mlp, Mlp)
         return _Layer(
-            attention_norm=layer.attention_norm.data_ptr(),
+            attention_norm=_pointer(layer.attention_norm),
             qk_norm=_pointer(layer.qk_norm),
             output_norm=_pointer(layer.output_norm),
-            mlp_norm=layer.mlp_norm.data_ptr(),
+            mlp_norm=_pointer(layer.mlp_norm),
             down_norm=_pointer(layer.down_norm),
             qkv=_linear(layer.qkv),
             output=_linear(layer.output),

@@ -40,9 +40,12 @@ def rms_norm(
 
 
 def add_norm(
-    native: RowKernels | None, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    native: RowKernels | None, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """x += more, in place; returns its RMSNorm. [rows, width]; native: `weight` is float32."""
+    """x += more, in place; returns its RMSNorm, and x itself where there is no `weight`. [rows,
+    width]; native: `weight` is float32."""
+    if weight is None:
+        return x if more is None else x.add_(more)
     if native is None:
         if more is not None:
             x += more

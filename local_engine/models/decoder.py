@@ -17,26 +17,26 @@ import torch
 import torch.nn.functional as functional
 
 from local_engine.attention import KV, StepInput
-from local_engine.config import ModelConfig, ModelError, RopeConfig
+from local_engine.config import ModelConfig, ModelError
 from local_engine.kernels.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.models.mlp import Experts, Mlp
-from local_engine.models.rope import Rotary, rotary
+from local_engine.models.rope import Rotary, rotary, turning_first
 from local_engine.weights.linear import Linear, LinearOptions
 from local_engine.weights.quantised import Quantised, bits_of
-from local_engine.weights.scaled import Scaled
+from local_engine.weights.scaled import Scaled, rows_of
 
 
 @dataclass(slots=True)
 class Layer:
-    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; it and the norms after
-    attention and MLP are None where the family has none."""
+    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; norms are None where the
+    family has none."""
 
-    attention_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     qkv: Linear
     qk_norm: torch.Tensor | None
     output: Linear
     output_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     mlp: Mlp | Experts
     down_norm: torch.Tensor | None
 
@@ -58,8 +58,19 @@ class Part:
         return torch.Size((self.linear.rows[self.index], self.linear.columns))
 
 
-def _floats(tensor: torch.Tensor | Quantised | Scaled) -> torch.Tensor:
-    return tensor if isinstance(tensor, torch.Tensor) else tensor.dequantised()
+# Hugging Face's names for the norms before and after attention, before and after the MLP
+_NORMS = {
+    "before": ("input", None, "post_attention", None),
+    "around": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "after": (None, "post_attention", None, "post_feedforward"),
+}
+
+
+def _normalise_wide(qkv: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> None:
+    """All of a row's queries as one vector, and all of its keys, in place."""
+    for heads in (slice(config.heads), slice(config.heads, len(weight))):
+        own = qkv[:, heads]
+        own.copy_(rms_norm(own.flatten(1), weight[heads].flatten(), config.rms_epsilon).view_as(own))
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
@@ -103,7 +114,6 @@ class Decoder:
         self._options, self._options_exact = options, replace(options, fp8="never")
         self._targets: dict[str, torch.Tensor | Part] = {}
         self._norms: list[torch.Tensor] = []
-        self._rope_factors: torch.Tensor | None = None
         hidden = config.hidden_size
         self._embedding: torch.Tensor | None = None  # none where it is the head's matrix
         self.final_norm = self._norm("model.norm.weight", hidden)
@@ -143,7 +153,7 @@ class Decoder:
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
         for name in sorted(names - self._targets.keys()):
-            if name != "rope_freqs" and not self._is_unused(name):
+            if not self._is_unused(name):
                 raise ModelError(f"unexpected tensor {name!r} in a {self.config.architecture} checkpoint")
 
     def forms(self) -> Counter[str]:
@@ -157,19 +167,20 @@ class Decoder:
     def load(self, name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
         """Load one tensor under its Hugging Face name, one of those that were expected. Raises
         ModelError for a wrong shape."""
-        if name == "rope_freqs":
-            self._rope_factors = _floats(tensor)
-            return
         if self._is_unused(name):
             return
         target = self._targets.pop(name, None)
         if target is None:
             raise ModelError(f"tensor {name!r} is there twice")
-        is_shared = name.endswith(("q_norm.weight", "k_norm.weight"))  # one row for all heads
+        # one row for all heads
+        is_shared = name.endswith(("q_norm.weight", "k_norm.weight")) and not self.config.has_wide_qk_norm
         wanted = target.shape[1:] if is_shared else target.shape
         if wanted != tensor.shape:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
         _check_numbers(name, tensor)
+        module = name.split(".")[-2]
+        if module in ("q_proj", "k_proj") and (dims := self.config.ropes[int(name.split(".")[2])].dims) is not None:
+            tensor = rows_of(tensor, turning_first(tensor.shape[0], self.config.head_dim, dims))
         if isinstance(target, Part):
             target.linear.load(target.index, tensor)
             if name == "model.embed_tokens.weight" and not (self.head.has_rows and self.head.holds(0, tensor)):
@@ -190,9 +201,12 @@ class Decoder:
         self.head.prepare()
         for norm in self._norms:
             norm += config.norm_offset
-        rope = self._table(config.rope, context_tokens, self._rope_factors)
-        local = rope if config.window_rope is None else self._table(config.window_rope, context_tokens, None)
-        self.rotary = [local if window else rope for window in config.windows]
+        self.final_norm /= config.logit_divisor
+        tables = {
+            rope: rotary(rope, config.head_dim, context_tokens, dtype=self.dtype, device=self.device)
+            for rope in set(config.ropes)
+        }
+        self.rotary = [tables[rope] for rope in config.ropes]
 
     def __call__(self, step: StepInput, kv: KV) -> torch.Tensor:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
@@ -206,7 +220,11 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
             qkv = layer.qkv(y).view(-1, heads, config.head_dim)
-            y = layer.output(kv.attend(index, qkv, layer.qk_norm, angles[id(self.rotary[index])], step))
+            qk_norm = layer.qk_norm
+            if config.has_wide_qk_norm and qk_norm is not None:
+                _normalise_wide(qkv, qk_norm, config)
+                qk_norm = None
+            y = layer.output(kv.attend(index, qkv, qk_norm, angles[id(self.rotary[index])], step))
             y = y if layer.output_norm is None else rms_norm(y, layer.output_norm, epsilon)
             more = layer.mlp(add_norm(self.native, x, y, layer.mlp_norm, epsilon))
             more = more if layer.down_norm is None else rms_norm(more, layer.down_norm, epsilon)
@@ -220,12 +238,8 @@ class Decoder:
             if self._embedding is None
             else functional.embedding(token_ids, self._embedding)
         )
-        scale = self.config.embedding_scale
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
-
-    def _table(self, rope: RopeConfig, context_tokens: int, factors: torch.Tensor | None) -> Rotary:
-        size = self.config.head_dim
-        return rotary(rope, size, context_tokens, factors=factors, dtype=self.dtype, device=self.device)
+        scale, is_rounded = self.config.embedding_scale, self.config.norms == "around"  # as Gemma's is
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype if is_rounded else torch.float32)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -251,9 +265,9 @@ class Decoder:
         )
 
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
-        """A norm's weight; in float32 for the native kernels, and where an offset is added, which
+        """A norm's weight; in float32 for the native kernels, and where `finish` changes it, which
         rounding to half precision would blur."""
-        is_wide = self.native is not None or self.config.norm_offset
+        is_wide = self.native is not None or self.config.norm_offset or self.config.logit_divisor != 1.0
         tensor = self._empty(*shape, dtype=torch.float32 if is_wide else None)
         self._targets[name] = tensor
         self._norms.append(tensor)
@@ -283,25 +297,27 @@ class Decoder:
 
     def _make_layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}"
-        hidden, size, has_post = config.hidden_size, config.head_dim, config.has_post_norms
+        hidden, size = config.hidden_size, config.head_dim
         attention = f"{prefix}.self_attn"
         qkv_rows = (config.heads * size, config.kv_heads * size, config.kv_heads * size)
         qk_norm = None
         if config.has_qk_norm:
             qk_norm = self._norm(f"{attention}.q_norm.weight", config.heads + config.kv_heads, size)
-            self._targets[f"{attention}.q_norm.weight"] = qk_norm[: config.heads]
-            self._targets[f"{attention}.k_norm.weight"] = qk_norm[config.heads :]
-        # Llama's name for the norm before the MLP
-        after = f"{prefix}.post_attention_layernorm.weight"
+            for name, own in (("q_norm", qk_norm[: config.heads]), ("k_norm", qk_norm[config.heads :])):
+                self._targets[f"{attention}.{name}.weight"] = own.flatten() if config.has_wide_qk_norm else own
+        attention_norm, output_norm, mlp_norm, down_norm = (
+            None if name is None else self._norm(f"{prefix}.{name}_layernorm.weight", hidden)
+            for name in _NORMS[config.norms]
+        )
         return Layer(
-            attention_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
+            attention_norm=attention_norm,
             qkv=self._fused(attention, ("q_proj", "k_proj", "v_proj"), qkv_rows, hidden, has_bias=config.has_qkv_bias),
             qk_norm=qk_norm,
             output=self._fused(attention, ("o_proj",), (hidden,), config.heads * size, has_bias=config.has_output_bias),
-            output_norm=self._norm(after, hidden) if has_post else None,
-            mlp_norm=self._norm(f"{prefix}.pre_feedforward_layernorm.weight" if has_post else after, hidden),
+            output_norm=output_norm,
+            mlp_norm=mlp_norm,
             mlp=self._make_mlp(index, f"{prefix}.mlp"),
-            down_norm=self._norm(f"{prefix}.post_feedforward_layernorm.weight", hidden) if has_post else None,
+            down_norm=down_norm,
         )
 
     def _make_mlp(self, index: int, prefix: str) -> Mlp | Experts:

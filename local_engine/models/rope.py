@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as functional
 
 from local_engine.config import RopeConfig
 
@@ -28,27 +29,35 @@ def rotary(
     head_dim: int,
     context_tokens: int,
     *,
-    factors: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Rotary:
-    """The tables of a model. `factors` [head_dim / 2] divide the frequencies (how GGUF files carry
-    llama3's rule)."""
-    frequencies = rope_frequencies(rope, head_dim)
-    if factors is not None:
-        frequencies = frequencies / factors
-    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    """The tables of a model. Where only some of a head's dimensions turn, those that stand still
+    follow in each half: `turning_first` is their order."""
+    dims = rope.dims or head_dim
+    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32), rope_frequencies(rope, dims))
+    still = (0, (head_dim - dims) // 2)
+    cos = functional.pad(angles.cos() * rope.attention_factor, still, value=1.0)
+    sin = functional.pad(angles.sin() * rope.attention_factor, still)
     return Rotary(
         torch.cat((cos, cos), -1).to(dtype).to(device).unsqueeze(1),
         torch.cat((-sin, sin), -1).to(dtype).to(device).unsqueeze(1),
     )
 
 
+def turning_first(rows: int, head_dim: int, dims: int) -> torch.Tensor:
+    """The rows of q's or k's heads in the order that `rotary`'s tables are for: in each half of a
+    head first those of the `dims` that turn. Products of q and k stay the same."""
+    (x, y), (u, v) = torch.arange(dims).chunk(2), torch.arange(dims, head_dim).chunk(2)
+    return (torch.arange(0, rows, head_dim).unsqueeze(1) + torch.cat((x, u, y, v))).flatten()
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """[head_dim / 2] radians per position."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match rope.kind:
+        case "none":
+            return torch.zeros_like(frequencies)
         case "linear":
             return frequencies / rope.factor
         case "llama3":

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 
 from local_engine.kernels.supports import FP8_CAPABILITY, supports
+from local_engine.weights.quantised import Quantised
 
 E4M3_MAX = 448.0
 ALIGNMENT = 16  # torch's product takes multiples of this as rows and columns
@@ -36,6 +37,10 @@ class Scaled:
     def numel(self) -> int:
         return self.codes.numel()
 
+    def rows(self, order: torch.Tensor | slice) -> Scaled:
+        """These rows, in this order."""
+        return Scaled(self.codes.view(torch.uint8)[order].view(self.codes.dtype), self.scales[order])
+
     def dequantised(self) -> torch.Tensor:
         """float32 [rows, columns]."""
         return self.codes.float().mul_(self.scales)
@@ -47,6 +52,14 @@ class Scaled:
     def on(self, device: torch.device) -> Scaled:
         """A copy on that device."""
         return Scaled(self.codes.to(device, copy=True), self.scales.to(device, copy=True))
+
+
+Weights = torch.Tensor | Quantised | Scaled
+
+
+def rows_of(values: Weights, which: torch.Tensor | slice) -> Weights:
+    """These rows of a matrix in any form, in this order."""
+    return values[which] if isinstance(values, torch.Tensor) else values.rows(which)
 
 
 def to_scaled(values: torch.Tensor) -> Scaled:

@@ -32,6 +32,14 @@ SHAPE = {
 }
 # embeddings are scaled by the root of the width and tied: smaller ones leave the soft caps something to bend
 GEMMA_SHARP = {"initializer_range": 0.15, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 20.0}
+GRANITE = {
+    "embedding_multiplier": 7.3, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 3.1,
+    "hidden_size": 64,
+}  # fmt: skip
+GRANITE4 = {
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 80, "mamba_n_heads": 8,
+    "layer_types": ["full_attention"] * 3,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama3": {
@@ -116,6 +124,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 10,
         "query_pre_attn_scalar": 16,
         **GEMMA_SHARP,
+    },
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5, "tie_word_embeddings": True},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        "pad_token_id": 0,
+        "no_rope_layers": [1, 0, 1],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 10,
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 11, "tie_word_embeddings": True},
+    "phi3-longrope": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "hidden_size": 64,
+        "original_max_position_embeddings": 128,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0 + 0.1 * i for i in range(6)],
+            "long_factor": [2.0] * 6,
+        },
+    },
+    "granite": {"model_type": "granite", **GRANITE},
+    "granite4": {"model_type": "granitemoehybrid", "position_embedding_type": "rope", **GRANITE, **GRANITE4},
+    "granite4-nope": {"model_type": "granitemoehybrid", "position_embedding_type": "nope", **GRANITE, **GRANITE4},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 10,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 48,
+                "attention_factor": 1.1386294361119891,
+            },
+        },
     },
 }
 

@@ -34,7 +34,7 @@ def make_model(heads: int, kv_heads: int, size: int, window: int, softcap: float
         vocabulary_size=64,
         context_tokens=2048,
         rms_epsilon=EPSILON,
-        rope=RopeConfig(),
+        ropes=(RopeConfig(),),
         has_qk_norm=False,
         has_qkv_bias=False,
         windows=(window,),
@@ -64,7 +64,7 @@ class Layer:
         native = cpu.kernels()
         assert native is not None
         self.kv = NativeKV(native, model, blocks=blocks, block_tokens=block_tokens, dtype=dtype)
-        self.rotary = rotary(model.rope, model.head_dim, 2048, factors=None, dtype=dtype, device=CPU)
+        self.rotary = rotary(model.ropes[0], model.head_dim, 2048, dtype=dtype, device=CPU)
 
     def step(self, parts: list[tuple[Looking, int, int]]) -> torch.Tensor:
         """Rows start .. stop of each sequence, in one step: [rows, heads * head_dim]."""
@@ -93,7 +93,7 @@ class Layer:
 
 def expected(model: ModelConfig, of: Looking) -> torch.Tensor:
     """The oracle: rotate, score, cap, mask, softmax and sum in float32, [tokens from `start` on, heads * head_dim]."""
-    tables = rotary(model.rope, model.head_dim, 2048, factors=None, dtype=of.qkv.dtype, device=CPU)
+    tables = rotary(model.ropes[0], model.head_dim, 2048, dtype=of.qkv.dtype, device=CPU)
     qkv, group = of.qkv.float(), model.heads // model.kv_heads
     qk, v = qkv[:, : -model.kv_heads], qkv[:, -model.kv_heads :]
     cos, sin = tables.cos[: of.tokens].float(), tables.sin[: of.tokens].float()

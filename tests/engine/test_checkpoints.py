@@ -20,6 +20,7 @@ from local_engine.checkpoints.gguf_file import GgufFile
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
+from local_engine.messages import PromptTooLong
 from tests.engine.checkpoints import make_checkpoint, naive_greedy, random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
 from tests.engine.gguf_files import write_gguf
@@ -37,6 +38,15 @@ Folder = Callable[[str], Path]
         ("qwen3-moe", "qwen3moe"),
         ("gemma2", "gemma2"),
         ("gemma3-period", "gemma3"),
+        ("smollm3", "smollm3"),
+        ("phi3", "phi3"),
+        ("phi3-longrope", "phi3"),
+        ("granite", "granite"),
+        ("granite4", "granite"),
+        ("granite4", "granitehybrid"),
+        ("granite4-nope", "granitehybrid"),
+        ("olmo2", "olmo2"),
+        ("olmo3", "olmo2"),
     ],
 )
 def test_a_gguf_file_answers_as_its_checkpoint(checkpoint: Folder, tmp_path: Path, family: str, arch: str) -> None:
@@ -47,6 +57,7 @@ def test_a_gguf_file_answers_as_its_checkpoint(checkpoint: Folder, tmp_path: Pat
     prompt = random_prompt(1, 30)
     id = engine.submit(prompt, greedy(20))
     assert run(engine)[id] == list(naive_greedy(folder, tuple(prompt), 20))
+    assert engine.info.context_tokens == open_checkpoint(str(folder)).config.context_tokens
     other = open_checkpoint(str(folder)).tokenizer
     text = "<|im_start|>user\nthe naïve 東京 fox 42<|im_end|>"
     assert engine.tokenizer.encode(text) == other.encode(text)
@@ -220,6 +231,89 @@ def test_every_way_to_end_is_known(checkpoint: Folder, tmp_path: Path) -> None:
     assert open_checkpoint(str(folder)).config.eos_token_ids == (7, 9, 5, 2)
     (folder / "generation_config.json").unlink()
     assert open_checkpoint(str(folder)).config.eos_token_ids == (7, 9, 2)
+
+
+def test_a_gguf_file_s_template_says_what_ends_a_turn(
+    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of Phi 4 and OLMo 3 name the text's end alone: the token that their template writes after a message ends it too."""
+    path = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", "llama")
+    lie(monkeypatch, **{"tokenizer.ggml.eos_token_id": 0})
+    assert open_checkpoint(str(path)).config.eos_token_ids == (0, 2)
+    lie(monkeypatch, **{"tokenizer.chat_template": "none"})
+    assert open_checkpoint(str(path)).config.eos_token_ids == (0,)
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, **metadata: Any) -> None:
+    """From now on GGUF files say this as well."""
+    parse = GgufFile._parse
+    monkeypatch.setattr(GgufFile, "_parse", lambda file: (parse(file), file.metadata.update(metadata)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("granite4", {"layer_types": ["mamba", "attention", "mamba"]}, ["layer_types", "mamba"]),
+        ("granite4", {"layer_types": ...}, ["layer_types", "mamba"]),
+        ("granite4", {"num_local_experts": 8}, ["num_local_experts", "8", "GraniteMoeHybridForCausalLM"]),
+        ("granite4", {"num_local_experts": ...}, ["num_local_experts", "8"]),
+        ("granite", {"residual_multiplier": 1e300}, ["makes no sense"]),
+        ("granite", {"attention_multiplier": -1.0}, ["attention_scale", "-1"]),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, ["3 of 16 dimensions"]),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, ["1 rope factors", "16"]),
+        ("phi3", {"num_key_value_heads": 4}, ["qkv_proj", "rows"]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["2 ropes", "5 layers"]),
+        ("smollm3", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "SmolLM3ForCausalLM"]),
+        ("llama", {"no_rope_layers": [1, 0, 1]}, ["no_rope_layers", "LlamaForCausalLM"]),
+        ("olmo3", {"num_experts": 4}, ["num_experts", "Olmo3ForCausalLM"]),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 5}, ["layer_types", "chunked_attention"]),
+    ],
+)
+def test_the_parts_of_a_family_that_are_not_computed_are_refused(
+    checkpoint: Folder, tmp_path: Path, family: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    """Mamba's layers, experts, rotations and factors that make no sense stop the load by name."""
+    folder = edit_config(checkpoint(family), tmp_path / "edited", **changes)
+    with pytest.raises(ModelError) as caught:
+        Engine(EngineConfig(model=str(folder), **SMALL))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_longrope_ends_at_the_context_it_was_trained_in(checkpoint: Folder) -> None:
+    """Beyond it all positions' angles would change, cached ones too: a longer prompt is refused."""
+    engine = Engine(EngineConfig(model=str(checkpoint("phi3-longrope")), **SMALL))
+    assert engine.info.context_tokens == 128
+    with pytest.raises(PromptTooLong):
+        engine.submit(random_prompt(1, 128), greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "key", "value", "words"),
+    [
+        ("granite4", "granitehybrid", "granitehybrid.attention.head_count_kv", [2, 0, 2], "Mamba"),
+        ("granite4", "granitehybrid", "granitehybrid.expert_count", 8, "of 8 experts"),
+        ("smollm3", "smollm3", "smollm3.residual_scale", 0.5, "residual_scale"),
+        ("smollm3", "smollm3", "smollm3.rope.dimension_count", 8, "rope.dimension_count"),
+        ("phi3-longrope", "phi3", "phi3.rope.scaling.type", "yarn", "yarn"),
+        ("olmo3", "olmo2", "olmo2.attention.sliding_window_pattern", [True], "1 windows"),
+    ],
+)
+def test_gguf_files_of_such_parts_are_refused(
+    checkpoint: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    arch: str,
+    key: str,
+    value: Any,
+    words: str,
+) -> None:
+    """The metadata's own word for it is in the message."""
+    path = write_gguf(checkpoint(family), tmp_path / "model.gguf", arch)
+    lie(monkeypatch, **{key: value})
+    with pytest.raises(ModelError, match=words):
+        open_checkpoint(str(path))
 
 
 @pytest.mark.parametrize(

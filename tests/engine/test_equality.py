@@ -14,6 +14,7 @@ from tests.engine.conftest import greedy, run
 
 Make = Callable[..., Engine]
 Folder = Callable[[str], Path]
+ODD = ["llama", "qwen3", "smollm3-window", "phi3", "phi3-longrope", "granite4", "olmo3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,7 +31,7 @@ def test_every_family_equals_generate(make_engine: Make, checkpoint: Folder, fam
         assert found[id] == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ODD)
 @pytest.mark.parametrize("step_tokens_max", [1, 3, 7, 64])
 def test_chunked_prefill_changes_nothing(
     make_engine: Make, checkpoint: Folder, family: str, step_tokens_max: int
@@ -43,7 +44,7 @@ def test_chunked_prefill_changes_nothing(
     assert [found[id] for id in ids] == [list(naive_greedy(checkpoint(family), tuple(p), 12)) for p in prompts]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ODD)
 def test_prefix_reuse_changes_nothing(make_engine: Make, checkpoint: Folder, family: str) -> None:
     """Prompts that share beginnings reuse blocks, and answer as if they did not."""
     engine = make_engine(family)
@@ -64,7 +65,7 @@ def test_prefix_reuse_changes_nothing(make_engine: Make, checkpoint: Folder, fam
     assert all(usages[id].cached_tokens >= 28 for id in rest)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ODD)
 def test_preemption_changes_nothing(make_engine: Make, checkpoint: Folder, family: str) -> None:
     """A pool too small for all makes sequences lose their blocks and start over, with the same answers."""
     engine = make_engine(family, kv_blocks=16, context_tokens_max=64)

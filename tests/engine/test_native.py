@@ -235,7 +235,9 @@ def test_what_stands_between_equals_torch(kernels: cpu.Kernels, dtype: torch.dty
         torch.testing.assert_close(found, expected, rtol=2 * tolerance, atol=2 * tolerance)
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", [
+        "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "smollm3-window", "phi3-longrope", "granite4",
+    ])  # fmt: skip
 def test_a_step_in_one_call_is_the_decoder_s(
     kernels: cpu.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -245,7 +247,7 @@ def test_a_step_in_one_call_is_the_decoder_s(
         pytest.skip("bfloat16 products are torch's on this processor")
     engine = make_engine(family, dtype="bfloat16", threads=2)
     runner = engine._runner
-    executor, has_other_norms = runner._executor, runner.decoder.config.has_post_norms
+    executor, has_other_norms = runner._executor, runner.decoder.config.norms == "around"
     assert isinstance(executor, NativeExecutor)
     at_once = executor.step
     assert isinstance(at_once, NativeStep)
@@ -283,7 +285,9 @@ def test_how_many_threads_there_are_changes_nothing(kernels: cpu.Kernels, make_e
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral-window"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "mistral-window", "smollm3", "phi3-longrope", "granite4", "olmo3"]
+)
 def test_the_plain_path_gives_the_same_answers(
     kernels: cpu.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

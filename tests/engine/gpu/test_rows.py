@@ -49,7 +49,7 @@ def test_gate_equals_torch(rows: int, width: int, activation: str, dtype: torch.
 def test_rotate_write_equals_torch(heads: int, kv_heads: int, size: int, has_norm: bool) -> None:
     """Queries turn in place, keys turn into their pages beside the values; a row without a slot stores nothing."""
     torch.manual_seed(size)
-    rope = rotary(RopeConfig(), size, 50, factors=None, dtype=torch.float32, device=torch.device("cpu"))
+    rope = rotary(RopeConfig(), size, 50, dtype=torch.float32, device=torch.device("cpu"))
     qkv = torch.randn(3, heads + 2 * kv_heads, size)
     positions, slots = torch.tensor([0, 7, 49]), torch.tensor([9, -1, 2])
     norm = torch.randn(heads + kv_heads, size) if has_norm else None
