@@ -85,7 +85,7 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
             _change(logits[row], places[row])
         if masks is not None:
             ban(logits, places, masks)
-        for row in changed:
+        for row in set(changed).difference(drawn):
             ids[row] = int(logits[row].argmax())
         if drawn:
             rows = logits if len(drawn) == len(places) else logits[drawn]
@@ -96,9 +96,13 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
 
 def ban(logits: torch.Tensor, places: Many[Place], masks: Masks) -> None:
     """Leave the tokens that the places' grammars allow, in place."""
+    banned = masks.banned(logits.device)
+    if len(banned) == len(places):
+        logits.masked_fill_(banned, -torch.inf)
+        return
     held = [row for row, place in enumerate(places) if place.sequence.grammar is not None]
-    for row, banned in zip(held, masks.banned(logits.device), strict=True):
-        logits[row].masked_fill_(banned, -torch.inf)
+    for row, own in zip(held, banned, strict=True):
+        logits[row].masked_fill_(own, -torch.inf)
 
 
 def _change(row: torch.Tensor, place: Place) -> None:
