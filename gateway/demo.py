@@ -106,6 +106,7 @@ class _Demo:
             await self._semantic_hit()
             await self._near_misses()
             await self._one_generation_for_four()
+            await self._schema_and_tool()
             await self._failover()
             await self._budget()
             await self._stats()
@@ -225,6 +226,25 @@ class _Demo:
         _check(kinds.count("miss") == 1, f"one generated, three shared it: {', '.join(kinds)}", kinds)
         _check(len({text for text, _ in replies}) == 1, "all four got the same text", kinds)
 
+    async def _schema_and_tool(self) -> None:
+        _step("An answer by a JSON schema, and a forced call of a tool: the local model is held to both")
+        messages: Any = [{"role": "user", "content": "Invent a city of Finland."}]
+        ask = self._client.chat.completions.create
+        form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}}
+        told = await ask(model=_LOCAL, messages=messages, response_format=form)
+        answer = told.choices[0].message.content or ""
+        _say(f"› {messages[0]['content']}\n   ‹ {answer}")
+        found = json.loads(answer)
+        _check(isinstance(found, dict) and found.keys() == _CITY["properties"].keys(), "an object of the schema", found)
+        _check(type(found["inhabitants"]) is int and 1 <= found["inhabitants"] <= 2_000_000, "within its bounds", found)
+        tools: Any = [{"type": "function", "function": {"name": "look_up", "parameters": _CITY}}]
+        told = await ask(
+            model=_LOCAL, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False
+        )
+        call, *more = told.choices[0].message.tool_calls or (None,)
+        _check(call is not None and not more and told.choices[0].finish_reason == "tool_calls", "one call", told)
+        _say(f"‹ {call.function.name} {call.function.arguments}")
+
     async def _failover(self) -> None:
         _step("An alias whose first choice is an API that is down: the local model takes over before the first token")
         question = "Name one primary colour."
@@ -320,6 +340,16 @@ class _Demo:
         _check(factor is not None and alone > 1, f"{words}; docs/savings.md has the method", factor)
 
 
+_CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"},
+        "inhabitants": {"type": "integer", "minimum": 1, "maximum": 2_000_000},
+        "is_coastal": {"type": "boolean"},
+    },
+    "required": ["name", "inhabitants", "is_coastal"],
+    "additionalProperties": False,
+}
 _DAY = 320
 _SUBJECTS = (
     "reset my password", "change my address", "return a parcel", "pay by invoice", "close my account",
