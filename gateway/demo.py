@@ -241,9 +241,9 @@ class _Demo:
         told = await ask(
             model=_LOCAL, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False
         )
-        call, *more = told.choices[0].message.tool_calls or (None,)
-        _check(call is not None and not more and told.choices[0].finish_reason == "tool_calls", "one call", told)
-        _say(f"‹ {call.function.name} {call.function.arguments}")
+        calls: Any = told.choices[0].message.tool_calls or ()
+        _check(len(calls) == 1 and told.choices[0].finish_reason == "tool_calls", "one call of a tool", told)
+        _say(f"‹ {calls[0].function.name} {calls[0].function.arguments}")
 
     async def _failover(self) -> None:
         _step("An alias whose first choice is an API that is down: the local model takes over before the first token")

@@ -29,7 +29,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 
 CAPABILITIES = frozenset(
     {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
-    | {"prefill", "messages", "cache_control", "embeddings", "rerank", "moderations"}
+    | {"reasoning", "prefill", "messages", "cache_control", "embeddings", "rerank", "moderations"}
 )
 
 
@@ -194,7 +194,8 @@ class DeploymentSettings(_Section):
     capabilities: list[str] | None = Field(
         None,
         description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix, "
-        "embeddings, rerank, moderations, prefill, cache_control); default: by backend; never assumed of a server: "
+        "reasoning, embeddings, rerank, moderations, prefill, cache_control); default: by backend; `reasoning` ranks it first where "
+        "a request sets `reasoning_effort`, and is needed by none; never assumed of a server: "
         "`prefill`, it goes on with a last message of the assistant, and `cache_control`, it takes marks of a prompt's cache; "
         "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them",
     )

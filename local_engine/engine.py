@@ -112,6 +112,7 @@ class Engine:
             weights_size_bytes=self._runner.decoder.size_bytes,
             kv_size_bytes=self._runner.kv.size_bytes,
             has_chat_template=self.tokenizer.has_chat_template,
+            may_think=self.tokenizer.thinking(()) is not None,
             is_batch_invariant=self._runner.is_batch_invariant,
         )
         self.grammars = Grammars(self.tokenizer, model.vocabulary_size, self._eos)

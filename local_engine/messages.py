@@ -243,8 +243,8 @@ def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The loaded model. `context_tokens` is prompt and answer together; sizes in bytes.
-    `is_batch_invariant`: logits do not depend on what else is in the batch and what of a prompt was
-    cached, not even in their last bits."""
+    `may_think`: answers can begin with a thinking block. `is_batch_invariant`: logits do not depend
+    on what else is in the batch and what of a prompt was cached, not even in their last bits."""
 
     name: str
     architecture: str
@@ -256,6 +256,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_size_bytes: int
     kv_size_bytes: int
     has_chat_template: bool
+    may_think: bool = False
     is_batch_invariant: bool = False
 
 

@@ -60,7 +60,8 @@ class Demand(msgspec.Struct, frozen=True):
     `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
     `reserved` are the parts of the request that only a deployment that allows them may get. For the
     cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked; `is_batch`, a line
-    of one; the `units` that a price of each request is charged for.
+    of one; the `units` that a price of each request is charged for. `prefers` are capabilities that
+    rank a deployment before all without them, and that none needs.
     """
 
     prompt_tokens: int
@@ -80,6 +81,7 @@ class Demand(msgspec.Struct, frozen=True):
     tier: str = ""
     is_batch: bool = False
     units: int = 1
+    prefers: frozenset[str] = frozenset()
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -212,7 +214,7 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
     if len(candidates) > 1:  # one alone has no other's figures
         ttft_prior_ms = _median([c.ttft_ms for c in candidates], ttft_prior_ms)
         tpot_prior_ms = _median([c.tpot_ms for c in candidates], tpot_prior_ms)
-    ranked: list[tuple[tuple[float, float, float, int, str], Ranked]] = []
+    ranked: list[tuple[tuple[int, float, float, float, int, str], Ranked]] = []
     rejected: list[Rejected] = []
     for candidate in candidates:
         forecast = _forecast(demand, candidate, ttft_prior_ms, tpot_prior_ms)
@@ -221,7 +223,8 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
             rejected.append(rejection)
             continue
         score = _score(policy.kind, forecast)
-        order = (score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
+        lacks = len(demand.prefers - candidate.capabilities) if demand.prefers else 0
+        order = (lacks, score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
         ranked.append((order, _ranked(candidate, forecast, score, demand)))
     ranked.sort(key=lambda pair: pair[0])
     return Route(tuple([r for _, r in ranked]), tuple(sorted(rejected, key=lambda r: r.name)))

@@ -41,6 +41,7 @@ from gateway.api.chat import Chat
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
+from gateway.api.models import Models
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import StoredResponses
 from gateway.backends.base import (
@@ -899,6 +900,13 @@ MODELS: dict[str, Any] = {
     "twins": {"policy": "fastest", "deployments": [deployment("left"), deployment("right")]},
     "dear": {"deployments": [deployment("dear", output_tokens_max=1000)]},
     "engine": {"deployments": [deployment("engine", engine="default", usd=(0, 0))]},
+    "able": {
+        "policy": "cheapest",
+        "deployments": [
+            deployment("own", engine="default", usd=(0, 0)),
+            deployment("managed", "o4-mini", context_tokens_max=9_000),
+        ],
+    },
     "narrow": {"deployments": [deployment("narrow", context_tokens_max=50)]},
     "simple": {"deployments": [deployment("simple", capabilities=[])]},
     "small-room": {"deployments": [deployment("small-room", concurrency_max=2, queue_max=3)]},
@@ -964,6 +972,8 @@ async def _build(settings: Settings, redis: Redis) -> World:
         "/v1/responses/*": StoredResponses(settings, pipeline, memory),
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
         "/v1/messages/count_tokens": CountTokens(settings, pipeline),
+        "/v1/models": (listed := Models(settings, pipeline, 0.0)),
+        "/v1/models/*": listed,
     }
     return World(
         clock=clock,

@@ -498,7 +498,7 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
         is_price_known=deployment.is_price_known,
         can_chat=deployment.can_chat,
-        capabilities=tuple(sorted(deployment.capabilities)),
+        capabilities=tuple(sorted(seen.capabilities)),
         are_capabilities_assumed=deployment.are_capabilities_assumed,
         hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),
         hold_output_tokens=output_tokens,

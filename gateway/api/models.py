@@ -1,6 +1,7 @@
 """`GET /v1/models` and `/v1/models/{id}`: the aliases that a key may use, and the embedder.
 
-Shapes: OpenAI API reference, "Models". Invariant: the key may use every listed model.
+Shapes: OpenAI API reference, "Models"; the fields on what a model can do are OpenRouter's, "Models".
+Invariant: the key may use every listed model.
 """
 
 from typing import Any
@@ -53,4 +54,34 @@ class Models:
         return self._model(name)
 
     def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "sameway"}
+        deployments = self._pipeline.fleet.alias(name).deployments.values()
+        now = [deployment.candidate(0) for deployment in deployments]
+        # routing finds the deployment that offers what a request needs
+        offers = sorted(frozenset().union(*(one.capabilities for one in now)))
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "sameway",
+            "context_length": max((one.context_tokens_max for one in now if one.context_tokens_max), default=None),
+            "architecture": {
+                "input_modalities": ["text", *(_INPUTS[one] for one in offers if one in _INPUTS)],
+                "output_modalities": [next((one for one in offers if one in _OUTPUTS), "text")],
+            },
+            "supported_parameters": sorted({field for one in offers for field in _FIELDS.get(one, ())}),
+            "capabilities": offers,
+            "are_capabilities_assumed": any(one.are_capabilities_assumed for one in deployments),
+        }
+
+
+_INPUTS = {"vision": "image", "audio": "audio", "files": "file"}
+_OUTPUTS = ("embeddings", "rerank", "moderations")
+_FIELDS = {
+    "tools": ("tools", "tool_choice", "parallel_tool_calls"),
+    "json_object": ("response_format",),
+    "json_schema": ("response_format", "structured_outputs"),
+    "logprobs": ("logprobs", "top_logprobs"),
+    "reasoning": ("reasoning", "reasoning_effort"),
+    "n": ("n",),
+    "suffix": ("suffix",),
+}

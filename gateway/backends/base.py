@@ -95,6 +95,7 @@ class Load(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     context_tokens_max: int | None = None
     output_tokens_max: int | None = None
+    may_think: bool = False  # a local engine's model has thinking blocks
     engine: EngineLoad | None = None  # the state of a local engine, for operators
 
     @property

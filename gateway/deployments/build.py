@@ -25,8 +25,8 @@ from policies.prices import FREE
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs", "tools", "json_object", "json_schema", "completions", "prefill"}),
     "openai": CAPABILITIES - {"prefill", "messages", "cache_control"},
-    "anthropic": frozenset({"tools", "json_schema", "vision", "files"}),
-    "litellm": frozenset({"tools"}),
+    "anthropic": frozenset({"tools", "json_schema", "vision", "files", "reasoning"}),
+    "litellm": frozenset({"tools", "reasoning"}),
 }
 _NEVER = {
     # litellm would turn a text completion into a chat, and renames the categories of a moderation
@@ -81,7 +81,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         allowed=_allowed(deployment, price, tiers, factors),
         factors=factors,
         batch_factor=microusd(deployment.price.batch_factor) if deployment.price is not None else 1_000_000,
-        may_reason=row.may_reason if row else None if deployment.backend != "local" else False,
+        may_reason="reasoning" in row.capabilities if row else None if deployment.backend != "local" else False,
         is_price_known=price is not None or deployment.backend == "local",
         are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",
         can_chat=deployment.backend == "local" or can_chat(deployment.model or "", _host(deployment)),

@@ -36,6 +36,7 @@ _ABILITIES = {
     "vision": ("supports_vision",),
     "audio": ("supports_audio_input",),
     "files": ("supports_pdf_input",),
+    "reasoning": ("supports_reasoning",),
 }
 
 
@@ -45,7 +46,6 @@ class Known(msgspec.Struct, frozen=True):
     provider: str
     price: Price | None
     tiers: Mapping[str, Price]  # by `service_tier`
-    may_reason: bool
     context_tokens_max: int | None
     output_tokens_max: int | None
     capabilities: frozenset[str]
@@ -106,7 +106,6 @@ def _row(raw: msgspec.Raw) -> Known | None:
         provider=provider,
         price=_price(row),
         tiers={tier: price for tier in _TIERS if (price := _price(row, f"_{tier}")) is not None},
-        may_reason=row.get("supports_reasoning") is True,
         context_tokens_max=min(sizes, default=None),
         output_tokens_max=output if isinstance(output, int) else None,
         capabilities=frozenset(capabilities),

@@ -135,7 +135,7 @@ class Deployment:
         return Candidate(
             name=self.name,
             price=self.price,
-            capabilities=self.capabilities,
+            capabilities=self._offers(load),
             context_tokens_max=self._context(load),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
@@ -149,6 +149,11 @@ class Deployment:
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
         )
+
+    def _offers(self, load: base.Load) -> frozenset[str]:
+        """What it can do, by what its engine shows where the settings do not say."""
+        is_shown = load.may_think and self.settings.capabilities is None
+        return self.capabilities | {"reasoning"} if is_shown else self.capabilities
 
     def _context(self, load: base.Load) -> int | None:
         known = load.context_tokens_max or self.context_tokens_max

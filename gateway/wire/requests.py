@@ -139,6 +139,8 @@ class ChatRequest(_Request, kw_only=True):
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
+        if body.get("reasoning_effort") not in _NO_EFFORT:
+            demand = msgspec.structs.replace(demand, prefers=_REASONING)
         has_audio, has_long_writes = "audio" in needs, b'"1h"' in raw
         if not (demand.reserved or has_audio or has_long_writes):
             return demand
@@ -300,6 +302,8 @@ def _media(parts: list[dict[str, Any]]) -> list[str]:
 
 _NO_NEEDS: frozenset[str] = frozenset()
 _TEXTS = {str}
+_NO_EFFORT = (None, "none", "minimal")
+_REASONING = frozenset({"reasoning"})
 
 
 _PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}

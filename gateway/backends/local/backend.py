@@ -113,6 +113,7 @@ class LocalBackend:
             tpot_ms=now.decode_ms_per_token or None,
             context_tokens_max=info.context_tokens if info else None,
             output_tokens_max=info.context_tokens if info else None,
+            may_think=info is not None and info.may_think,
             engine=now if now.is_ready else None,
         )
 
