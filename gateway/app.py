@@ -41,6 +41,7 @@ from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
+from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
 from gateway.api.chat import Chat
 from gateway.api.feedback import Feedback
@@ -51,7 +52,7 @@ from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.responses import InputTokens, Responses
-from gateway.api.stored_responses import StoredResponses
+from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
 from gateway.api.tokens import Detokenize, Tokenize
 from gateway.batches.batches import Batches
 from gateway.batches.files import Files
@@ -73,6 +74,7 @@ from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metric_names import (
     ALERTS,
+    BACKGROUND_RESPONSES,
     BATCH_LINES,
     BATCH_LINES_LEFT,
     BATCHES_LEFT,
@@ -117,6 +119,8 @@ class Parts(AdminParts):
     pipeline: Pipeline
     learning: Learning
     stored_responses: ResponseStore
+    memory: Memory
+    background: Background
     watch: HealthMonitor
     files: Files
     runner: BatchRunner
@@ -278,6 +282,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     accounts = await _open_accounts(settings, link, stack)
     await _show_first_key(accounts, settings)
     stored_responses = _open_responses(settings, accounts, metrics, stack)
+    memory = Memory(stored_responses, settings)
     ledger = Ledger(accounts.database)
     budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets, _open_spool(settings))
@@ -299,6 +304,9 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
+    ended = partial(metrics.add, BACKGROUND_RESPONSES, 1)
+    background = Background(pipeline, stored_responses, memory, link, ended)
+    stack.push_async_callback(background.aclose)
     writer = LedgerWriter(link, ledger, budgets)
     watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
     return Parts(
@@ -309,6 +317,8 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
         ledger=ledger,
         audit=Audit(accounts.database),
         stored_responses=stored_responses,
+        memory=memory,
+        background=background,
         writer=writer,
         hits=hits,
         budgets=budgets,
@@ -410,13 +420,17 @@ def _cache_limits(settings: Settings) -> CacheLimits:
 def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     files = FilesEndpoint(parts.pipeline, parts.files)
-    memory = Memory(parts.stored_responses, settings)
+    memory, background = parts.memory, parts.background
+    stored = StoredResponses(parts.pipeline, memory, background)
+    conversations = ConversationsEndpoint(parts.pipeline, memory, settings.body_bytes_max)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     return {
         **{f"/v1{kind.path}": {"POST": Chat(parts.pipeline, settings.body_bytes_max, kind)} for kind in KINDS},
-        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory)},
+        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory, background)},
         "/v1/responses/input_tokens": {"POST": InputTokens(settings, parts.pipeline, memory)},
-        "/v1/responses/*": dict.fromkeys(("GET", "DELETE"), StoredResponses(settings, parts.pipeline, memory)),
+        "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
+        "/v1/conversations": {"POST": conversations},
+        "/v1/conversations/*": dict.fromkeys(("GET", "POST", "DELETE"), conversations),
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(settings, parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
@@ -478,6 +492,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "alerts": watch.run,
+        "background": parts.background.run,
         "responses": lambda: _every(_PURGE_EVERY_S, purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }

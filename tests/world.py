@@ -37,13 +37,14 @@ from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, schema
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
+from gateway.api.background import Background
 from gateway.api.chat import Chat
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.responses import InputTokens, Responses
-from gateway.api.stored_responses import StoredResponses
+from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -541,6 +542,8 @@ class World:
     _learner: _Learner
     _endpoints: dict[str, Any]
     stored_responses: ResponseStore
+    background: Background
+    ended: list[str]  # outcomes of responses in the background
     stored: list[tuple[str, int]]  # responses to keep: outcomes, and how many
     _asked_budgets: list[Budget] = field(default_factory=list)
     _clients: list[Client] = field(default_factory=list)
@@ -717,6 +720,13 @@ class World:
         """The bytes of each response in the database."""
         async with self._accounts.database.reading() as connection:
             return list((await connection.execute(sa.select(schema.responses.c.size_bytes))).scalars())
+
+    async def conversation_items(self) -> int:
+        """How many items of conversations are in the database."""
+        async with self._accounts.database.reading() as connection:
+            return (
+                await connection.execute(sa.select(sa.func.count()).select_from(schema.conversation_items))
+            ).scalar_one()
 
     async def chain_of(self, turns: int, text: str) -> str:
         """The id of the last of so many responses, each of which continues the one before with `text`."""
@@ -965,11 +975,16 @@ async def _build(settings: Settings, redis: Redis) -> World:
         accounts.database, clock.unix, settings.responses.retention_s, lambda *one: outcomes.append(one)
     )
     memory = Memory(store, settings)
+    ended: list[str] = []
+    background = Background(pipeline, store, memory, link, ended.append)
+    conversations = ConversationsEndpoint(pipeline, memory, settings.body_bytes_max)
     endpoints = {
         **{f"/v1{kind.path}": Chat(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
-        "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory),
+        "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory, background),
         "/v1/responses/input_tokens": InputTokens(settings, pipeline, memory),
-        "/v1/responses/*": StoredResponses(settings, pipeline, memory),
+        "/v1/responses/*": StoredResponses(pipeline, memory, background),
+        "/v1/conversations": conversations,
+        "/v1/conversations/*": conversations,
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
         "/v1/messages/count_tokens": CountTokens(settings, pipeline),
         "/v1/models": (listed := Models(settings, pipeline, 0.0)),
@@ -990,6 +1005,8 @@ async def _build(settings: Settings, redis: Redis) -> World:
         _learner=learner,
         _endpoints=endpoints,
         stored_responses=store,
+        background=background,
+        ended=ended,
         stored=outcomes,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-VERSION = "0011"
+VERSION = "0012"
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 """The first columns of each row of the ledger that sums are made of; KINDS are the others."""
@@ -137,6 +137,7 @@ sessions = sa.Table(
 )
 
 # Responses that callers asked to keep: the request's own input items, and the response, as JSON.
+# `status` is of one that is generated in the background until its lease's end, or was not completed.
 responses = sa.Table(
     "responses",
     metadata,
@@ -148,7 +149,34 @@ responses = sa.Table(
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("input", sa.LargeBinary, nullable=False),
     sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("status", sa.Text),
+    sa.Column("leased_until_s", sa.Double),
     sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
+)
+
+# Dialogues that callers keep here, with their items in the order of `number`.
+conversations = sa.Table(
+    "conversations",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
+    sa.Column("key_id", sa.Integer, nullable=False),
+    sa.Column("created_at_s", sa.Double, nullable=False),
+    sa.Column("expires_at_s", sa.Double, nullable=False, index=True),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("metadata", sa.JSON, nullable=False),
+    sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
+)
+
+conversation_items = sa.Table(
+    "conversation_items",
+    metadata,
+    sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("conversation_id", sa.ForeignKey(conversations.c.id, ondelete="CASCADE"), nullable=False),
+    sa.Column("id", sa.Text, nullable=False, index=True),
+    sa.Column("item", sa.LargeBinary, nullable=False),
+    sa.Index(None, "conversation_id", "number"),
+    sqlite_autoincrement=True,
 )
 
 # One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.

@@ -14,9 +14,11 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.accounts.conversations import Added, Conversations, HistoryTooLong
 from gateway.accounts.database import Database, uncancelled
-from gateway.accounts.schema import responses, teams
+from gateway.accounts.schema import conversations, responses, teams
 from gateway.loggers import get_logger
 
 _QUEUE_BYTES_MAX = 64 << 20
@@ -24,18 +26,21 @@ _ROWS_AT_ONCE = 100
 _WRITE_AWAITED_S = 2.0
 _RETRY_S = 0.5
 _PURGED_AT_ONCE, _PURGE_PAUSE_S = 200, 0.2
+LEASE_S = 15.0
+LIVE = ("queued", "in_progress")
+"""The statuses of a response that its worker is generating, as long as it keeps the lease."""
 _LINKS_MAX = 20_000  # as many messages as a request may have
 
 _log = get_logger()
 
 
-class HistoryTooLong(Exception):
-    """What a request continues is longer than a request may be."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response. `input` is a JSON array of items, without those that `previous_id` stands for."""
+    """One response. `input` is a JSON array of items, without those that `previous_id` stands for.
+
+    `added` are its items, which its conversation gets. One that is not `is_stored` leaves nothing else.
+    `status` is of one that is generated in the background; None if it is complete.
+    """
 
     id: str
     team_id: int
@@ -43,6 +48,10 @@ class StoredResponse:
     previous_id: str | None
     input: bytes
     body: bytes
+    conversation_id: str | None = None
+    added: Added = ()
+    is_stored: bool = True
+    status: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -59,9 +68,10 @@ class ResponseStore:
         self, database: Database, clock: Callable[[], float], retention_s: float, count: Callable[[str, int], None]
     ) -> None:
         self._database = database
-        self._clock = clock
+        self.clock = clock
         self._retention_s = retention_s
         self._count = count
+        self.conversations = Conversations(database, clock, retention_s)
         self._waiting: list[tuple[StoredResponse, asyncio.Future[None]]] = []
         self._waiting_bytes = 0
         self._writing: asyncio.Task[None] | None = None
@@ -131,16 +141,24 @@ class ResponseStore:
     async def _insert(self, rows: Sequence[StoredResponse]) -> int:
         """Insert the rows of teams that exist; returns their number."""
         try:
-            async with self._database.writing(is_durable=False) as connection:
-                await connection.execute(sa.insert(responses), [self._values(row) for row in rows])
-            return len(rows)
+            return await self._insert_all(rows)
         except IntegrityError:  # a team was deleted meanwhile
-            async with self._database.writing(is_durable=False) as connection:
+            async with self._database.reading() as connection:
                 wanted = {row.team_id for row in rows}
                 known = set((await connection.execute(sa.select(teams.c.id).where(teams.c.id.in_(wanted)))).scalars())
-                if kept := [self._values(row) for row in rows if row.team_id in known]:
-                    await connection.execute(sa.insert(responses), kept)
-            return len(kept)
+            return await self._insert_all([row for row in rows if row.team_id in known])
+
+    async def _insert_all(self, rows: Sequence[StoredResponse]) -> int:
+        async with self._database.writing(is_durable=False) as connection:
+            if values := [self._values(row) for row in rows if row.is_stored]:
+                await connection.execute(sa.insert(responses), values)
+            for row in rows:
+                await self._join(connection, row)
+        return len(rows)
+
+    async def _join(self, connection: AsyncConnection, row: StoredResponse) -> None:
+        if row.conversation_id is not None:
+            await self.conversations.append(connection, row.team_id, row.conversation_id, row.added)
 
     def _values(self, row: StoredResponse) -> dict[str, Any]:
         return {
@@ -148,23 +166,72 @@ class ResponseStore:
             "team_id": row.team_id,
             "key_id": row.key_id,
             "previous_id": row.previous_id,
-            "expires_at_s": self._clock() + self._retention_s,
+            "expires_at_s": self.clock() + self._retention_s,
             "size_bytes": row.size_bytes,
             "input": row.input,
             "body": row.body,
+            "status": row.status,
         }
+
+    # -- in the background
+
+    @uncancelled
+    async def begin(self, row: StoredResponse) -> None:
+        """Insert a response that this worker generates from now on, and lease it."""
+        async with self._database.writing(is_durable=False) as connection:
+            values = {**self._values(row), "leased_until_s": self.clock() + LEASE_S}
+            await connection.execute(sa.insert(responses).values(values))
+
+    @uncancelled
+    async def renew(self, ids: Collection[str]) -> set[str]:
+        """Keep the leases of these responses; returns those that are still to be generated."""
+        is_live = sa.and_(responses.c.id.in_(ids), responses.c.status.in_(LIVE))
+        async with self._database.writing(is_durable=False) as connection:
+            kept = sa.update(responses).where(is_live).values(leased_until_s=self.clock() + LEASE_S)
+            await connection.execute(kept)
+            return set((await connection.execute(sa.select(responses.c.id).where(is_live))).scalars())
+
+    @uncancelled
+    async def change(
+        self, id: str, *where: sa.ColumnElement[bool], ended: StoredResponse | None = None, **values: Any
+    ) -> None:
+        """Change the row of a response that is generated; where it has `ended`, its items join its conversation."""
+        async with self._database.writing(is_durable=False) as connection:
+            is_it = sa.and_(responses.c.id == id, responses.c.status.in_(LIVE), *where)
+            is_changed = (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount
+            if is_changed and ended is not None:
+                await self._join(connection, ended)
+
+    async def end(self, row: StoredResponse) -> None:
+        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile.
+
+        While the database fails, try again. Never raises.
+        """
+        while True:
+            try:
+                await self.change(row.id, ended=row, status=row.status, body=row.body, size_bytes=row.size_bytes)
+                return
+            except (SQLAlchemyError, OSError) as error:
+                if self._is_closing:
+                    self._lost([row], "the gateway was stopped while the database failed")
+                    return
+                _log.warning("responses_not_written", reason=type(error).__name__, waiting=1)
+                await asyncio.sleep(_RETRY_S)
 
     # -- reading
 
     def _is_teams(self, team_id: int) -> sa.ColumnElement[bool]:
-        return sa.and_(responses.c.team_id == team_id, responses.c.expires_at_s > self._clock())
+        return sa.and_(responses.c.team_id == team_id, responses.c.expires_at_s > self.clock())
 
     @uncancelled
     async def find(self, team_id: int, id: str) -> StoredResponse | None:
-        """The team's response with this id, if it is there."""
+        """The team's response with this id, if it is there. One whose worker has ended has failed."""
         asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
         async with self._database.reading() as connection:
             row = (await connection.execute(asked)).first()
+        if row is not None and row.status in LIVE and row.leased_until_s < self.clock():
+            await self.change(id, responses.c.leased_until_s < self.clock(), status="failed")
+            return await self.find(team_id, id)
         return _response(row) if row is not None else None
 
     @uncancelled
@@ -213,13 +280,19 @@ class ResponseStore:
             return (await connection.execute(gone)).rowcount > 0
 
     async def purge(self, team_bytes_max: int) -> None:
-        """Delete what is over, and the oldest of a team that has more than `team_bytes_max` bytes, in
-        batches with a pause after each.
+        """Delete responses and conversations that are over, and the oldest of a team that has more than
+        `team_bytes_max` bytes of both, in batches with a pause after each.
         """
-        r = responses.c
-        newer = sa.func.sum(r.size_bytes).over(partition_by=r.team_id, order_by=(r.expires_at_s.desc(), r.id))
-        ranked = sa.select(r.id, newer.label("total")).subquery()
-        over = sa.select(r.id).where(r.expires_at_s <= self._clock())
+        kept = sa.union_all(
+            *(
+                sa.select(table.c.id, table.c.team_id, table.c.expires_at_s, table.c.size_bytes)
+                for table in (responses, conversations)
+            )
+        ).subquery()
+        k = kept.c
+        newer = sa.func.sum(k.size_bytes).over(partition_by=k.team_id, order_by=(k.expires_at_s.desc(), k.id))
+        ranked = sa.select(k.id, newer.label("total")).subquery()
+        over = sa.select(k.id).where(k.expires_at_s <= self.clock())
         for ids in (over, sa.select(ranked.c.id).where(ranked.c.total > team_bytes_max)):
             purged = _PURGED_AT_ONCE
             while purged == _PURGED_AT_ONCE:
@@ -232,7 +305,8 @@ class ResponseStore:
             ids = list((await connection.execute(asked.limit(_PURGED_AT_ONCE))).scalars())
         if ids:
             async with self._database.writing(is_durable=False) as connection:
-                await connection.execute(sa.delete(responses).where(responses.c.id.in_(ids)))
+                for table in (responses, conversations):
+                    await connection.execute(sa.delete(table).where(table.c.id.in_(ids)))
         return len(ids)
 
 
@@ -244,4 +318,5 @@ def _response(row: Any) -> StoredResponse:
         previous_id=row.previous_id,
         input=row.input,
         body=row.body,
+        status=row.status,
     )

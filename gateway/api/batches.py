@@ -23,6 +23,11 @@ _LIST_USUAL, _LIST_MAX = 20, 100
 _BODY_BYTES_MAX = 64 << 10
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
 class _Expiry(msgspec.Struct):
     anchor: str
     seconds: int
@@ -34,10 +39,7 @@ class BatchRequest(msgspec.Struct):
     input_file_id: Annotated[str, Meta(max_length=100)]
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: _Expiry | None = None
 
 

@@ -7,7 +7,7 @@ of a client that leaves is closed at once.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -26,6 +26,9 @@ from gateway.wire.fold import fold
 from gateway.wire.sse import DONE, frame, frames
 from gateway.wire.types import CHAT, Chunk, Kind
 
+Respond = Callable[[asgi.Scope, asgi.Send], Awaitable[None]]
+"""Sends the response to a request."""
+
 
 class Renderer(Protocol):
     """Renders the answer to one request, in one piece or as events.
@@ -35,6 +38,9 @@ class Renderer(Protocol):
 
     @property
     def is_kept(self) -> bool: ...
+
+    is_background: bool  # it outlives its request
+
     async def keep(self) -> None: ...
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
@@ -88,6 +94,7 @@ class Chat:
         ended = Ended()
         watcher = _DisconnectWatcher(scope, receive)
         reply: Reply | None = None
+        is_apart = False
         try:
             # decision: auth-before-body
             identity = (
@@ -95,6 +102,11 @@ class Chat:
             )
             raw = await asgi.read_body(receive, headers, self._body_bytes_max)
             turn, renderer = await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
+            if renderer.is_background:
+                respond_to = await self.begin(turn, renderer, identity)
+                is_apart = True
+                await respond_to(scope, send)
+                return
             reply = await self._pipeline.answer(turn, identity, watcher.attend)
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
@@ -105,7 +117,12 @@ class Chat:
             ended = await asgi.fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()
-            self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
+            if not is_apart:
+                self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
+
+    async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
+        """Begin an answer in the background, which is recorded at its end. Raises ApiError."""
+        raise NotImplementedError
 
     async def _whole(self, renderer: Renderer, reply: Reply, send: asgi.Send) -> None:
         """Send all chunks at once. Any error is an error response, because no byte has left yet."""
@@ -163,6 +180,7 @@ class NotKept:
 
     __slots__ = ()
     is_kept = False
+    is_background = False
 
     async def keep(self) -> None:
         """Nothing to keep."""

@@ -1,4 +1,4 @@
-"""What requests of the Responses API refer to, and what is kept of them: earlier responses and items.
+"""What requests of the Responses API refer to, and what is kept of them: responses, conversations, items.
 
 Knows the items' ids and no other field; the store knows the teams. Invariants: an id of another
 team, one that is over and one that never was have the same refusal; what is kept of an input has no
@@ -6,40 +6,118 @@ references, so that it stands without the responses that it referred to.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from gateway.accounts import Identity, Team
-from gateway.accounts.stored_responses import HistoryTooLong, ResponseStore, StoredResponse
+from gateway.accounts.conversations import Added, Conversation, HistoryTooLong
+from gateway.accounts.stored_responses import ResponseStore, StoredResponse
+from gateway.journey.turn import new_id
 from gateway.settings import Settings
-from gateway.wire.errors import BadRequest, NotFound, shown
+from gateway.wire.errors import BadRequest, Forbidden, NotFound, shown
 
 Item = dict[str, Any]
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(in)?\d+")
+_ENDED = ("completed", "incomplete")
+_LOST = "The gateway's process that generated this response has ended before it was complete: send the request again"
+_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
+ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(in)?\d+")
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
+class Keeping(msgspec.Struct, frozen=True):
+    """How a response is kept: by itself where it `is_stored`, and in its conversation where it has one.
+
+    One that `is_background` is kept before its generation, too.
+    """
+
+    is_stored: bool
+    previous_id: str | None = None
+    conversation_id: str | None = None
+    is_background: bool = False
+
+
 class Memory:
-    """The stored responses of all teams. One per worker."""
+    """The stored responses and conversations of all teams. One per worker."""
 
     def __init__(self, store: ResponseStore, settings: Settings) -> None:
         self._store = store
+        self.conversations = store.conversations
         self._settings = settings
 
     def is_kept(self, asked: bool | None, team: Team) -> bool:
         """Whether a response of `team` is kept; `asked` is the request's `store`, which OpenAI takes for true."""
         return asked is not False and self._settings.responses.store and team.is_store_enabled
 
+    # -- conversations
+
+    async def converse(self, identity: Identity, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
+        """A new conversation that begins with `items`. Raises Forbidden."""
+        self._check_allowed(identity.team)
+        at_s = self._store.clock()
+        id = f"conv_{new_id(at_s).removeprefix('req_')}"
+        made = Conversation(id, identity.team.id, identity.key.id, at_s, metadata)
+        await self.conversations.create(made, _encoded(self.named(items)))
+        return made
+
+    async def conversation(self, team: Team, id: str) -> Conversation:
+        """The team's conversation. Raises NotFound."""
+        found = await self.conversations.find(team.id, id) if _CONVERSATION_ID.fullmatch(id) else None
+        if found is None:
+            raise NotFound(f"Conversation with id '{shown(id)}' not found.")
+        return found
+
+    async def add(self, team: Team, id: str, items: Sequence[Item]) -> list[Item]:
+        """Add items to a conversation that is there; returns them as they are listed. Raises Forbidden."""
+        self._check_allowed(team)
+        named = self.named(items)
+        await self.conversations.add(team.id, id, _encoded(named))
+        return named
+
+    def named(self, items: Sequence[Item]) -> list[Item]:
+        """Items as they are listed, under new ids."""
+        digits = new_id(self._store.clock()).removeprefix("req_")
+        return [_kept(item, digits, number, is_new=True) for number, item in enumerate(items)]
+
+    def _check_allowed(self, team: Team) -> None:
+        if not self.is_kept(None, team):
+            raise Forbidden(
+                "Conversations are not kept here for this team: send the whole dialogue as `input`",
+                code="storing_is_off",
+            )
+
+    async def said(self, team: Team, id: str) -> list[Item]:
+        """The items of a conversation. Raises NotFound, BadRequest, Forbidden."""
+        self._check_allowed(team)
+        await self.conversation(team, id)
+        with self._bounded("conversation") as bytes_max:
+            texts = await self.conversations.items(team.id, bytes_max, id=id)
+        return [msgspec.json.decode(text) for text in texts]
+
+    # -- responses
+
     async def find(self, team: Team, id: str) -> StoredResponse:
-        """The team's response. Raises NotFound."""
+        """The team's response, its body as it is now. Raises NotFound."""
         found = await self._store.find(team.id, id) if _ID.fullmatch(id) else None
         if found is None:
             raise no_such_response(id)
-        return found
+        if found.status is None:
+            return found
+        body = msgspec.json.decode(found.body) | {"status": found.status}
+        if found.status == "failed":
+            body["error"] = body["error"] or {"code": "server_error", "message": _LOST}
+        return replace(found, body=msgspec.json.encode(body))
+
+    async def cancel(self, team: Team, id: str) -> None:
+        """Cancel a response that is generated in the background; one that has ended stays. Raises NotFound, BadRequest."""
+        if not msgspec.json.decode((await self.find(team, id)).body)["background"]:
+            raise BadRequest("Only a response with `background: true` can be cancelled", code="invalid_value")
+        await self._store.change(id, status="cancelled")
 
     async def delete(self, team: Team, id: str) -> None:
         """Raises NotFound."""
@@ -48,11 +126,8 @@ class Memory:
 
     async def before(self, team: Team, id: str) -> list[Item]:
         """The items of the response with this id and of all that it continues. Raises BadRequest."""
-        bytes_max = self._settings.body_bytes_max
-        try:
+        with self._bounded("previous_response_id") as bytes_max:
             rows, lacking = await self._store.chain(team.id, id, bytes_max) if _ID.fullmatch(id) else ([], id)
-        except HistoryTooLong:
-            raise _too_long("previous_response_id", bytes_max) from None
         if lacking is not None:
             raise BadRequest(
                 f"Previous response with id '{shown(lacking)}' not found.",
@@ -61,6 +136,12 @@ class Memory:
             )
         items: list[Item] = []
         for row in rows:
+            if row.status is not None:
+                raise BadRequest(
+                    f"The response '{row.id}' has no output to go on from: its status is {row.status}",
+                    param="previous_response_id",
+                    code="invalid_value",
+                )
             items += msgspec.json.decode(row.input)
             items += msgspec.json.decode(row.body)["output"]
         return items
@@ -72,14 +153,11 @@ class Memory:
             return items
         known: dict[str, Item] = {}
         for is_input in (False, True):
-            parts = [found for found in map(_ITEM_ID.fullmatch, asked) if found and bool(found[2]) is is_input]
+            parts = [found for found in map(ITEM_ID.fullmatch, asked) if found and bool(found[2]) is is_input]
             owners = {found[0]: f"resp_{found[1]}" for found in parts}
-            bytes_max = self._settings.body_bytes_max
-            try:
+            with self._bounded("input") as bytes_max:
                 ids = set(owners.values())
                 texts = await self._store.texts(team.id, ids, bytes_max, is_input=is_input) if ids else {}
-            except HistoryTooLong:
-                raise _too_long("input", bytes_max) from None
             for owner, text in texts.items():
                 listed = msgspec.json.decode(text)
                 known |= {
@@ -87,6 +165,10 @@ class Memory:
                     for item in (listed if is_input else listed["output"])
                     if owners.get(item["id"]) == owner
                 }
+        if others := [id for id in asked if id not in known and ITEM_ID.fullmatch(id)]:
+            with self._bounded("input") as bytes_max:
+                added = await self.conversations.items(team.id, bytes_max, item_ids=others)
+            known |= {item["id"]: item for item in map(msgspec.json.decode, added)}
         if lacking := [id for id in asked if id not in known]:
             raise NotFound(
                 f"Item with id '{shown(lacking[0])}' not found. Items are not persisted when `store` is set to false. Try "
@@ -95,42 +177,63 @@ class Memory:
             )
         return [known[str(item["id"])] if _is_reference(item) else item for item in items]
 
-    async def put(self, identity: Identity, previous_id: str | None, own: Sequence[Item], id: str, body: bytes) -> None:
-        """Keep a response; `own` are its input's items. Never raises."""
-        items = msgspec.json.encode([_kept(item, id, number) for number, item in enumerate(own)])
+    @contextmanager
+    def _bounded(self, param: str) -> Iterator[int]:
+        """The bytes that a history may have. Raises BadRequest where the one that `param` names has more."""
+        bytes_max = self._settings.body_bytes_max
+        try:
+            yield bytes_max
+        except HistoryTooLong:
+            raise BadRequest(
+                f"What `{param}` refers to has more than {bytes_max} bytes: send what is needed of it in `input`",
+                param=param,
+                code="context_length_exceeded",
+            ) from None
+
+    async def put(self, identity: Identity, keeping: Keeping, own: Sequence[Item], response: Item) -> None:
+        """Keep a response; `own` are its input's items. Raises only for one that is queued in the background."""
+        id, status, added = response["id"], response["status"], keeping.conversation_id
+        digits = id.removeprefix("resp_")
+        items = [_kept(item, digits, number, is_new=added is not None) for number, item in enumerate(own)]
         row = StoredResponse(
             id=id,
             team_id=identity.team.id,
             key_id=identity.key.id,
-            previous_id=previous_id,
-            input=items,
-            body=body,
+            previous_id=keeping.previous_id,
+            input=msgspec.json.encode(items),
+            body=msgspec.json.encode(response),
+            conversation_id=added,
+            added=_encoded([*items, *response["output"]]) if added is not None and status in _ENDED else (),
+            is_stored=keeping.is_stored,
+            status=status if keeping.is_background and status not in _ENDED else None,
         )
-        await self._store.put(row)
+        if not keeping.is_background:
+            await self._store.put(row)
+        elif status == "queued":
+            await self._store.begin(row)
+        else:
+            await self._store.end(row)
+
+
+def _encoded(items: Sequence[Item]) -> Added:
+    return [(item["id"], msgspec.json.encode(item)) for item in items]
 
 
 def no_such_response(id: str) -> NotFound:
     return NotFound(f"Response with id '{shown(id)}' not found.")
 
 
-def _too_long(param: str, bytes_max: int) -> BadRequest:
-    return BadRequest(
-        f"The stored responses that `{param}` refers to have more than {bytes_max} bytes: send what is needed of them in "
-        "`input`",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
 def _is_reference(item: Mapping[str, Any]) -> bool:
     return isinstance(item.get("id"), str) and (item.get("type") == "item_reference" or len(item) == 1)
 
 
-def _kept(item: Item, id: str, number: int) -> Item:
-    """An input item as it is listed: with its type and an id, a message with a status and parts."""
+def _kept(item: Item, digits: str, number: int, *, is_new: bool) -> Item:
+    """An input item as it is listed: with its type and an id, its own unless `is_new`, a message with a
+    status and parts.
+    """
     kind = item.get("type") or "message"
-    given = item.get("id")
-    own_id = f"{_PREFIXES.get(kind, 'item')}_{id.removeprefix('resp_')}_in{number}"
+    given = item.get("id") if not is_new or kind == "local_shell_call_output" else None  # whose id is its call's
+    own_id = f"{_PREFIXES.get(kind, 'item')}_{digits}_in{number}"
     item = {**item, "type": kind, "id": given if isinstance(given, str) and given else own_id}
     if kind != "message":
         return item

@@ -13,6 +13,7 @@ from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
 from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ITEMS, ResponseRequest
+from gateway.api.stored_responses import ConversationRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S
 from gateway.journey.turn import CacheFields
@@ -23,6 +24,7 @@ _SHAPES = (
     ChatRequest,
     CompletionRequest,
     ResponseRequest,
+    ConversationRequest,
     MessageRequest,
     PromptRequest,
     EmbeddingsRequest,
@@ -108,11 +110,15 @@ def _body(shape: type) -> dict[str, Any]:
     return {"$ref": f"{_REF}{shape.__name__}"}
 
 
-_ID: dict[str, Any] = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+_IN_PATHS = ("id", "item", "file", "batch", "model")
 
 
-def _query(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": {"type": "string"}}
+def _on(summary: str, *names: str, body: dict[str, Any] | None = None, streams: bool = False) -> dict[str, Any]:
+    """An operation with parameters of these `names`, in its path or its query."""
+    in_path = {"in": "path", "required": True, "schema": _TEXT}
+    in_query = {"in": "query", "schema": {"type": "string"}}
+    parameters = [{"name": name, **(in_path if name in _IN_PATHS else in_query)} for name in names]
+    return {**operation(summary, body, streams=streams), "parameters": parameters}
 
 
 _TOKENIZE_BODY: dict[str, Any] = {
@@ -141,10 +147,6 @@ _UPLOAD: dict[str, Any] = {
 }
 
 
-def _in_path(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
-
-
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
@@ -155,14 +157,24 @@ PATHS: dict[str, Any] = {
     },
     "/v1/responses/input_tokens": {"post": operation("The tokens of a response's input", _body(ResponseRequest))},
     "/v1/responses/{id}": {
-        "get": {**operation("A kept response", None), "parameters": [_ID]},
-        "delete": {**operation("Delete a kept response", None), "parameters": [_ID]},
+        "get": _on("A kept response, or its events", "id", "stream", "starting_after", streams=True),
+        "delete": _on("Delete a kept response", "id"),
     },
-    "/v1/responses/{id}/input_items": {
-        "get": {
-            **operation("The input of a kept response", None),
-            "parameters": [_ID, *map(_query, ("limit", "order", "after"))],
-        }
+    "/v1/responses/{id}/cancel": {"post": _on("Cancel a response in the background", "id")},
+    "/v1/responses/{id}/input_items": {"get": _on("The input of a kept response", "id", "limit", "order", "after")},
+    "/v1/conversations": {"post": operation("Create a conversation", _body(ConversationRequest))},
+    "/v1/conversations/{id}": {
+        "get": _on("One conversation", "id"),
+        "post": _on("Change a conversation's metadata", "id", body=_body(ConversationRequest)),
+        "delete": _on("Delete a conversation with its items", "id"),
+    },
+    "/v1/conversations/{id}/items": {
+        "get": _on("The items of a conversation", "id", "limit", "order", "after"),
+        "post": _on("Add items to a conversation", "id", body=_body(ConversationRequest)),
+    },
+    "/v1/conversations/{id}/items/{item}": {
+        "get": _on("An item of a conversation", "id", "item"),
+        "delete": _on("Delete an item of a conversation", "id", "item"),
     },
     "/v1/messages": {"post": operation("Create a message, in Anthropic's shape", _body(MessageRequest), streams=True)},
     "/v1/messages/count_tokens": {
@@ -181,22 +193,14 @@ PATHS: dict[str, Any] = {
         },
         "get": operation("List the team's files", None),
     },
-    "/v1/files/{file}": {
-        "get": {**operation("One file", None), "parameters": [_in_path("file")]},
-        "delete": {**operation("Delete a file", None), "parameters": [_in_path("file")]},
-    },
-    "/v1/files/{file}/content": {"get": {**operation("The bytes of a file", None), "parameters": [_in_path("file")]}},
+    "/v1/files/{file}": {"get": _on("One file", "file"), "delete": _on("Delete a file", "file")},
+    "/v1/files/{file}/content": {"get": _on("The bytes of a file", "file")},
     "/v1/batches": {
         "post": operation("Create a batch of the requests in a file", _body(BatchRequest)),
         "get": operation("List the team's batches", None),
     },
-    "/v1/batches/{batch}": {"get": {**operation("One batch", None), "parameters": [_in_path("batch")]}},
-    "/v1/batches/{batch}/cancel": {"post": {**operation("Cancel a batch", None), "parameters": [_in_path("batch")]}},
+    "/v1/batches/{batch}": {"get": _on("One batch", "batch")},
+    "/v1/batches/{batch}/cancel": {"post": _on("Cancel a batch", "batch")},
     "/v1/models": {"get": operation("List the models this key may use", None)},
-    "/v1/models/{model}": {
-        "get": {
-            **operation("One model", None),
-            "parameters": [_in_path("model")],
-        }
-    },
+    "/v1/models/{model}": {"get": _on("One model", "model")},
 }

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cache import Entry
+from gateway.api.memory import Keeping
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
 from gateway.wire.chunks import UNREADABLE, payloads, read
@@ -68,6 +69,7 @@ _GROWING = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
 }
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of failed responses, by the error's status
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FIXED: dict[str, Any] = msgspec.json.decode(
     b'{"object":"response","status":"in_progress","background":false,"error":null,"incomplete_details":null,'
@@ -81,8 +83,11 @@ _REPEATED: dict[str, Any] = msgspec.json.decode(
 )
 
 
-Keep = Callable[[str, bytes], Awaitable[None]]
-"""Keeps a response: its id, and the response as JSON. Never raises."""
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
+"""Keeps a response. Raises only where it is queued."""
+
+
+_NOT_KEPT = Keeping(is_stored=False)
 
 
 class Response:
@@ -91,15 +96,23 @@ class Response:
     `keep` is called by the method of that name, with the response at its end.
     """
 
-    def __init__(self, body: Mapping[str, Any], arrival: Arrival, keep: Keep | None = None) -> None:
+    def __init__(
+        self, body: Mapping[str, Any], arrival: Arrival, keeping: Keeping = _NOT_KEPT, keep: Keep | None = None
+    ) -> None:
         self._key = arrival.request_id.removeprefix("req_")
         self._is_stream = bool(body.get("stream"))
         repeated = {name: default if body.get(name) is None else body[name] for name, default in _REPEATED.items()}
         self._keep = keep
         head = {"id": f"resp_{self._key}", "created_at": int(arrival.at_s), "model": body["model"]}
-        head |= {"store": self.is_kept, "previous_response_id": body.get("previous_response_id") or None}
+        head |= {"store": keeping.is_stored, "previous_response_id": keeping.previous_id}
+        if keeping.conversation_id is not None:
+            head["conversation"] = {"id": keeping.conversation_id}
+        self.is_background = self._is_queued = keeping.is_background
+        if keeping.is_background:
+            head |= {"background": True, "status": "queued"}
         self._has_shell = any(tool.get("type") == "local_shell" for tool in body.get("tools") or ())
         self._output: list[dict[str, Any]] = []
+        self.id = head["id"]
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
         self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
         self._texts: list[str] = []
@@ -116,12 +129,22 @@ class Response:
 
     async def keep(self) -> None:
         if self._keep is not None:
-            await self._keep(self._response["id"], msgspec.json.encode(self._response))
+            await self._keep(self._response)
+
+    def queued(self) -> bytes:
+        """The first events of a response in the background."""
+        self._tell("response.created", response=self._response)
+        self._tell("response.queued", response=self._response)
+        return self._taken()
+
+    def body(self) -> bytes:
+        """The response as it is now."""
+        return msgspec.json.encode(self._response)
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         self.events(chunks if entry is None else chunks_of(entry))
         self.end()
-        return msgspec.json.encode(self._response)
+        return self.body()
 
     def replay(self, entry: Entry) -> bytes:
         return self.events(chunks_of(entry)) + self.end()
@@ -153,15 +176,22 @@ class Response:
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        """The error twice: flat as in the reference, and nested as OpenAI sends it to its SDKs."""
+        """The error twice: flat as in the reference, and nested as OpenAI sends it to its SDKs.
+
+        A response in the background has it as its own.
+        """
+        if self.is_background:
+            code = _CODES.get(error.http_status, "server_error")
+            self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+            self._tell("response.failed", response=self._response)
+            return self._taken()
         flat = {"code": error.error_code, "message": error.message, "param": error.param}
         self._tell("error", **flat, **error_object(error.message, error.type, error.param, error.error_code))
         return self._taken()
 
     def _tell(self, event: str, **fields: Any) -> None:
         if self._is_stream:
-            data = msgspec.json.encode({"type": event, "sequence_number": self._number, **fields})
-            self._events.append(b"event: %b\ndata: %b\n\n" % (event.encode(), data))
+            self._events.append(framed(event, self._number, **fields))
             self._number += 1
 
     def _taken(self) -> bytes:
@@ -171,9 +201,12 @@ class Response:
     def _take(self, payload: bytes) -> None:
         """Add one chunk. Its backend has checked the types, except those inside tool calls."""
         piece: dict[str, Any] = msgspec.json.decode(payload)
-        if self._number == 0:
+        if self._number == 0 or self._is_queued:
             self._response["model"] = piece.get("model") or self._response["model"]
-            self._tell("response.created", response=self._response)
+            if self._is_queued:
+                self._response["status"], self._is_queued = "in_progress", False
+            else:
+                self._tell("response.created", response=self._response)
             self._tell("response.in_progress", response=self._response)
         if piece.get("usage"):
             self._response["usage"] = _usage(payload)
@@ -268,6 +301,12 @@ class Response:
     def _place(self, position: int, kind: _Kind | None = None) -> dict[str, Any]:
         place = {"item_id": self._output[position]["id"], "output_index": position % len(self._output)}
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
+
+
+def framed(event: str, number: int, **fields: Any) -> bytes:
+    """One event of a stream."""
+    data = msgspec.json.encode({"type": event, "sequence_number": number, **fields})
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
 
 
 def _shell_action(arguments: str) -> dict[str, Any]:

@@ -15,9 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from gateway.accounts import Identity
-from gateway.api.chat import Chat, Renderer
+from gateway.api import asgi
+from gateway.api.background import Background, send_events
+from gateway.api.chat import Chat, Renderer, Respond
 from gateway.api.endpoint import Answered, JsonEndpoint
-from gateway.api.memory import Item, Memory
+from gateway.api.headers import JSON, base_headers
+from gateway.api.memory import Item, Keeping, Memory
 from gateway.api.response_events import Response
 from gateway.api.tokens import counted_by_engine
 from gateway.journey.turn import Arrival, Labels, Turn, read_turn
@@ -54,6 +57,10 @@ class _Named(msgspec.Struct):
     name: str
 
 
+class _Conversation(msgspec.Struct):
+    id: str
+
+
 class ResponseRequest(msgspec.Struct):
     """The fields that differ from a chat completion's; the shared ones are checked there."""
 
@@ -70,6 +77,8 @@ class ResponseRequest(msgspec.Struct):
     include: list[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | _Conversation | None = None
+    background: bool | None = None
 
 
 # those that are translated; a summary of the reasoning comes with every answer
@@ -78,14 +87,9 @@ _TEXT, _REASONING = frozenset({"format", "verbosity"}), frozenset({"effort", "su
 _DROPPED = frozenset({"max_tool_calls", "metadata", "stream_options"})
 # the fields with one supported value, and the way out of another
 _ONLY: Mapping[str, tuple[Any, str]] = {
-    "background": (
-        False,
-        "nothing is kept here to be fetched later, so leave it out and read the answer, as a stream or whole",
-    ),
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
     "audio": (None, "a response is text here, so use /v1/chat/completions"),
     "prompt": (None, "no prompts are stored here, so send `instructions` and `input`"),
-    "conversation": (None, "send the id of the last response as `previous_response_id`"),
 }
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
@@ -97,9 +101,19 @@ class Responses(Chat):
 
     operation = "responses"
 
-    def __init__(self, pipeline: Pipeline, body_bytes_max: int, memory: Memory) -> None:
+    def __init__(self, pipeline: Pipeline, body_bytes_max: int, memory: Memory, background: Background) -> None:
         super().__init__(pipeline, body_bytes_max)
         self._memory = memory
+        self._background = background
+
+    async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
+        assert isinstance(renderer, Response)
+        body = await self._background.begin(turn, renderer, identity)
+        headers = base_headers(turn.arrival.request_id)
+        if turn.is_stream:
+            events = self._background.events(identity.team, renderer.id, -1)
+            return lambda scope, send: send_events(scope, send, headers, events)
+        return lambda _, send: asgi.send_whole(send, 200, [JSON, *headers], body)
 
     async def read(
         self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
@@ -108,10 +122,21 @@ class Responses(Chat):
         request, own, chat = await as_chat(body, self._memory, identity)
         # decision: one-shape-on-the-journey
         turn = read_turn(msgspec.json.encode(chat), headers, arrival, metadata=body.get("metadata"))
-        previous_id = request.previous_response_id or None
-        is_kept = self._memory.is_kept(request.store, identity.team)
-        keep = partial(self._memory.put, identity, previous_id, own) if is_kept else None
-        return turn, Response(body, arrival, keep)
+        conversation_id = _conversation_of(request)
+        keeping = Keeping(
+            self._memory.is_kept(request.store, identity.team),
+            request.previous_response_id or None,
+            conversation_id,
+            request.background is True,
+        )
+        if keeping.is_background:
+            if arrival.batch or not keeping.is_stored:
+                words = "a line of a batch" if arrival.batch else "a request whose response is not stored"
+                raise _unsupported("background", f"`background` is not supported in {words}: leave it out")
+            turn = msgspec.structs.replace(turn, deadline=None)
+        is_kept = keeping.is_stored or conversation_id is not None
+        keep = partial(self._memory.put, identity, keeping, own) if is_kept else None
+        return turn, Response(body, arrival, keeping, keep)
 
 
 class InputTokens(JsonEndpoint[dict[str, Any]]):
@@ -154,23 +179,53 @@ async def as_chat(
             raise _unsupported(name, f"`{name}` is not supported here: {way}")
     request: ResponseRequest = convert(body, ResponseRequest)
     given, before = body.get("input"), list[Item]()
-    if request.input is None and not request.previous_response_id:
+    conversation_id = _conversation_of(request)
+    if request.previous_response_id and conversation_id is not None:
+        raise BadRequest(
+            "`conversation` and `previous_response_id` exclude each other: send one of them",
+            param="conversation",
+            code="mutually_exclusive_parameters",
+        )
+    if request.input is None and not request.previous_response_id and conversation_id is None:
         raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
     own: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
     items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input or []
     if any(item.id and item.type in (None, "item_reference") for item in items):
         own = await memory.resolved(identity.team, own)
         items = msgspec.convert(own, list[_Item])
-    if request.previous_response_id:
-        before = await memory.before(identity.team, request.previous_response_id)
+    if request.previous_response_id or conversation_id is not None:
+        if conversation_id is not None:
+            before = await memory.said(identity.team, conversation_id)
+        else:
+            before = await memory.before(identity.team, request.previous_response_id or "")
         items = [*msgspec.convert(before, list[_Item]), *items]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
-                param="previous_response_id",
+                param="previous_response_id" if conversation_id is None else "conversation",
                 code="context_length_exceeded",
             )
     return request, own, _chat(body, request, _messages(items, request.instructions, len(before)))
+
+
+def _conversation_of(request: ResponseRequest) -> str | None:
+    named = request.conversation
+    return (named.id if isinstance(named, _Conversation) else named) or None
+
+
+def checked_items(given: list[dict[str, Any]]) -> list[Item]:
+    """`given` items, which a conversation may have. Raises BadRequest with the invalid field."""
+    for number, item in enumerate(convert({"items": given}, _Items).items):
+        where, kind = f"items[{number}]", item.type or "message"
+        if kind not in ITEMS or kind == "item_reference":
+            raise _unsupported(f"{where}.type", f"Items of type `{kind[:100]}` are not supported here")
+        if kind in ("message", *_OUTPUTS):
+            _content(item.content if kind == "message" else item.output, where)
+    return given
+
+
+class _Items(msgspec.Struct):
+    items: list[_Item]
 
 
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base of endpoints for what a team keeps here: `/v1/files` and `/v1/batches`.
+"""The base of endpoints for what a team keeps here: files, batches, responses and conversations.
 
 It contains the wire, paging and no shapes. Invariants: every request gets one response and one
 record; a path is an id and the name of an action, and an id is looked for among its team's only.
@@ -60,7 +60,7 @@ class StoredEndpoint(ABC):
         self._pipeline = pipeline
 
     @abstractmethod
-    async def answer(self, call: Call) -> dict[str, Any] | None:
+    async def answer(self, call: Call) -> Any:
         """The reply; None if it has been sent. Raises ApiError."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:

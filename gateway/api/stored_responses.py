@@ -1,89 +1,158 @@
-"""`/v1/responses/{id}`: read and delete responses that were kept, and list their input.
+"""`/v1/responses/{id}` and `/v1/conversations`: what was kept of responses, and dialogues of items.
 
-Shapes: OpenAI API reference, "Get a model response", "Delete a model response" and "List input
-items". Invariant: each is the caller's team's own.
+Shapes: OpenAI API reference, "Responses" and "Conversations". Invariant: each is the caller's
+team's own.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from gateway.accounts import Identity
+from gateway.accounts.conversations import Conversation
 from gateway.api import asgi
-from gateway.api.endpoint import Answered, JsonEndpoint
-from gateway.api.memory import Item, Memory
-from gateway.journey.turn import Arrival, Labels
+from gateway.api.background import Background, send_events
+from gateway.api.batches import Metadata
+from gateway.api.memory import ITEM_ID, Memory
+from gateway.api.responses import checked_items
+from gateway.api.stored import Call, StoredEndpoint, listed, no_such_action, one_of, paging
 from gateway.pipeline import Pipeline
-from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, NotFound, shown
+from gateway.wire.requests import convert, decode_object
 
-_LISTED_MAX, _LISTED = 100, 20
-
-Act = Callable[[Identity], Awaitable[Any]]
-"""What a request asks for, done under an identity; returns the reply. Raises ApiError."""
+_LISTED, _LISTED_MAX = 20, 100
+_ADDED_MAX = 20
 
 
-class StoredResponses(JsonEndpoint[Act]):
+class StoredResponses(StoredEndpoint):
     """The endpoint for one response. One instance per worker."""
 
     operation = "stored_responses"
+    path = "/v1/responses"
 
-    def __init__(self, settings: Settings, pipeline: Pipeline, memory: Memory) -> None:
-        super().__init__(settings, pipeline)
+    def __init__(self, pipeline: Pipeline, memory: Memory, background: Background) -> None:
+        super().__init__(pipeline)
         self._memory = memory
+        self._background = background
 
-    async def body(self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str]) -> dict[str, Any]:
-        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-        last = {name: values[-1] for name, values in query.items()}
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        return {"method": method, "path": scope["path"], "query": last}
+    async def answer(self, call: Call) -> Any:
+        team, id = call.identity.team, call.object_id
+        match call.method, call.action:
+            case "GET", "":
+                if call.query.get("stream") == "true":
+                    await self._follow(call)
+                    return None
+                return msgspec.Raw((await self._memory.find(team, id)).body)
+            case "DELETE", "":
+                await self._memory.delete(team, id)
+                return {"id": id, "object": "response", "deleted": True}
+            case "POST", "cancel":
+                await self._memory.cancel(team, id)
+                self._background.leave(id)
+                return msgspec.Raw((await self._memory.find(team, id)).body)
+            case "GET", "input_items":
+                items = msgspec.json.decode((await self._memory.find(team, id)).input)
+                after, limit, is_ascending = _page(call.query)
+                ordered = items if is_ascending else items[::-1]
+                start = next((place for place, item in enumerate(ordered, 1) if item["id"] == after), None)
+                if after and start is None:
+                    raise _no_item(after)
+                return listed(ordered[start or 0 :], limit)
+        raise no_such_action(self.path, call)
 
-    def read(self, body: dict[str, Any]) -> tuple[Act, str]:
-        id, *rest = map(unquote, body["path"].removeprefix("/v1/responses/").split("/"))
-        query: dict[str, str] = body["query"]
-        match body["method"], rest:
-            case "GET", []:
-                if query.get("stream") == "true":
-                    words = "`stream` is not supported here: read the response whole"
-                    raise BadRequest(words, param="stream", code="unsupported_parameter")
-                return lambda identity: self._retrieve(identity, id), ""
-            case "DELETE", []:
-                return lambda identity: self._delete(identity, id), ""
-            case "GET", ["input_items"]:
-                return lambda identity: self._input_items(identity, id, query), ""
-        words = f"There is no {body['method']} {shown(body['path'], 200)} here"
-        raise NotFound(f"{words}: docs/api.md has the paths of stored responses", code="unknown_url")
-
-    async def answer(self, request: Act, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
-        return Answered(await request(identity))
-
-    async def _retrieve(self, identity: Identity, id: str) -> Any:
-        return msgspec.Raw((await self._memory.find(identity.team, id)).body)
-
-    async def _delete(self, identity: Identity, id: str) -> Any:
-        await self._memory.delete(identity.team, id)
-        return {"id": id, "object": "response", "deleted": True}
-
-    async def _input_items(self, identity: Identity, id: str, query: Mapping[str, str]) -> Any:
-        found = await self._memory.find(identity.team, id)
-        return page_of(msgspec.json.decode(found.input), query)
+    async def _follow(self, call: Call) -> None:
+        """Send the events of a response in the background from the one after `starting_after`."""
+        found, after = await self._memory.find(call.identity.team, call.object_id), call.query.get("starting_after")
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
+            words = f"Invalid starting_after: expected a number, got {shown(after)}"
+            raise BadRequest(words, param="starting_after", code="invalid_value")
+        if not await self._background.has_events(found.id):
+            words = "This response has no stream (any more), as only one with `background` and `stream` has, until ten"
+            raise BadRequest(
+                f"{words} minutes after its end: read it whole", param="stream", code="unsupported_parameter"
+            )
+        events = self._background.events(call.identity.team, found.id, -1 if after is None else int(after))
+        await send_events(call.scope, call.send, call.out, events)
 
 
-def page_of(items: list[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of `items`, which are oldest first, as `query` asks for it. Raises BadRequest."""
-    limit, order, after = query.get("limit", str(_LISTED)), query.get("order", "desc"), query.get("after")
-    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _LISTED_MAX):
-        raise BadRequest(f"`limit` must be from 1 to {_LISTED_MAX}", param="limit", code="invalid_value")
-    if order not in ("asc", "desc"):
-        raise BadRequest("`order` must be asc or desc", param="order", code="invalid_value")
-    listed = items if order == "asc" else items[::-1]
-    if after is not None:
-        place = next((number for number, item in enumerate(listed) if item["id"] == after), None)
-        if place is None:
-            raise BadRequest(f"There is no item `{shown(after)}` here", param="after", code="invalid_value")
-        listed = listed[place + 1 :]
-    data = listed[: int(limit)]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": data, **ends, "has_more": len(listed) > len(data)}
+class ConversationRequest(msgspec.Struct):
+    """The body of a new or a changed conversation."""
+
+    metadata: Metadata | None = None
+    items: list[dict[str, Any]] | None = None
+
+
+class ConversationsEndpoint(StoredEndpoint):
+    """The endpoint for conversations and their items. One instance per worker."""
+
+    operation = "conversations"
+    path = "/v1/conversations"
+
+    def __init__(self, pipeline: Pipeline, memory: Memory, body_bytes_max: int) -> None:
+        super().__init__(pipeline)
+        self._memory = memory
+        self._body_bytes_max = body_bytes_max
+
+    async def answer(self, call: Call) -> Any:
+        team, id, kept = call.identity.team, call.object_id, self._memory.conversations
+        if (call.method, id) == ("POST", ""):
+            request = await self._read(call)
+            return _shown(await self._memory.converse(call.identity, request.metadata or {}, request.items or ()))
+        found = await self._memory.conversation(team, id)
+        match call.method, *call.action.split("/"):
+            case "GET", "":
+                return _shown(found)
+            case "POST", "":
+                metadata = (await self._read(call)).metadata or {}
+                await kept.change(team.id, id, metadata)
+                return _shown(replace(found, metadata=metadata))
+            case "DELETE", "":
+                await kept.delete(team.id, id)
+                return {"id": id, "object": "conversation.deleted", "deleted": True}
+            case "POST", "items":
+                items = (await self._read(call)).items
+                if not items:
+                    raise BadRequest("Missing required field: items", param="items", code="missing_required_parameter")
+                return listed(await self._memory.add(team, id, items), _LISTED_MAX)
+            case "GET", "items":
+                after, limit, is_ascending = _page(call.query)
+                page = None
+                if not after or ITEM_ID.fullmatch(after):
+                    page = await kept.page(id, after, limit + 1, is_ascending=is_ascending)
+                if page is None:
+                    raise _no_item(after)
+                return listed([msgspec.json.decode(item) for item in page], limit)
+            case "GET" | "DELETE", "items", item_id:
+                item = await kept.item(id, item_id) if ITEM_ID.fullmatch(item_id) else None
+                if item is None:
+                    raise NotFound(f"Item with id '{shown(item_id)}' not found in conversation with id '{id}'.")
+                if call.method == "GET":
+                    return msgspec.Raw(item)
+                await kept.remove(team.id, id, item_id)
+                return _shown(found)
+        raise no_such_action(self.path, call)
+
+    async def _read(self, call: Call) -> ConversationRequest:
+        raw = await asgi.read_body(call.receive, call.headers, self._body_bytes_max)
+        request: ConversationRequest = convert(decode_object(raw) if raw else {}, ConversationRequest)
+        if len(request.items or ()) > _ADDED_MAX:
+            raise BadRequest(f"Invalid items: at most {_ADDED_MAX} at a time", param="items", code="invalid_value")
+        checked_items(request.items or [])
+        return request
+
+
+def _shown(one: Conversation) -> dict[str, Any]:
+    """OpenAI's conversation object."""
+    return {"id": one.id, "object": "conversation", "created_at": int(one.created_at_s), "metadata": one.metadata}
+
+
+def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:
+    """The item before the page that `query` asks for, its size, and whether the oldest come first. Raises BadRequest."""
+    is_ascending = one_of(query, "order", ("asc", "desc")) == "asc"
+    limit = paging({"limit": query.get("limit", str(_LISTED))}, _LISTED, _LISTED_MAX).limit
+    return query.get("after", ""), limit, is_ascending
+
+
+def _no_item(id: str) -> BadRequest:
+    return BadRequest(f"There is no item `{shown(id)}` here", param="after", code="invalid_value")

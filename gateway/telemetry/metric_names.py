@@ -181,6 +181,11 @@ ALERTS = _counter(
     "Alerts of budgets sent by a channel (webhook, email): delivered, delayed (a try failed) or lost (given up).",
     "channel outcome",
 )
+BACKGROUND_RESPONSES = _counter(
+    "sameway_background_responses_total",
+    "Responses in the background that ended at their worker: completed, failed or cancelled.",
+    "outcome",
+)
 LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values that nobody bounded."

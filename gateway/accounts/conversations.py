@@ -1,0 +1,155 @@
+"""Dialogues that callers keep, in the accounts' database: their metadata, and their items in order.
+
+Knows no HTTP and no shape of an item: an item is an id and bytes of JSON. Invariants: a conversation
+is found, changed and deleted under its team alone, and goes with it, its items with it; items that
+are added together stay together; one that is over is as one that never was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.schema import conversation_items, conversations
+
+_ITEMS_AT_ONCE = 1_000
+
+Added = Sequence[tuple[str, bytes]]
+"""Items with their ids, in order."""
+
+
+class HistoryTooLong(Exception):
+    """What a request continues is longer than a request may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation, without its items. Times in unix seconds."""
+
+    id: str
+    team_id: int
+    key_id: int
+    created_at_s: float
+    metadata: Mapping[str, str]
+
+
+class Conversations:
+    """`clock` gives unix seconds; `retention_s` is how long a conversation is kept after its last change."""
+
+    def __init__(self, database: Database, clock: Callable[[], float], retention_s: float) -> None:
+        self._database = database
+        self._clock = clock
+        self._retention_s = retention_s
+
+    def _is_teams(self, team_id: int, id: str) -> sa.ColumnElement[bool]:
+        c = conversations.c
+        return sa.and_(c.id == id, c.team_id == team_id, c.expires_at_s > self._clock())
+
+    @uncancelled
+    async def create(self, one: Conversation, items: Added) -> None:
+        async with self._database.writing(is_durable=False) as connection:
+            values = {"id": one.id, "team_id": one.team_id, "key_id": one.key_id, "metadata": dict(one.metadata)}
+            kept = {"created_at_s": one.created_at_s, "expires_at_s": self._clock() + self._retention_s}
+            await connection.execute(sa.insert(conversations).values(**values, **kept, size_bytes=0))
+            await self.append(connection, one.team_id, one.id, items)
+
+    @uncancelled
+    async def add(self, team_id: int, id: str, items: Added) -> bool:
+        """Add items at the end; returns whether the conversation is there."""
+        async with self._database.writing(is_durable=False) as connection:
+            return await self.append(connection, team_id, id, items)
+
+    async def append(self, connection: AsyncConnection, team_id: int, id: str, items: Added) -> bool:
+        """As `add`, as a part of another transaction."""
+        if not await self._changed(connection, team_id, id, size=sum(len(item) for _, item in items)):
+            return False
+        rows = [{"conversation_id": id, "id": item_id, "item": item} for item_id, item in items]
+        for start in range(0, len(rows), _ITEMS_AT_ONCE):
+            await connection.execute(sa.insert(conversation_items), rows[start : start + _ITEMS_AT_ONCE])
+        return True
+
+    async def _changed(
+        self, connection: AsyncConnection, team_id: int, id: str, *, size: int = 0, **values: Any
+    ) -> bool:
+        """Change a conversation, which is `size` bytes longer then, and keep it anew."""
+        kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
+        change = sa.update(conversations).where(self._is_teams(team_id, id)).values(**kept, **values)
+        return (await connection.execute(change)).rowcount > 0
+
+    @uncancelled
+    async def change(self, team_id: int, id: str, metadata: Mapping[str, str]) -> bool:
+        """Set the metadata; returns whether the conversation is there."""
+        async with self._database.writing(is_durable=False) as connection:
+            return await self._changed(connection, team_id, id, metadata=dict(metadata))
+
+    @uncancelled
+    async def delete(self, team_id: int, id: str) -> bool:
+        """Delete a conversation with its items; returns whether it was there."""
+        async with self._database.writing(is_durable=False) as connection:
+            return (await connection.execute(sa.delete(conversations).where(self._is_teams(team_id, id)))).rowcount > 0
+
+    @uncancelled
+    async def item(self, id: str, item_id: str) -> bytes | None:
+        """An item of a conversation, if it is there."""
+        asked = sa.select(conversation_items.c.item).where(_is_item(id, item_id))
+        async with self._database.reading() as connection:
+            found: bytes | None = (await connection.execute(asked)).scalar()
+        return found
+
+    @uncancelled
+    async def remove(self, team_id: int, id: str, item_id: str) -> None:
+        """Delete an item of the team's conversation, where it is there."""
+        async with self._database.writing(is_durable=False) as connection:
+            size = sa.select(sa.func.length(conversation_items.c.item)).where(_is_item(id, item_id))
+            if await self._changed(connection, team_id, id, size=-((await connection.execute(size)).scalar() or 0)):
+                await connection.execute(sa.delete(conversation_items).where(_is_item(id, item_id)))
+
+    @uncancelled
+    async def find(self, team_id: int, id: str) -> Conversation | None:
+        c = conversations.c
+        asked = sa.select(c.id, c.team_id, c.key_id, c.created_at_s, c["metadata"])
+        async with self._database.reading() as connection:
+            row = (await connection.execute(asked.where(self._is_teams(team_id, id)))).first()
+        return Conversation(*row) if row is not None else None
+
+    @uncancelled
+    async def page(self, id: str, after: str, limit: int, *, is_ascending: bool) -> list[bytes] | None:
+        """Items of a conversation from the one after `after`, or the first ones; None if it has no such item."""
+        items = conversation_items
+        where, order = items.c.conversation_id == id, items.c.number if is_ascending else items.c.number.desc()
+        async with self._database.reading() as connection:
+            if after:
+                place = sa.select(items.c.number).where(where, items.c.id == after)
+                number = (await connection.execute(place)).scalar()
+                if number is None:
+                    return None
+                where = sa.and_(where, items.c.number > number if is_ascending else items.c.number < number)
+            asked = sa.select(items.c.item).where(where).order_by(order).limit(limit)
+            return list((await connection.execute(asked)).scalars())
+
+    @uncancelled
+    async def items(
+        self, team_id: int, bytes_max: int, *, id: str | None = None, item_ids: Collection[str] = ()
+    ) -> list[bytes]:
+        """All items of the conversation `id`, in order; or those with `item_ids` in any of the team's.
+
+        Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        """
+        items, c = conversation_items, conversations.c
+        whose = sa.and_(c.team_id == team_id, c.expires_at_s > self._clock())
+        asked = items.c.conversation_id == id if id is not None else items.c.id.in_(item_ids)
+        found = sa.select(items.c.item).join(conversations, c.id == items.c.conversation_id).where(whose, asked)
+        async with self._database.reading() as connection:
+            total = sa.select(sa.func.sum(sa.func.length(found.subquery().c.item)))
+            if ((await connection.execute(total)).scalar() or 0) > bytes_max:
+                raise HistoryTooLong
+            return list((await connection.execute(found.order_by(items.c.number))).scalars())
+
+
+def _is_item(id: str, item_id: str) -> sa.ColumnElement[bool]:
+    return sa.and_(conversation_items.c.conversation_id == id, conversation_items.c.id == item_id)

@@ -1,0 +1,234 @@
+"""Responses in the background: generated without their client, and followed at any worker.
+
+A worker generates what it was asked for, and keeps its lease of the row: a response whose lease has
+ended has failed, and is never generated again. Knows the events of a response as bytes. Invariants:
+each has one record, as any request; a stream has every event once, in order, or says that it broke.
+
+    sameway:background:ID   list   the events of a streamed response, by their number
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.accounts import Identity, Team
+from gateway.accounts.stored_responses import LIVE, ResponseStore
+from gateway.api import asgi
+from gateway.api.headers import EVENT_STREAM, Headers
+from gateway.api.memory import Memory
+from gateway.api.response_events import Response, framed
+from gateway.journey.flight import Reply
+from gateway.journey.turn import Ended, Turn
+from gateway.loggers import get_logger
+from gateway.pipeline import Pipeline
+from gateway.transport.http_server import WHEN_GONE
+from gateway.transport.redis_link import RedisLink
+from gateway.wire.errors import ApiError, Unavailable
+
+_PREFIX = "sameway:background:"
+_AT_ONCE = 1_000  # in a worker
+_RENEW_EVERY_S = 1.0
+_GRACE_S = 3.0
+_EVENTS_KEPT_S = 600
+_EVENTS_BYTES_MAX = 64 << 20
+_READ_AT_ONCE = 500
+_LOOK_EVERY_S, _LOOKS_A_STATUS = 0.05, 20
+_ENDS = tuple(b"event: response.%b\n" % status for status in (b"completed", b"incomplete", b"failed"))
+
+_log = get_logger()
+
+
+class _Work:
+    """A response that is generated. `begun` has its reply once it may be left."""
+
+    def __init__(self, response: Response, answering: asyncio.Task[Reply], begun: asyncio.Future[Reply]) -> None:
+        self.response = response
+        self.answering = answering
+        self.begun = begun
+        self.told_bytes = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def reply(self) -> Reply | None:
+        return self.begun.result() if self.begun.done() else None
+
+
+class Background:
+    """The responses that this worker generates, and a way to follow those of all. One per worker.
+
+    `count` is called with the outcome of each: completed, failed or cancelled.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, store: ResponseStore, memory: Memory, link: RedisLink, count: Callable[[str], None]
+    ) -> None:
+        self._pipeline = pipeline
+        self._store = store
+        self._memory = memory
+        self._link = link
+        self._count = count
+        self._works: dict[str, _Work] = {}
+
+    async def begin(self, turn: Turn, response: Response, identity: Identity) -> bytes:
+        """Generate a response from now on, once it is kept; returns it as it is then.
+
+        What is refused before a deployment is asked raises. Raises ApiError.
+        """
+        if len(self._works) >= _AT_ONCE:
+            raise Unavailable("Too many responses are generated in the background: try again later", code="busy")
+        begun: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        answering = asyncio.create_task(self._pipeline.answer(turn, identity, begun.set_result))
+        work = _Work(response, answering, begun)
+        try:
+            await asyncio.wait([answering, begun], return_when=asyncio.FIRST_COMPLETED)
+            if answering.done() and not begun.done():
+                begun.set_result(answering.result())
+            await response.keep()
+        except BaseException:
+            answering.cancel()
+            raise
+        body = response.body()
+        self._works[response.id] = work
+        await self._tell(work, response.queued())
+        work.task = asyncio.create_task(self._generate(work, turn, identity))
+        return body
+
+    async def _generate(self, work: _Work, turn: Turn, identity: Identity) -> None:
+        response, arrival, ended = work.response, turn.arrival, Ended()
+
+        async def refused(error: ApiError) -> None:
+            events = response.failed(error)
+            await response.keep()
+            await self._tell(work, events)
+            self._count("failed")
+
+        try:
+            reply = await work.answering
+            await self._store.change(response.id, status="in_progress")
+            if reply.reader is not None and turn.is_stream:
+                while batch := await reply.reader.next():
+                    await self._tell(work, response.events(batch))
+                events = response.end()
+            else:
+                chunks = await reply.reader.whole() if reply.reader is not None else []
+                served = reply.served
+                events = response.replay(served) if served is not None else response.events(chunks) + response.end()
+            await response.keep()
+            await self._tell(work, events)
+            self._count("completed")
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asgi.ClientGone):
+                self._count("cancelled")
+            ended = await asgi.fail(error, arrival.request_id, refused)
+        finally:
+            if work.reply is not None and work.reply.reader is not None:
+                work.reply.reader.close()
+            self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=work.reply)
+            del self._works[response.id]
+
+    def leave(self, id: str) -> None:
+        """Stop to generate a response, which was cancelled, given up or deleted, if it is this worker's."""
+        work = self._works.get(id)
+        if work is not None and work.reply is not None and work.reply.reader is not None:
+            work.reply.reader.leave(asgi.ClientGone())
+
+    async def renew(self) -> None:
+        """Keep the leases, and stop what is not to be generated any more."""
+        ids = list(self._works)
+        if ids:
+            live = await self._store.renew(ids)
+            for id in ids:
+                if id not in live:
+                    self.leave(id)
+
+    async def run(self) -> None:
+        """Renew until cancelled. Errors of the database pass through."""
+        while True:
+            await asyncio.sleep(_RENEW_EVERY_S)
+            await self.renew()
+
+    async def aclose(self) -> None:
+        """Wait a few seconds for what is under way; what is left then has failed."""
+        tasks = [work.task for work in self._works.values() if work.task is not None]
+        for is_over in (False, True):
+            if is_over:
+                for task in tasks:
+                    task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_GRACE_S)
+
+    # -- events
+
+    async def _tell(self, work: _Work, events: bytes) -> None:
+        """Add events to a stream, until that fails once or it is too long: it has no gaps."""
+        if not events or work.told_bytes > _EVENTS_BYTES_MAX:
+            return
+        key = _PREFIX + work.response.id
+        adding = self._link.execute_command("RPUSH", key, *(one + b"\n\n" for one in events.split(b"\n\n") if one))
+        keeping = self._link.execute_command("EXPIRE", key, _EVENTS_KEPT_S)
+        work.told_bytes += len(events)
+        try:
+            await asyncio.gather(adding, keeping)
+        except RedisError as error:
+            work.told_bytes = _EVENTS_BYTES_MAX + 1
+            _log.warning("background_stream_broken", response=work.response.id, reason=str(error))
+
+    async def has_events(self, id: str) -> bool:
+        """Whether a response has a stream. Raises Unavailable."""
+        try:
+            return bool(await self._link.execute_command("EXISTS", _PREFIX + id))
+        except RedisError:
+            raise Unavailable("Redis does not answer; try again shortly", code="redis_unavailable") from None
+
+    async def events(self, team: Team, id: str, after: int) -> AsyncIterator[bytes]:
+        """The events of a response after the one of this number, to its end; between them empty ones.
+
+        Where they break off, the last one says how the response ended. Never raises.
+        """
+        looks, is_over = 0, False
+        try:
+            while True:
+                start = after + 1
+                found = await self._link.execute_command("LRANGE", _PREFIX + id, start, start + _READ_AT_ONCE - 1)
+                after += len(found)
+                yield b"".join(found)
+                if found and found[-1].startswith(_ENDS):
+                    return
+                if found:
+                    looks = 0
+                    continue
+                if is_over:
+                    last = await self._link.execute_command("LRANGE", _PREFIX + id, -1, -1)
+                    if last and last[-1].startswith(_ENDS):
+                        return
+                    break
+                looks += 1
+                if looks % _LOOKS_A_STATUS == 0:
+                    is_over = (await self._memory.find(team, id)).status not in LIVE
+                await asyncio.sleep(_LOOK_EVERY_S)
+            body = (await self._memory.find(team, id)).body
+            if msgspec.json.decode(body)["status"] in ("failed", "cancelled"):
+                yield framed("response.failed", after + 1, response=msgspec.Raw(body))
+                return
+            why = "The stream broke off: read the response whole"
+        except (RedisError, SQLAlchemyError, OSError, ApiError) as error:
+            why = error.message if isinstance(error, ApiError) else "The stream broke off: try again, or read it whole"
+        yield framed("error", after + 1, code="stream_broken", message=why, param=None)
+
+
+async def send_events(scope: asgi.Scope, send: asgi.Send, headers: Headers, events: AsyncIterator[bytes]) -> None:
+    """Send a stream of `events` until its end, or until the client leaves."""
+    gone = asyncio.Event()
+    when_gone = scope.get("extensions", {}).get(WHEN_GONE)
+    if when_gone is not None:
+        when_gone(gone.set)
+    await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
+    async for body in events:
+        if gone.is_set():
+            return
+        if body:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
