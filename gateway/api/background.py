@@ -29,7 +29,7 @@ from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, Unavailable
 
 _PREFIX = "sameway:background:"
-_AT_ONCE = 1_000  # in a worker
+_AT_ONCE, _AT_ONCE_A_TEAM = 1_000, 250  # in a worker
 _RENEW_EVERY_S = 1.0
 _GRACE_S = 3.0
 _EVENTS_KEPT_S = 600
@@ -44,8 +44,11 @@ _log = get_logger()
 class _Work:
     """A response that is generated. `begun` has its reply once it may be left."""
 
-    def __init__(self, response: Response, answering: asyncio.Task[Reply], begun: asyncio.Future[Reply]) -> None:
+    def __init__(
+        self, response: Response, team_id: int, answering: asyncio.Task[Reply], begun: asyncio.Future[Reply]
+    ) -> None:
         self.response = response
+        self.team_id = team_id
         self.answering = answering
         self.begun = begun
         self.told_bytes = 0
@@ -77,21 +80,22 @@ class Background:
 
         What is refused before a deployment is asked raises. Raises ApiError.
         """
-        if len(self._works) >= _AT_ONCE:
+        mine = sum(one.team_id == identity.team.id for one in self._works.values())
+        if len(self._works) >= _AT_ONCE or mine >= _AT_ONCE_A_TEAM:
             raise Unavailable("Too many responses are generated in the background: try again later", code="busy")
+        await response.keep()
+        body = response.body()
         begun: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         answering = asyncio.create_task(self._pipeline.answer(turn, identity, begun.set_result))
-        work = _Work(response, answering, begun)
         try:
             await asyncio.wait([answering, begun], return_when=asyncio.FIRST_COMPLETED)
             if answering.done() and not begun.done():
                 begun.set_result(answering.result())
-            await response.keep()
         except BaseException:
             answering.cancel()
+            await self._store.delete(identity.team.id, response.id)
             raise
-        body = response.body()
-        self._works[response.id] = work
+        work = self._works[response.id] = _Work(response, identity.team.id, answering, begun)
         await self._tell(work, response.queued())
         work.task = asyncio.create_task(self._generate(work, turn, identity))
         return body

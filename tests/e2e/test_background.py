@@ -1,0 +1,70 @@
+"""Real workers, two of them, killed: what was acknowledged as stored is there, and what was generated has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
+
+
+@pytest.fixture
+def gateway(upstream: Upstream, tmp_path: Path) -> Iterator[Gateway]:
+    """Two workers, a quick model and one that takes longer than any test."""
+    models = {
+        "mock": {"deployments": [deployment(upstream.url, "plain")]},
+        "words": {"deployments": [deployment(upstream.url, "words", "mock?chunks=40;pace_ms=50")]},
+        "slow": {"deployments": [deployment(upstream.url, "slow", "mock?delay_ms=100000")]},
+    }
+    config: dict[str, Any] = {"workers": 2, "engines": {}, "cache": {"is_semantic": False}, "models": models}
+    with run_gateway(tmp_path, config) as made:
+        made.wait_ready()
+        yield made
+
+
+def test_killed_workers_lose_nothing_that_was_acknowledged(gateway: Gateway, upstream: Upstream) -> None:
+    """Responses and conversations are there whole; a response in the background has failed, and is not made again."""
+    with OpenAI(base_url=gateway.base_url, api_key=API_KEY, max_retries=5) as client:
+        talk = client.conversations.create()
+        asked = client.responses.create(model="slow", input="too long", background=True)
+        wait_for(lambda: upstream.seen().generations == 1)
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda n: client.responses.create(model="mock", input=f"n {n}"), range(40)))
+        said = client.responses.create(model="mock", input="remember", conversation=talk.id)
+        for worker in gateway.children("gateway worker"):
+            worker.kill()
+        gateway.wait_ready()
+        for one in made:
+            assert client.responses.retrieve(one.id).output_text == one.output_text
+        items = client.conversations.items.list(talk.id).data
+        assert [item.id for item in items] == [said.output[0].id, client.responses.input_items.list(said.id).data[0].id]
+        wait_for(lambda: client.responses.retrieve(asked.id).status == "failed", 30)
+        error = client.responses.retrieve(asked.id).error
+        assert error is not None
+        assert "ended before it was complete" in error.message
+        assert upstream.seen().generations == 42
+
+
+def test_a_stream_goes_on_at_another_connection(gateway: Gateway) -> None:
+    """The client leaves after a few events; others read the rest while it is generated, each event once."""
+    with OpenAI(base_url=gateway.base_url, api_key=API_KEY, max_retries=5) as client:
+        begun = client.responses.create(model="words", input="count", background=True, stream=True)
+        first: list[Any] = []
+        for event in begun:
+            first.append(event)
+            if len(first) == 8:
+                break
+        begun.close()
+        id = first[0].response.id
+        for _ in range(4):  # at whichever worker takes it
+            resumed = client.responses.retrieve(id, stream=True, starting_after=first[-1].sequence_number)
+            events = [*first, *resumed]
+            assert [one.sequence_number for one in events] == list(range(len(events)))
+            assert events[-1].type == "response.completed"
+        assert client.responses.retrieve(id).to_dict() == events[-1].response.to_dict()

@@ -1,0 +1,175 @@
+"""What a team keeps here is its own, on every route that names a thing: the routes are the document's own list."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gateway.api.openapi import PATHS
+from gateway.settings import Settings
+from tests.e2e.gateway import API_KEY, deployment
+from tests.e2e.upstream import Upstream
+from tests.e2e.worker import OpenWorker, open_worker
+from tests.services import RedisServer
+
+_NOT_OWNED = {"/v1/models/{model}"}
+_DIGITS = re.compile(r"[0-9a-f]{32}")
+
+
+@pytest.fixture
+async def worker(
+    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[OpenWorker]:
+    """A worker with one model, which waits before it answers in the background."""
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        api_key=API_KEY,
+        secret="s" * 32,
+        engines={},
+        cache={"is_semantic": False},  # type: ignore[arg-type]
+        models={
+            "mock": {"deployments": [deployment(upstream.url, "plain")]},  # type: ignore[dict-item]
+            "slow": {"deployments": [deployment(upstream.url, "slow", "mock?delay_ms=60000")]},  # type: ignore[dict-item]
+        },
+    )
+    async with open_worker(settings, monkeypatch) as opened:
+        renewing = asyncio.create_task(opened.parts.background.run())
+        yield opened
+        renewing.cancel()
+
+
+class Owner:
+    """A team, its key, and the ids of what it keeps."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=20)
+        self.ids: list[str] = []
+
+    async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        return await self._http.request(method, path, **request)
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def make(self, path: str, **request: Any) -> str:
+        """A new thing; returns its id."""
+        reply = await self.ask("POST", path, **request)
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        self.ids.append(str(found.get("id") or found["data"][0]["id"]))
+        return self.ids[-1]
+
+    async def make_all(self) -> None:
+        """One of each kind of thing."""
+        response = {"model": "mock", "input": "a secret"}
+        made = await self.make("/responses", json=response)
+        self.ids.append((await self.ask("GET", f"/responses/{made}")).json()["output"][0]["id"])
+        self.ids.append((await self.ask("GET", f"/responses/{made}/input_items")).json()["data"][0]["id"])
+        await self.make("/responses", json={"model": "slow", "input": "a secret", "background": True, "stream": False})
+        talk = await self.make("/conversations", json={"metadata": {"a": "secret"}})
+        await self.make(f"/conversations/{talk}/items", json={"items": [{"role": "user", "content": "a secret"}]})
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "mock"}}
+        file = await self.make("/files", files={"file": ("in.jsonl", json.dumps(line))}, data={"purpose": "batch"})
+        batch = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        await self.make("/batches", json=batch)
+
+    async def state(self) -> list[str]:
+        """All that it can read by id."""
+        found = []
+        for method, template in _routes():
+            if method == "GET":
+                for path in paths(template, self.ids):
+                    found.append((await self.ask("GET", path)).text)
+        return found
+
+
+def _routes() -> list[tuple[str, str]]:
+    """The methods and paths under `/v1` that name a thing a team may own."""
+    named = {path: item for path, item in PATHS.items() if "{" in path and path not in _NOT_OWNED}
+    return [(method.upper(), path) for path, item in named.items() for method in item]
+
+
+def paths(template: str, ids: list[str]) -> list[str]:
+    """The path with each of the ids, in each place."""
+    places = re.findall(r"\{\w+\}", template)
+    found = []
+    for chosen in itertools.product(ids, repeat=len(places)):
+        path = template.removeprefix("/v1")
+        for place, id in zip(places, chosen, strict=True):
+            path = path.replace(place, id)
+        found.append(path)
+    return found
+
+
+def bodies(id: str) -> list[tuple[str, dict[str, Any]]]:
+    """Requests whose bodies name a thing."""
+    asked = {"model": "mock", "input": "x"}
+    reference = [{"type": "item_reference", "id": id}]
+    batch = {"input_file_id": id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    return [
+        ("/responses", {**asked, "previous_response_id": id}),
+        ("/responses", {**asked, "previous_response_id": id, "background": True}),
+        ("/responses", {**asked, "conversation": id}),
+        ("/responses", {**asked, "input": reference}),
+        ("/responses/input_tokens", {**asked, "conversation": id}),
+        ("/responses/input_tokens", {**asked, "previous_response_id": id}),
+        ("/responses/input_tokens", {**asked, "input": reference}),
+        ("/batches", batch),
+    ]
+
+
+def _never(text: str) -> str:
+    """The text with ids that never were."""
+    return _DIGITS.sub("0" * 32, text)
+
+
+async def test_a_team_finds_nothing_of_anothers(worker: OpenWorker) -> None:
+    """On each route, with each id in each place, in each direction: the same bytes as for an id that never was,
+    and the owner keeps all; with its own ids each route works."""
+    url = f"http://127.0.0.1:{worker.port}/v1"
+    owners = [Owner(url, API_KEY)]
+    team = await worker.parts.accounts.create_team("another")
+    owners.append(Owner(url, (await worker.parts.accounts.create_key(team.id, "key")).plaintext))
+    try:
+        for owner in owners:
+            await owner.make_all()
+        before = [await owner.state() for owner in owners]
+        for one, other in (owners, owners[::-1]):
+            for method, template in _routes():
+                for path in paths(template, other.ids):
+                    theirs, never = await one.ask(method, path), await one.ask(method, _never(path))
+                    assert theirs.status_code in (400, 404), (method, path)
+                    assert (theirs.status_code, _never(theirs.text)) == (never.status_code, never.text), (method, path)
+            for id in other.ids:
+                for path, body in bodies(id):
+                    theirs, never = await one.ask("POST", path, json=body), await one.ask(
+                        "POST", path, json=json.loads(_never(json.dumps(body)))
+                    )  # fmt: skip
+                    assert theirs.status_code in (400, 404), (path, body)
+                    assert (theirs.status_code, _never(theirs.text)) == (never.status_code, never.text), (path, body)
+            mixed = [path for _, path in _routes() if path.count("{") > 1]
+            for path in (found for template in mixed for found in paths(template, [one.ids[4], *other.ids])):
+                if any(id in path for id in other.ids):
+                    assert (await one.ask("GET", path)).status_code == 404, path
+            for owned, _, listed in [("/files", 0, other), ("/batches", 0, other)]:
+                text = (await one.ask("GET", owned)).text
+                assert not any(id in text for id in listed.ids)
+        assert [await owner.state() for owner in owners] == before
+        for method, template in sorted(_routes(), key=lambda route: (route[0] == "DELETE", -len(route[1]))):
+            body = {"items": [{"role": "user", "content": "x"}], "metadata": {}} if method == "POST" else None
+            asked = [owners[0].ask(method, path, json=body) for path in paths(template, owners[0].ids)]
+            statuses = [one.status_code for one in await asyncio.gather(*asked)]
+            assert 200 in statuses or 409 in statuses, (method, template)
+    finally:
+        for owner in owners:
+            await owner.aclose()
