@@ -43,7 +43,7 @@ from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
-from gateway.api.chat import Chat
+from gateway.api.chat import Chat, Uploads
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
@@ -348,7 +348,7 @@ def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) 
 
     def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
         if settings.log_prompts and turn is not None:
-            prompt = msgspec.json.encode(turn.body[turn.kind.prompt]).decode()
+            prompt = msgspec.json.encode(turn.body.get(turn.kind.prompt)).decode()
             log.emit(record, prompt=prompt, answer=_told(chunks) if chunks else "")
         else:
             log.emit(record)
@@ -425,7 +425,14 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     conversations = ConversationsEndpoint(parts.pipeline, memory, settings.body_bytes_max)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     return {
-        **{f"/v1{kind.path}": {"POST": Chat(parts.pipeline, settings.body_bytes_max, kind)} for kind in KINDS},
+        **{
+            f"/v1{kind.path}": {
+                "POST": Uploads(parts.pipeline, settings, kind)
+                if kind.is_form
+                else Chat(parts.pipeline, settings.body_bytes_max, kind)
+            }
+            for kind in KINDS
+        },
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory, background)},
         "/v1/responses/input_tokens": {"POST": InputTokens(settings, parts.pipeline, memory)},
         "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
@@ -557,7 +564,9 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 
 def _told(chunks: Sequence[Chunk]) -> str:
-    """The answer for the log; chunk by chunk if the chunks cannot be folded."""
+    """The answer for the log; chunk by chunk if the chunks cannot be folded, and bytes not at all."""
+    if chunks[0].media and not chunks[0].media.startswith("text/"):
+        return f"({sum(len(chunk.data) for chunk in chunks)} bytes of {chunks[0].media})"
     try:
         return fold(chunks).decode()
     except msgspec.DecodeError:

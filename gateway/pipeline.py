@@ -281,6 +281,8 @@ class Pipeline:
         except Exception:  # a task that kept it would keep the flight
             _log.exception("record_failed", request_id=generation.turn.arrival.request_id)
         finally:
+            if generation.turn.upload is not None:
+                generation.turn.upload.parcel.close()
             if not flight.is_done:
                 unrecorded = ApiError("The gateway failed while it recorded this answer", code="internal_error")
                 flight.finish(error or unrecorded)

@@ -30,6 +30,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 CAPABILITIES = frozenset(
     {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
     | {"reasoning", "prefill", "messages", "cache_control", "embeddings", "rerank", "moderations"}
+    | {"images", "image_edits", "image_variations", "speech", "transcriptions", "translations"}
 )
 
 
@@ -158,6 +159,17 @@ class PriceSettings(_Section):
         None, ge=0, description="USD for each call of a tool that the provider runs, such as a web search"
     )
     request_usd: float = Field(0.0, ge=0, description="USD for each request, in addition to its tokens")
+    image_usd: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="USD for an image whose answer reports no tokens, by `quality/size`, size or quality, such as "
+        "`hd/1024x1024`; `default`: any other; of a size `auto` the dearest",
+    )
+    characters_usd_per_m: float | None = Field(
+        None, ge=0, description="USD for a million characters of speech, where its answer reports no tokens"
+    )
+    audio_minute_usd: float | None = Field(
+        None, ge=0, description="USD for a minute of sound that is written down, where its answer reports no tokens"
+    )
     batch_factor: float = Field(
         1.0, gt=0, le=1, description="the share of the price that a line of a batch costs here, such as 0.5"
     )
@@ -194,7 +206,8 @@ class DeploymentSettings(_Section):
     capabilities: list[str] | None = Field(
         None,
         description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix, "
-        "reasoning, embeddings, rerank, moderations, prefill, cache_control); default: by backend; `reasoning` ranks it first where "
+        "reasoning, embeddings, rerank, moderations, images, image_edits, image_variations, speech, transcriptions, translations, "
+        "prefill, cache_control); default: by backend; `reasoning` ranks it first where "
         "a request sets `reasoning_effort`, and is needed by none; never assumed of a server: "
         "`prefill`, it goes on with a last message of the assistant, and `cache_control`, it takes marks of a prompt's cache; "
         "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them",
@@ -495,6 +508,11 @@ class Settings(_Section):
         description="signs what is sent to `alerts.webhook_url` (environment only): any text, or base64 after `whsec_`",
     )
     body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
+    upload_bytes_max: int = Field(
+        64 << 20,
+        gt=0,
+        description="the same of a form with images or sounds, which is kept in a file of `data_dir` without a name meanwhile",
+    )
     client_stall_s: int = Field(
         300, ge=1, description="an answer is ended where its client takes no byte for this long"
     )

@@ -31,7 +31,7 @@ class Tokens(msgspec.Struct, frozen=True):
     `cache_write` were written to it for its usual life and `cache_write_1h` for an hour,
     `audio_prompt` and `image_prompt` were sounds and images. Parts of `completion`: `reasoning`,
     `audio_completion` and `image_completion`. `tool_calls` counts the calls of tools that the
-    provider ran.
+    provider ran, and `units` the images or seconds that it reported instead of tokens; 0: none.
 
     Raises ValueError for negative numbers and for parts above their whole.
     """
@@ -47,6 +47,7 @@ class Tokens(msgspec.Struct, frozen=True):
     audio_completion: int = 0
     image_completion: int = 0
     tool_calls: int = 0
+    units: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt >= 0 <= self.completion and not any(msgspec.structs.astuple(self)[2:]):
@@ -61,6 +62,9 @@ class Tokens(msgspec.Struct, frozen=True):
 class Price:
     """A deployment's price in µUSD per million tokens, plus flat amounts per request and per call
     of a tool that the provider runs.
+
+    `units` are prices in µUSD for a million of what is not billed in tokens: `characters`,
+    `seconds`, `images`, and images of a quality or a size, such as `images/hd/1024x1024`.
 
     A price that is None is that of `input` or `output`; calls of tools without one are free.
     Raises ValueError for a negative price.
@@ -78,9 +82,11 @@ class Price:
     audio_output_microusd_per_mtok: MicroUSD | None = None
     image_output_microusd_per_mtok: MicroUSD | None = None
     tool_call_microusd: MicroUSD | None = None
+    units: tuple[tuple[str, MicroUSD], ...] = ()
 
     def __post_init__(self) -> None:
-        if any((getattr(self, field.name) or 0) < 0 for field in fields(self)):
+        amounts = [getattr(self, field.name) or 0 for field in fields(self) if field.name != "units"]
+        if min(*amounts, *(price for _, price in self.units)) < 0:
             raise ValueError(f"prices must be at least 0: {self}")
 
     def cost(self, tokens: Tokens) -> MicroUSD:
@@ -133,6 +139,20 @@ class Price:
         )
         scaled = prompt_tokens * dearest_input + completion_tokens * dearest_output
         return self.request_microusd + tool_calls * (self.tool_call_microusd or 0) - (-scaled // _PER_MTOK)
+
+    def unit(self, measure: str) -> MicroUSD | None:
+        """The price of a million units of `measure`: `characters`, `seconds`, or `images/QUALITY/SIZE`.
+
+        Images without a price of their own have that of their size, of their quality, or of images;
+        otherwise the dearest one. None where units of this kind have no price.
+        """
+        kind, _, detail = measure.partition("/")
+        quality, _, size = detail.partition("/")
+        known = dict(self.units)
+        for name in (measure, f"{kind}/{size}", f"{kind}/{quality}", kind):
+            if name in known and "auto" not in (quality, size):
+                return known[name]
+        return max([price for name, price in self.units if name.partition("/")[0] == kind], default=None)
 
 
 FREE = Price(0, 0)

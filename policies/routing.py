@@ -60,7 +60,8 @@ class Demand(msgspec.Struct, frozen=True):
     `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
     `reserved` are the parts of the request that only a deployment that allows them may get. For the
     cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked; `is_batch`, a line
-    of one; the `units` that a price of each request is charged for. `prefers` are capabilities that
+    of one; the `units` that a price of each request is charged for, or the most images, characters
+    or seconds where a `measure` names them as `Price.unit` does. `prefers` are capabilities that
     rank a deployment before all without them, and that none needs.
     """
 
@@ -82,6 +83,7 @@ class Demand(msgspec.Struct, frozen=True):
     is_batch: bool = False
     units: int = 1
     prefers: frozenset[str] = frozenset()
+    measure: str = ""
 
 
 class Candidate(msgspec.Struct, frozen=True):

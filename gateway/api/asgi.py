@@ -6,7 +6,7 @@ than the limit is held, whatever its announced length, and no more of its decomp
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -111,6 +111,25 @@ async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int
     raise UnsupportedMediaType(
         f"The body has Content-Encoding {encoding[:100]!r}: expected gzip, or none for a plain body"
     )
+
+
+async def pieces(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> AsyncIterator[bytes]:
+    """A body of `bytes_max` bytes at most, as it arrives. Raises TooLarge, UnsupportedMediaType, ClientGone."""
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise UnsupportedMediaType("A form with files can't be sent with a Content-Encoding: send it as it is")
+    announced = headers.get("content-length", "0")
+    left = -1 if announced.isdecimal() and int(announced) > bytes_max else bytes_max
+    while left >= 0:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        data: bytes = message.get("body", b"")
+        left -= len(data)
+        if left >= 0:
+            yield data
+            if not message.get("more_body"):
+                return
+    raise _too_large(bytes_max)
 
 
 async def _received(receive: Receive, bytes_max: int) -> bytes:

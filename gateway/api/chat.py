@@ -14,15 +14,17 @@ from typing import Protocol
 from cache import Entry, ExactCache
 from gateway.accounts import Identity
 from gateway.api import asgi
-from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
+from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
-from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn
+from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn, turn_of
 from gateway.pipeline import Pipeline
+from gateway.settings import Settings
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.chunks import unfold
 from gateway.wire.errors import ApiError, DeadlineExceeded
 from gateway.wire.fold import fold
+from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
 from gateway.wire.types import CHAT, Chunk, Kind
 
@@ -83,7 +85,19 @@ class Chat:
         `model` is the alias in the path, if it has one. Raises ApiError with the invalid field.
         """
         turn = read_turn(raw, headers, arrival, self._kind, model)
-        return turn, _Completion(self._pipeline.exact, turn.wants_usage)
+        return turn, _Plain() if self._kind.is_plain else _Completion(self._pipeline.exact, turn.wants_usage)
+
+    async def take(
+        self,
+        receive: asgi.Receive,
+        headers: Mapping[str, str],
+        arrival: Arrival,
+        identity: Identity,
+        model: str | None,
+    ) -> tuple[Turn, Renderer]:
+        """The same, with the body that arrives. Raises ApiError."""
+        raw = await asgi.read_body(receive, headers, self._body_bytes_max)
+        return await self.read(raw, headers, arrival, identity, model)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
@@ -100,8 +114,7 @@ class Chat:
             identity = (
                 caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
             )
-            raw = await asgi.read_body(receive, headers, self._body_bytes_max)
-            turn, renderer = await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
+            turn, renderer = await self.take(receive, headers, arrival, identity, asgi.model_of(scope))
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True
@@ -117,8 +130,11 @@ class Chat:
             ended = await asgi.fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()
+            reply = reply or watcher.reply
+            if turn is not None and turn.upload is not None and not (reply is not None and reply.is_leading):
+                turn.upload.parcel.close()  # else the generation does
             if not is_apart:
-                self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
+                self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply)
 
     async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
         """Begin an answer in the background, which is recorded at its end. Raises ApiError."""
@@ -130,14 +146,16 @@ class Chat:
         body = renderer.whole(chunks, reply.served)
         if renderer.is_kept:
             await renderer.keep()
-        await asgi.send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
+        first = media_headers(reply.media) if reply.media else [JSON]
+        await asgi.send_whole(send, 200, [*first, *answer_headers(reply), *cost_header(reply)], body)
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: asgi.Send) -> Ended:
         """Send chunks as they arrive, all that are ready at once.
 
         An error after the start is an event that ends the stream.
         """
-        start = {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *answer_headers(reply)]}
+        first = media_headers(reply.media) if reply.turn.kind.is_plain else EVENT_STREAM
+        start = {"type": "http.response.start", "status": 200, "headers": [*first, *answer_headers(reply)]}
         if reply.entry is not None:
             body = renderer.replay(reply.entry)
             if renderer.is_kept:
@@ -162,7 +180,8 @@ class Chat:
         except (Exception, asyncio.CancelledError) as error:
 
             async def respond(refusal: ApiError) -> None:
-                await send({"type": "http.response.body", "body": renderer.failed(refusal)})
+                body = renderer.failed(refusal)
+                await send({"type": "http.response.body", "body": body, "is_cut": not body})
 
             return await asgi.fail(error, reply.turn.arrival.request_id, respond, watcher.note)
 
@@ -213,6 +232,66 @@ class _Completion(NotKept):
 
     def failed(self, error: ApiError) -> bytes:
         return frame(error.body())
+
+
+class _Plain(NotKept):
+    """A plain answer, as it came. One of bytes that fails is cut: they have no place for an error."""
+
+    __slots__ = ("media",)
+
+    def __init__(self) -> None:
+        self.media = ""
+
+    def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
+        return b"".join([one.data for one in (entry.chunks if entry is not None else chunks)])
+
+    def replay(self, entry: Entry) -> bytes:
+        return self.whole((), entry)
+
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        self.media = self.media or chunks[0].media
+        return self.whole(chunks, None)
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        return frame(error.body()) if self.media.startswith("text/event-stream") else b""
+
+
+class Uploads(Chat):
+    """The endpoint for requests of a `kind` whose files come in a form, which is kept on the disk meanwhile."""
+
+    def __init__(self, pipeline: Pipeline, settings: Settings, kind: Kind) -> None:
+        super().__init__(pipeline, settings.body_bytes_max, kind)
+        self._upload_bytes_max = settings.upload_bytes_max
+        self._folder = settings.data_dir
+
+    async def take(
+        self,
+        receive: asgi.Receive,
+        headers: Mapping[str, str],
+        arrival: Arrival,
+        identity: Identity,
+        model: str | None,
+    ) -> tuple[Turn, Renderer]:
+        boundary = boundary_of(headers.get("content-type", ""))
+        if not boundary:
+            return await super().take(receive, headers, arrival, identity, model)
+        form, upload = Form(boundary, self._body_bytes_max), FormFiles(self._folder)
+        try:
+            async for data in asgi.pieces(receive, headers, self._upload_bytes_max):
+                for part, piece in form.read(data):
+                    await upload.add(part, piece)
+            form.check()
+            body = upload.body(form)
+            turn = turn_of(
+                body if model is None else {**body, "model": model}, b"", headers, arrival, self._kind, upload=upload
+            )
+        except BaseException:
+            upload.parcel.close()
+            raise
+        return turn, _Plain()
 
 
 def _folded(entry: Entry) -> bytes:

@@ -6,21 +6,20 @@ through memory a piece at a time, both ways; an upload that does not end leaves 
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
-
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.api import asgi
 from gateway.api.stored import Call, StoredEndpoint, listed, no_such_action, one_of, paging
 from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
-from gateway.wire.errors import BadRequest, UnsupportedMediaType, shown
+from gateway.wire.errors import BadRequest
+from gateway.wire.forms import Form, boundary_of
 
 _PIECE_BYTES = 256 << 10
-_FIELDS_MAX, _FIELD_BYTES_MAX = 16, 4_096
+_FIELD_BYTES_MAX = 4_096
 _LIST_MAX = 10_000
 _FILE = "file"
 _DIGITS = re.compile(r"[0-9]{1,9}")
@@ -64,32 +63,33 @@ class FilesEndpoint(StoredEndpoint):
 
     async def _upload(self, call: Call) -> dict[str, Any]:
         """The file of a multipart body, which is read until the client leaves or it is complete."""
-        kind, options = parse_options_header(call.headers.get("content-type", ""))
-        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        boundary = boundary_of(call.headers.get("content-type", ""))
+        if not boundary:
             raise BadRequest(
                 "Expected a multipart/form-data body with `file` and `purpose`", param="file", code="invalid_type"
             )
-        if call.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise UnsupportedMediaType("A file can't be sent with a Content-Encoding: send it as it is")
         announced = call.headers.get("content-length", "")
         # what surrounds the file in the body is no part of it
-        bytes_max = max(1, int(announced) - 2 * len(options[b"boundary"])) if _is_size(announced) else None
+        bytes_max = max(1, int(announced) - 2 * len(boundary)) if _is_size(announced) else None
         upload = await self._files.begin(call.identity.team.id, bytes_max)
         try:
-            form = _Form(options[b"boundary"])
-            while True:
-                message = await call.receive()
-                if message["type"] != "http.request":
-                    raise asgi.ClientGone
-                for piece in form.read(message.get("body", b"")):
+            form, file = Form(boundary, _FIELD_BYTES_MAX), None
+            async for data in asgi.pieces(call.receive, call.headers, sys.maxsize):  # the upload has a bound of its own
+                for part, piece in form.read(data):
+                    if part.name != _FILE:
+                        raise _missing()
+                    if file not in (None, part):
+                        raise BadRequest("A form has one file", param=_FILE, code="invalid_value")
+                    file = part
                     await upload.write(piece)
-                if "purpose" in form.fields:  # before the rest arrives
-                    check_purpose(form.fields["purpose"])
-                if not message.get("more_body"):
-                    break
+                fields = dict(form.fields)
+                if "purpose" in fields:  # before the rest arrives
+                    check_purpose(fields["purpose"])
             form.check()
-            purpose, expires_after_s = check_purpose(form.fields.get("purpose", "")), _expires_after(form.fields)
-            return (await upload.keep(purpose, form.filename, expires_after_s)).as_json()
+            if file is None:
+                raise _missing()
+            purpose, expires_after_s = check_purpose(fields.get("purpose", "")), _expires_after(fields)
+            return (await upload.keep(purpose, file.filename or "", expires_after_s)).as_json()
         except BaseException:
             await upload.drop()
             raise
@@ -117,6 +117,10 @@ class FilesEndpoint(StoredEndpoint):
                 await call.send({"type": "http.response.body", "body": b""})
 
 
+def _missing() -> BadRequest:
+    return BadRequest("Missing required field: file", param=_FILE, code="missing_required_parameter")
+
+
 def _is_size(announced: str) -> bool:
     return announced.isascii() and announced.isdecimal() and len(announced) < 16
 
@@ -127,88 +131,3 @@ def _expires_after(fields: dict[str, str]) -> int | None:
     if anchor is None and seconds is None:
         return None
     return check_expiry(anchor, int(seconds) if seconds and _DIGITS.fullmatch(seconds) else None)
-
-
-class _Form:
-    """A multipart form that arrives: its small fields, its file's name, and its file in pieces."""
-
-    def __init__(self, boundary: bytes) -> None:
-        self.fields: dict[str, str] = {}
-        self.filename = ""
-        self._is_complete = False
-        self._files = 0
-        self._name, self._header, self._value = "", b"", b""
-        self._data = bytearray()
-        self._pieces: list[bytes] = []
-        try:
-            self._parser = MultipartParser(boundary, self._callbacks())
-        except FormParserError as error:
-            raise _bad_form(str(error)) from None
-
-    def read(self, data: bytes) -> list[bytes]:
-        """The pieces of the file in the next bytes of the body. Raises BadRequest."""
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            raise _bad_form(str(error)) from None
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def check(self) -> None:
-        """Raises BadRequest if the form is not complete, or has not one file with content."""
-        if not self._is_complete:
-            raise _bad_form("it ends before its last part does")
-        if not self._files:
-            raise BadRequest("Missing required field: file", param=_FILE, code="missing_required_parameter")
-
-    def _callbacks(self) -> Any:
-        return {
-            "on_header_field": self._on_header,
-            "on_header_value": self._on_value,
-            "on_header_end": self._on_header_end,
-            "on_headers_finished": self._on_headers_finished,
-            "on_part_data": self._on_data,
-            "on_part_end": self._on_part_end,
-            "on_end": self._on_end,
-        }
-
-    def _on_header(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
-
-    def _on_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _on_header_end(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value)
-            self._name = options.get(b"name", b"").decode("utf-8", "replace")
-            if self._name == _FILE:
-                self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
-        self._header = self._value = b""
-
-    def _on_headers_finished(self) -> None:
-        self._files += self._name == _FILE
-        if self._files > 1 or len(self.fields) > _FIELDS_MAX:
-            raise BadRequest(f"A form has one file and at most {_FIELDS_MAX} fields", param=_FILE, code="invalid_value")
-
-    def _on_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == _FILE:
-            self._pieces.append(data[start:end])
-            return
-        self._data += data[start:end]
-        if len(self._data) > _FIELD_BYTES_MAX:
-            raise BadRequest(
-                f"The field {shown(self._name)} is longer than {_FIELD_BYTES_MAX:,} bytes", code="invalid_value"
-            )
-
-    def _on_part_end(self) -> None:
-        if self._name != _FILE:
-            self.fields[self._name] = self._data.decode("utf-8", "replace")
-        self._name, self._data = "", bytearray()
-
-    def _on_end(self) -> None:
-        self._is_complete = True
-
-
-def _bad_form(why: str) -> BadRequest:
-    return BadRequest(f"The body is not valid multipart/form-data: {why}", code="invalid_form")

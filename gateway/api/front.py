@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from gateway.api.asgi import Message, Receive, Scope, Send, send_error
 from gateway.journey.turn import arrive
 from gateway.wire.errors import MethodNotAllowed, NotFound
+from gateway.wire.types import MEDIA
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
 
@@ -29,6 +30,7 @@ _OF_DEPLOYMENTS = (
     "/embeddings",
     "/rerank",
     "/moderations",
+    *(kind.path for kind in MEDIA),
     "/models",
 )
 

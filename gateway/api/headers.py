@@ -22,6 +22,17 @@ EVENT_STREAM = [
 ]
 
 
+_MEDIA = ("audio/", "text/plain", "text/vtt", "application/json", "application/octet-stream", "application/x-subrip")
+
+
+def media_headers(media: str) -> Headers:
+    """The headers of a plain answer of a deployment's content type; a page of a browser is bytes."""
+    if media.startswith("text/event-stream"):
+        return EVENT_STREAM
+    shown = media if media.lower().startswith(_MEDIA) else "application/octet-stream"
+    return [(b"content-type", shown.encode("latin-1", "replace")), (b"x-content-type-options", b"nosniff")]
+
+
 def base_headers(request_id: str) -> Headers:
     """The headers of every response."""
     return [(b"x-request-id", request_id.encode())]

@@ -17,8 +17,9 @@ from gateway.api.stored_responses import ConversationRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S
 from gateway.journey.turn import CacheFields
-from gateway.wire.plain import INPUTS_MAX, EmbeddingsRequest, ModerationRequest, RerankRequest
+from gateway.wire.plain import INPUTS_MAX, PLAIN_SHAPES
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
+from gateway.wire.types import KINDS, MEDIA, Kind
 
 _SHAPES = (
     ChatRequest,
@@ -27,9 +28,7 @@ _SHAPES = (
     ConversationRequest,
     MessageRequest,
     PromptRequest,
-    EmbeddingsRequest,
-    RerankRequest,
-    ModerationRequest,
+    *PLAIN_SHAPES.values(),
     FeedbackRequest,
     BatchRequest,
     CacheFields,
@@ -147,6 +146,30 @@ _UPLOAD: dict[str, Any] = {
 }
 
 
+_PLAIN = {
+    "embeddings": "Create embeddings",
+    "rerank": "Rank documents by a query",
+    "moderations": "Judge texts and images by a provider's policy",
+    "images": "Make images of a description",
+    "image_edits": "Edit images",
+    "image_variations": "Make images like another",
+    "speech": "Speak a text",
+    "transcriptions": "Write down what is said",
+    "translations": "Write down in English what is said",
+}
+
+
+def _plain(kind: Kind) -> dict[str, Any]:
+    """The operation of a plain kind: JSON, or a form whose files are bytes."""
+    shape = PLAIN_SHAPES[kind.name]
+    described = operation(_PLAIN[kind.name], _body(shape), streams=kind in MEDIA)
+    if kind.is_form:
+        described["requestBody"]["content"] = {"multipart/form-data": {"schema": _body(shape)}}
+    if kind.is_bytes:
+        described["responses"]["200"]["content"] = {"audio/*": {}}
+    return described
+
+
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
@@ -180,9 +203,7 @@ PATHS: dict[str, Any] = {
     "/v1/messages/count_tokens": {
         "post": operation("The tokens of a message's prompt, in Anthropic's shape", _body(PromptRequest))
     },
-    "/v1/embeddings": {"post": operation("Create embeddings", _body(EmbeddingsRequest))},
-    "/v1/rerank": {"post": operation("Rank documents by a query", _body(RerankRequest))},
-    "/v1/moderations": {"post": operation("Judge texts and images by a provider's policy", _body(ModerationRequest))},
+    **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.is_plain},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
     "/detokenize": {"post": operation("The text of tokens, by a local engine", _body(DetokenizeRequest))},

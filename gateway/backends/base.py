@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.wire.forms import FormFiles
 from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, prompts_of
 from local_engine import EngineLoad
 
@@ -57,6 +58,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     kind: Kind = CHAT
     model: str = ""  # the provider's name of the model, where the deployment takes every name
     native: Native | None = None
+    upload: FormFiles | None = None  # the files of a form, whose fields are the body
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
 
     @property

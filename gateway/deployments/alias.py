@@ -29,7 +29,7 @@ from gateway.wire.errors import (
 )
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from gateway.wire.rules import check_rules
-from gateway.wire.types import Kind
+from gateway.wire.types import KINDS, Kind
 from policies import Candidate, Cause, Demand, Route, RoutingPolicy
 from policies.estimate import Lengths
 
@@ -126,7 +126,7 @@ class Alias:
     def usual_output(self, demand: Demand) -> int | None:
         """The tokens that nearly all answers have at most; None where that is not learned."""
         usual = self.lengths.usual()
-        if usual is None or not demand.output_tokens_max:
+        if usual is None or not demand.output_tokens_max or demand.measure:
             return None
         return max(1, min(usual, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
@@ -258,7 +258,7 @@ def no_route(route: Route, prompt: str) -> ApiError:
 
 # The fields that need a capability. Images, sounds and files are in the prompt itself.
 _ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
-    **dict.fromkeys(("completions", "embeddings", "rerank", "moderations"), "model"),
+    **dict.fromkeys((*(kind.name for kind in KINDS if kind.is_plain), "completions"), "model"),
     "json_object": "response_format",
     "json_schema": "response_format",
 }

@@ -16,7 +16,7 @@ from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
 from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
-from gateway.wire.types import KINDS
+from gateway.wire.types import KINDS, MEDIA
 from policies import Price
 from policies.prices import FREE
 
@@ -30,7 +30,7 @@ _CAPABILITIES = {
 }
 _NEVER = {
     # litellm would turn a text completion into a chat, and renames the categories of a moderation
-    "litellm": frozenset({"completions", "moderations"}),
+    "litellm": frozenset({"completions", "moderations", *(kind.name for kind in MEDIA)}),
     "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})
     | {kind.name for kind in KINDS if kind.is_plain},
 }
@@ -165,6 +165,7 @@ def _allowed(
 
 
 def _price(settings: PriceSettings) -> Price:
+    characters, minute = settings.characters_usd_per_m, settings.audio_minute_usd
     return Price(
         input_microusd_per_mtok=microusd(settings.input_usd_per_mtok),
         output_microusd_per_mtok=microusd(settings.output_usd_per_mtok),
@@ -178,6 +179,14 @@ def _price(settings: PriceSettings) -> Price:
         image_output_microusd_per_mtok=_optional(settings.image_output_usd_per_mtok),
         request_microusd=microusd(settings.request_usd),
         tool_call_microusd=_optional(settings.tool_call_usd),
+        units=(
+            *[
+                (f"images/{name}".removesuffix("/default"), microusd(usd, 12))
+                for name, usd in settings.image_usd.items()
+            ],
+            *([] if characters is None else [("characters", microusd(characters))]),
+            *([] if minute is None else [("seconds", -(-microusd(minute, 12) // 60))]),
+        ),
     )
 
 

@@ -23,7 +23,20 @@ from policies import Price
 
 _FILE = "model_prices_and_context_window_backup.json"
 _CHAT_MODES = frozenset({"chat", "responses", "completion"})
-_PLAIN_MODES = {"embedding": "embeddings", "rerank": "rerank", "moderation": "moderations"}  # to capabilities
+_PLAIN_MODES = {  # to capabilities
+    "embedding": {"embeddings"},
+    "rerank": {"rerank"},
+    "moderation": {"moderations"},
+    "image_generation": {"images", "image_edits", "image_variations"},
+    "image_edit": {"image_edits"},
+    "audio_speech": {"speech"},
+    "audio_transcription": {"transcriptions", "translations"},
+}
+_UNITS = {  # to the table's names, which are for one unit
+    "characters": ("input_cost_per_character",),
+    "seconds": ("input_cost_per_second", "output_cost_per_second"),
+    "images": ("output_cost_per_image", "input_cost_per_image"),
+}
 _TIERS = ("priority", "flex", "ultrafast", "balanced", "decisions")
 _TIER = re.compile(r"(?:input|output)_cost_per_token_above_(\d+)k_tokens")
 # litellm and the table mean OpenAI's own parameters for these providers.
@@ -94,7 +107,7 @@ def _row(raw: msgspec.Raw) -> Known | None:
     provider = str(row.get("litellm_provider", ""))
     capabilities = {name for name, keys in _ABILITIES.items() if any(row.get(key) is True for key in keys)}
     if mode in _PLAIN_MODES:
-        capabilities = {_PLAIN_MODES[mode]}
+        capabilities = set(_PLAIN_MODES[mode])
     elif mode == "completion":
         capabilities |= {"completions", "suffix", "logprobs", "n"}
     if provider in _OPENAI_LIKE and mode in _CHAT_MODES:
@@ -107,7 +120,8 @@ def _row(raw: msgspec.Raw) -> Known | None:
         price=_price(row),
         tiers={tier: price for tier in _TIERS if (price := _price(row, f"_{tier}")) is not None},
         context_tokens_max=min(sizes, default=None),
-        output_tokens_max=output if isinstance(output, int) else None,
+        # an image or a sound is not asked for in tokens
+        output_tokens_max=output if isinstance(output, int) and mode in _CHAT_MODES else None,
         capabilities=frozenset(capabilities),
     )
 
@@ -128,8 +142,15 @@ _KINDS = {
 def _price(row: dict[str, Any], tier: str = "") -> Price | None:
     """The price of a `tier`; what it does not change costs what it usually does."""
     prompt, answer = row.get(f"input_cost_per_token{tier}"), row.get(f"output_cost_per_token{tier}")
+    units = [
+        (unit, max(microusd(usd, 12) for usd in found))
+        for unit, names in _UNITS.items()
+        if (found := [usd for name in names if isinstance(usd := row.get(name), int | float)][:2])
+    ]
     if row["mode"] in _PLAIN_MODES and answer is None:
-        answer = 0.0
+        answer = row.get("output_cost_per_image_token") or 0.0
+    if prompt is None and row["mode"] in _PLAIN_MODES and (units or row.get("input_cost_per_audio_token")):
+        prompt = row.get("input_cost_per_audio_token") or 0.0
     if not isinstance(prompt, int | float) or not isinstance(answer, int | float):
         return None
     kinds = {kind: row.get(f"{name}{tier}") or row.get(name) for kind, name in _KINDS.items()}
@@ -141,6 +162,7 @@ def _price(row: dict[str, Any], tier: str = "") -> Price | None:
         output_microusd_per_mtok=microusd(answer, 12),
         request_microusd=microusd(request, 6) if isinstance(request, int | float) else 0,
         tool_call_microusd=microusd(search, 6) if isinstance(search, int | float) else None,
+        units=tuple(units) if row["mode"] in _PLAIN_MODES else (),
         **{
             f"{kind}_microusd_per_mtok": microusd(usd, 12)
             for kind, usd in kinds.items()

@@ -93,8 +93,9 @@ class Deployment:
     def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
         cost = self._price(demand).cost(tokens)
-        if demand.units > 1:
-            cost += (demand.units - 1) * self.price.request_microusd
+        if demand.units > 1 or demand.measure:
+            has_tokens = tokens.prompt or tokens.completion
+            cost += 0 if demand.measure and has_tokens else self._of_units(demand, tokens.units)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
@@ -107,9 +108,15 @@ class Deployment:
             has_long_writes=demand.has_long_writes,
             tool_calls=calls,
         )
-        if demand.units > 1:
-            cost += (demand.units - 1) * self.price.request_microusd
+        if demand.units > 1 or demand.measure:
+            cost += self._of_units(demand)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
+
+    def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
+        """The cost of the units of a request beside its tokens: those `reported`, if any, and no more than it allows."""
+        if not demand.measure:
+            return (demand.units - 1) * self.price.request_microusd
+        return -(-min(reported or demand.units, demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
         """The price of the tier asked for; of a tier without one, the dearest."""

@@ -69,6 +69,9 @@ def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) 
     if progress.usage is not None:
         context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
         return progress.usage.within(context_max, output_max)
+    if demand.measure:  # as bytes show no tokens
+        has_unit = deployment.price.unit(demand.measure) is not None
+        return Usage(0, 0) if has_unit else Usage(demand.prompt_tokens_max, output * demand.choices)
     may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
     said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
     return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
@@ -184,7 +187,7 @@ def _row(
 def tokens_of(usage: Usage) -> Tokens:
     """`usage` as prices count it."""
     if not usage.parts():
-        return Tokens(usage.prompt_tokens, usage.completion_tokens)
+        return Tokens(usage.prompt_tokens, usage.completion_tokens, units=usage.units)
     return Tokens(
         prompt=usage.prompt_tokens,
         completion=usage.completion_tokens,

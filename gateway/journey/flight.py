@@ -237,6 +237,11 @@ class Reader:
         flight = self._flight
         return flight.is_done and flight.error is None and self._position == len(flight.chunks)
 
+    @property
+    def media(self) -> str:
+        """The type of the first chunk; empty before it has come."""
+        return self._flight.chunks[0].media if self._flight.chunks else ""
+
     async def ready(self) -> None:
         """Wait until the first chunk exists. Raises the flight's error if it failed before that."""
         while not self._flight.chunks and not self._flight.is_done:
@@ -387,6 +392,14 @@ class Reply(msgspec.Struct, frozen=True):
         if self.reader is None:
             return "exact" if self.pointed is None else "semantic"
         return self.reader.generation.source if self.reader.is_leader else "coalesced"
+
+    @property
+    def media(self) -> str:
+        """The content type of a plain answer that has begun, and is no JSON."""
+        entry, reader = self.served, self.reader
+        if entry is not None:
+            return str(entry.labels.get("media", ""))
+        return reader.media if reader is not None else ""
 
     @property
     def similarity(self) -> float | None:

@@ -127,8 +127,8 @@ class Generation(msgspec.Struct, eq=False):
         """
         turn, native = self.turn, self.turn.native
         # decision: always-stream
-        is_stream = turn.is_stream or (
-            self.serving.has_choice and not turn.kind.is_plain and _UNSTREAMED.isdisjoint(turn.body)
+        is_stream = not turn.kind.is_plain and (
+            turn.is_stream or (self.serving.has_choice and _UNSTREAMED.isdisjoint(turn.body))
         )
         draft = draft_of(self._near) if deployment.settings.engine else ""
         asked = turn.marked if turn.marked is not None and "cache_control" in deployment.capabilities else turn.body
@@ -153,6 +153,7 @@ class Generation(msgspec.Struct, eq=False):
             kind=turn.kind,
             model=deployment.model if self.serving.is_pattern else "",
             native=native,
+            upload=turn.upload,
             prefix=prefix,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")

@@ -71,6 +71,8 @@ def entry_of(
 
     `ttl_s` is in seconds. Without `is_findable` the entry's text is None, so it is never embedded.
     """
+    if chunks and chunks[0].media:
+        labels = {**labels, "media": chunks[0].media}
     return Entry(
         partition=fingerprint.partition,
         exact=fingerprint.exact,
@@ -96,6 +98,8 @@ def chunks_of(entry: Entry) -> list[Chunk]:
     chunks = [Chunk(data=r.data, is_whole=r.is_whole, count=r.count) for r in entry.chunks]
     if entry.labels.get("has_usage_chunk") and chunks:
         chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
+    if (media := entry.labels.get("media")) and chunks:
+        chunks[0] = Chunk(data=chunks[0].data, count=chunks[0].count, media=str(media))
     return chunks
 
 

@@ -18,6 +18,7 @@ from cache import Controls
 from gateway.accounts import Identity
 from gateway.backends.base import Native
 from gateway.wire.errors import BadRequest
+from gateway.wire.forms import FormFiles
 from gateway.wire.requests import SHAPES, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
 from policies import Demand
@@ -97,6 +98,7 @@ class Turn(msgspec.Struct, frozen=True):
     labels: Labels = NO_LABELS
     # `body` with marks of a provider's prompt cache, for deployments that keep them; None: it has none
     marked: dict[str, Any] | None = None
+    upload: FormFiles | None = None
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
@@ -118,24 +120,41 @@ def read_turn(
 
     `model` replaces the body's; `metadata` is used where the body has none. Raises BadRequest with the invalid field.
     """
-    body = decode_object(raw, model)
+    return turn_of(decode_object(raw, model), raw, headers, arrival, kind, metadata)
+
+
+def turn_of(
+    body: dict[str, Any],
+    raw: bytes,
+    headers: Mapping[str, str],
+    arrival: Arrival,
+    kind: Kind,
+    metadata: Any = None,
+    upload: FormFiles | None = None,
+) -> Turn:
+    """The same of a decoded body; `upload` are the files of a form, whose fields are texts."""
     if kind.output_tokens_default is not None and body.get("max_tokens") is None:
         body["max_tokens"] = kind.output_tokens_default
-    request = convert(body, SHAPES[kind.name])
+    request = convert(body, SHAPES[kind.name], is_strict=upload is None)
     started = time.perf_counter()
     demand = request.demand(raw, body)
+    controls = read_controls(headers.get("cache-control", ""), body.pop("cache", None))
+    if not kind.is_repeatable and controls.ttl_s is None and controls.max_age_s is None:
+        # a provider makes another image each time
+        controls = msgspec.structs.replace(controls, no_cache=True, no_store=True)
     return Turn(
         arrival=arrival,
         alias=request.model,
-        controls=read_controls(headers.get("cache-control", ""), body.pop("cache", None)),
+        controls=controls,
         body=body,
         demand=msgspec.structs.replace(demand, is_batch=True) if arrival.batch else demand,
-        is_stream=bool(request.stream),
+        is_stream=kind.is_bytes or bool(request.stream),
         wants_usage=bool(request.stream_options and request.stream_options.include_usage),
         kind=kind,
         started=started,
         deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
         labels=labels_of(headers, body.get("metadata", metadata)),
+        upload=upload,
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -51,7 +51,8 @@ class NotHTTP(TransportError):
 class Exchange:
     """One request and its response. One reader at a time; `close` from anywhere.
 
-    `request` is the head and the body, written together.
+    `request` is the head and the body, written together; `pieces` is the rest of a long body, written as the
+    server takes it.
     """
 
     __slots__ = (
@@ -65,12 +66,14 @@ class Exchange:
         "headers",
         "is_answered",
         "opening",
+        "pieces",
         "request",
         "status",
     )
 
-    def __init__(self, *request: bytes) -> None:
+    def __init__(self, *request: bytes, pieces: AsyncIterator[bytes] | None = None) -> None:
         self.request = request
+        self.pieces = pieces
         self.status = 0  # until the response's head has arrived
         self.headers: Mapping[bytes, bytes] = {}  # by lower-case name; the last of repeated ones
         self.is_answered = False  # a byte of the response has arrived
@@ -121,6 +124,18 @@ class Exchange:
                 return b""
             else:
                 await self._wait()
+
+    async def feed(self) -> None:
+        """Write `pieces`, until they end or a response comes: its connection then serves no other."""
+        connection = self._connection
+        while self.pieces is not None and connection is not None and not (self.is_over or self.status):
+            piece = await anext(self.pieces, None)
+            if piece is None:
+                self.pieces = None
+            elif not self.is_over:
+                connection.transport.write(piece)
+                while connection.is_full and not (self.is_over or self.status):
+                    await self._wait()
 
     def release(self) -> None:
         """Ignore the rest of the response: its connection serves others afterwards, or closes after
@@ -223,6 +238,7 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
+        self.is_full = False  # the server takes what is written too slowly
         self._is_spoilt = False  # a response without a request has begun
         self._is_interim = False
         self._is_kept_alive = False
@@ -282,6 +298,14 @@ class Connection(asyncio.Protocol):
 
     # -- called by its transport -------------------------------------------------------------------
 
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        if self._exchange is not None:
+            self._exchange.wake()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's class is not declared as one
         self._transport = cast(asyncio.Transport, transport)
@@ -320,6 +344,7 @@ class Connection(asyncio.Protocol):
         if (
             is_reusable
             and not self._is_spoilt
+            and exchange.pieces is None
             and self._is_kept_alive
             and not transport.is_closing()
             # it answered before it had read the whole request

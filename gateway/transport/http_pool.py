@@ -87,7 +87,7 @@ class Pool:
 
         `exchange.close` ends the wait. Raises TransportError.
         """
-        kept = self._take()
+        kept = self._take() if exchange.pieces is None else None  # pieces cannot be sent again
         if kept is not None:
             kept.begin(exchange)
             try:
@@ -98,6 +98,7 @@ class Pool:
                     raise
         connection = await self._connect(exchange)
         connection.begin(exchange)
+        await exchange.feed()
         await exchange.answered()
 
     # -- called by connections; see http_client.Owner ----------------------------------------------

@@ -124,6 +124,10 @@ class RequestCycle(RequestResponseCycle):
         if self.response_complete or message["type"] != "http.response.body":
             raise RuntimeError(f"{message['type']} after the response's {'end' if self.response_complete else 'start'}")
         body: bytes = message.get("body", b"")
+        if message.get("is_cut"):  # an answer of bytes that failed must not look complete
+            self.disconnected = True
+            self.transport.close()
+            return
         is_last = not message.get("more_body", False)
         if self._start is not None:
             start, self._start = self._start, None

@@ -1,8 +1,9 @@
-"""Requests whose answer is one JSON object without choices: embeddings, reranking, moderations.
+"""Requests whose answer has no choices: embeddings, reranking, moderations, images and audio.
 
-Shapes: OpenAI API reference, "Create embeddings" and "Create moderation"; Cohere API reference,
-"Rerank", which Jina, vLLM and Text Embeddings Inference share. Unknown fields pass through. Knows no
-HTTP. Invariant: a text or document counts against budgets by at least its tokens.
+Shapes: OpenAI API reference, "Create embeddings", "Create moderation", "Images" and "Audio"; Cohere
+API reference, "Rerank", which Jina, vLLM and Text Embeddings Inference share. Unknown fields pass
+through. Knows no HTTP. Invariant: a text, document, image or sound counts against budgets by at
+least its tokens and units.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,8 +14,21 @@ from msgspec import Meta
 from gateway.reserved import reserved_names
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest
-from gateway.wire.types import EMBEDDING, MODERATION, RERANK, Chunk, Kind
-from gateway.wire.usage import usage_of
+from gateway.wire.types import (
+    EMBEDDING,
+    IMAGE,
+    IMAGE_EDIT,
+    MODERATION,
+    RERANK,
+    SPEECH,
+    TRANSCRIPTION,
+    TRANSLATION,
+    VARIATION,
+    Chunk,
+    Kind,
+    Usage,
+)
+from gateway.wire.usage import TOKENS_MAX, usage_of
 from policies import Demand
 
 INPUTS_MAX = 2048
@@ -22,6 +36,10 @@ _BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
 _IMAGE_TOKENS_MAX = 50_000  # above every provider's maximum
 _MARKS = 2  # tokens around a text
 _DOCUMENTS_A_UNIT = 100  # Cohere's price of a search covers so many
+_IMAGE_OUTPUT_TOKENS_MAX = 16_384  # of one image with its partial ones; above every provider's maximum
+_SPEECH_TOKENS_PER_BYTE = 4  # 20 tokens are a second of speech, which has at least five characters
+_SOUND_BYTES_PER_S = 1_000  # 8 kbit/s: hardly any recording has fewer
+_SOUND_TOKENS_PER_S = 50  # above every provider's count
 
 _TokenId = Annotated[int, Meta(ge=0)]
 
@@ -32,7 +50,7 @@ class _Plain(msgspec.Struct, kw_only=True):
     model: Annotated[str, Meta(min_length=1)]
     user: str | None = None
     safety_identifier: str | None = None
-    stream: Literal[False] | None = None
+    stream: bool | None = None
     stream_options: None = None
     messages: None = None
 
@@ -46,19 +64,30 @@ class _Plain(msgspec.Struct, kw_only=True):
         marks = _MARKS * len(sizes)
         return Demand(
             prompt_tokens=int(sum(tokens for tokens, _ in sizes)) + marks,
-            output_tokens_max=0,
+            output_tokens_max=self.output_tokens,
             output_tokens_expected=0,
             needs=frozenset({_OF[type(self)].name}),
             prompt_tokens_min=0,  # some providers cut a long text, and the others refuse it themselves
             prompt_tokens_max=sum(most for _, most in sizes) + marks,
             reserved=reserved_names(body),
             units=self.units,
+            measure=self.measure,
         )
 
     @property
     def units(self) -> int:
-        """How often a provider's price of a request is charged for it."""
+        """How often a provider's price of a request is charged for it, or the most units of its `measure`."""
         return 1
+
+    @property
+    def measure(self) -> str:
+        """The unit of its price, as `policies.Price.unit` takes it; empty: it is billed by requests and tokens."""
+        return ""
+
+    @property
+    def output_tokens(self) -> int:
+        """The most tokens of its answer, where a provider counts them."""
+        return 0
 
 
 def _size(given: Any) -> tuple[float, int]:
@@ -74,6 +103,7 @@ def _size(given: Any) -> tuple[float, int]:
 class EmbeddingsRequest(_Plain, kw_only=True):
     """The known fields of a request for embeddings. `input` is one text or token ids, or several."""
 
+    stream: Literal[False] | None = None
     input: str | list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -98,6 +128,7 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
 class RerankRequest(_Plain, kw_only=True):
     """The known fields of a request to rank `documents` by how well they answer `query`."""
 
+    stream: Literal[False] | None = None
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=10_000)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
@@ -114,13 +145,129 @@ class RerankRequest(_Plain, kw_only=True):
 class ModerationRequest(_Plain, kw_only=True):
     """The known fields of a request to judge texts and images by a provider's policy."""
 
+    stream: Literal[False] | None = None
     input: str | Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=INPUTS_MAX)]
 
     def sizes(self) -> list[tuple[float, int]]:
         return [_size(one) for one in ([self.input] if isinstance(self.input, str) else self.input)]
 
 
-_OF: dict[type[_Plain], Kind] = {EmbeddingsRequest: EMBEDDING, RerankRequest: RERANK, ModerationRequest: MODERATION}
+class ImageRequest(_Plain, kw_only=True):
+    """The known fields of a request for images of what `prompt` describes."""
+
+    prompt: Annotated[str, Meta(min_length=1)]
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    size: str | None = None
+    quality: str | None = None
+
+    def sizes(self) -> list[tuple[float, int]]:
+        return [_size(self.prompt)]
+
+    @property
+    def units(self) -> int:
+        return self.n or 1
+
+    @property
+    def measure(self) -> str:
+        return f"images/{self.quality or ''}/{self.size or ''}"
+
+    @property
+    def output_tokens(self) -> int:
+        return _IMAGE_OUTPUT_TOKENS_MAX * self.units
+
+
+class ImageEditRequest(ImageRequest, kw_only=True):
+    """The same with images to edit: `image`, `image[]` or JSON's `images`, and `mask`."""
+
+    image: Any = None
+    images: list[Any] | None = None
+    images_in_form: Any = msgspec.field(default=None, name="image[]")
+    mask: Any = None
+
+    def sizes(self) -> list[tuple[float, int]]:
+        several = [
+            *(self.images or ()),
+            *(self.images_in_form or ()),
+            *(self.image if type(self.image) is list else ()),
+        ]
+        given = [one for one in (self.image, self.mask, *several) if one is not None and type(one) is not list]
+        if not given:
+            raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
+        return [_size(self.prompt), *[(0.0, _IMAGE_TOKENS_MAX)] * len(given)]
+
+
+class VariationRequest(ImageEditRequest, kw_only=True):
+    """The same for other images like `image`."""
+
+    prompt: str = ""
+
+
+class SpeechRequest(_Plain, kw_only=True):
+    """The known fields of a request to speak `input`."""
+
+    input: Annotated[str, Meta(min_length=1)]
+    voice: Any
+    instructions: str | None = None
+
+    def sizes(self) -> list[tuple[float, int]]:
+        return [_size(self.input), _size(self.instructions or "")]
+
+    @property
+    def units(self) -> int:
+        return len(self.input)
+
+    @property
+    def measure(self) -> str:
+        return "characters"
+
+    @property
+    def output_tokens(self) -> int:
+        return _SPEECH_TOKENS_PER_BYTE * len(self.input.encode())
+
+
+class _Sound(msgspec.Struct):
+    """A file of a form, as the body names it; see `gateway.wire.forms`."""
+
+    bytes: int
+
+
+class TranscriptionRequest(_Plain, kw_only=True):
+    """The known fields of a request to write down or translate what is said in `file`."""
+
+    file: _Sound
+    prompt: str | None = None
+
+    def sizes(self) -> list[tuple[float, int]]:
+        return [_size(self.prompt or ""), (0.0, self.units * _SOUND_TOKENS_PER_S)]
+
+    @property
+    def units(self) -> int:
+        return 1 + self.file.bytes // _SOUND_BYTES_PER_S
+
+    @property
+    def measure(self) -> str:
+        return "seconds"
+
+    @property
+    def output_tokens(self) -> int:
+        return self.units * _SOUND_TOKENS_PER_S
+
+
+class TranslationRequest(TranscriptionRequest, kw_only=True):
+    """The same in English."""
+
+
+_OF: dict[type[_Plain], Kind] = {
+    EmbeddingsRequest: EMBEDDING,
+    RerankRequest: RERANK,
+    ModerationRequest: MODERATION,
+    ImageRequest: IMAGE,
+    ImageEditRequest: IMAGE_EDIT,
+    VariationRequest: VARIATION,
+    SpeechRequest: SPEECH,
+    TranscriptionRequest: TRANSCRIPTION,
+    TranslationRequest: TRANSLATION,
+}
 PLAIN_SHAPES: dict[str, type[_Plain]] = {kind.name: shape for shape, kind in _OF.items()}
 
 
@@ -133,19 +280,68 @@ class _Meta(msgspec.Struct):
     tokens: _Units | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Inner(msgspec.Struct):
     usage: dict[str, Any] | None = None
+
+
+class _Answer(_Inner):
     meta: _Meta | None = None
+    data: list[msgspec.Raw] | None = None
+    created: float | None = None
+    duration: float | str | None = None
+    response: _Inner | None = None
+    message: _Inner | None = None
+
+
+_NAMES = {  # OpenAI's newer names, and Anthropic's, to those that `usage_of` reads
+    "input_tokens": "prompt_tokens",
+    "output_tokens": "completion_tokens",
+    "input_tokens_details": "prompt_tokens_details",
+    "input_token_details": "prompt_tokens_details",
+    "output_tokens_details": "completion_tokens_details",
+}
+
+
+class Counted:
+    """What the parts of a plain answer say of its tokens and units; the last word counts."""
+
+    def __init__(self) -> None:
+        self._usage: dict[str, Any] = {}
+        self._units = 0
+
+    def read(self, body: bytes) -> None:
+        """Read a whole answer, or the data of an event."""
+        try:
+            found = msgspec.json.decode(body, type=_Answer)
+        except UNREADABLE:  # a count of another shape costs no answer
+            return
+        given = found.usage or next((one.usage for one in (found.response, found.message) if one and one.usage), None)
+        self._usage |= {name: value for name, value in (given or {}).items() if value is not None}
+        meta = found.meta or _Meta()
+        units = meta.tokens or meta.billed_units or _Units()
+        if units.input_tokens:
+            self._usage.setdefault("prompt_tokens", units.input_tokens)
+        if found.created is not None and found.data:
+            self._units = len(found.data)
+        seconds = self._usage.get("seconds") or found.duration
+        try:
+            self._units = min(max(self._units, -int(-float(seconds or 0) // 1)), TOKENS_MAX)
+        except (TypeError, ValueError, OverflowError):
+            return
+
+    @property
+    def usage(self) -> Usage | None:
+        """What was counted; None where nothing was."""
+        given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
+        given.setdefault("prompt_tokens", given.get("total_tokens"))
+        usage = usage_of(msgspec.json.encode(given)) if given["prompt_tokens"] else None
+        if usage is None and self._units:
+            return Usage(0, 0, units=self._units)
+        return usage
 
 
 def chunk_of(body: bytes) -> Chunk:
     """The chunk of a plain answer, a JSON object, which is complete."""
-    try:
-        found = msgspec.json.decode(body, type=_Answer)
-    except UNREADABLE:  # a count of another shape costs no answer
-        found = _Answer()
-    meta, given = found.meta or _Meta(), found.usage or {}
-    units = meta.tokens or meta.billed_units or _Units()
-    tokens = given.get("prompt_tokens") or given.get("total_tokens") or units.input_tokens
-    usage = usage_of(msgspec.json.encode({**given, "prompt_tokens": tokens})) if tokens else None
-    return Chunk(body, is_whole=True, has_content=True, finish_reasons=("stop",), usage=usage)
+    counted = Counted()
+    counted.read(body)
+    return Chunk(body, is_whole=True, has_content=True, finish_reasons=("stop",), usage=counted.usage)

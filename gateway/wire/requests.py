@@ -273,10 +273,12 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
         names.add(name)
 
 
-def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
-    """`body` as a struct. Raises BadRequest with the path of the first invalid field."""
+def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_strict: bool = True) -> Any:
+    """`body` as a struct; unless `is_strict`, its numbers may be texts. Raises BadRequest with the path of the first
+    invalid field.
+    """
     try:
-        return msgspec.convert(body, shape)
+        return msgspec.convert(body, shape, strict=is_strict)
     except msgspec.ValidationError as error:
         what, _, path = in_json_words(str(error)).partition(" - at `$")
         param = (prefix + path.rstrip("`")).lstrip(".") or None

@@ -15,7 +15,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
     for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
     images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
-    by source.
+    by source. `units`: the images or seconds that a provider counts instead of tokens.
     """
 
     prompt_tokens: int
@@ -32,11 +32,12 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     provider_cost_microusd: int | None = None  # as the provider says itself
     drafted_tokens: dict[str, int] | None = None
     accepted_tokens: dict[str, int] | None = None
+    units: int = 0
 
     def parts(self) -> dict[str, Any]:
-        """The fields other than the prompt and the completion by name; empty where none is set."""
-        rest = msgspec.structs.astuple(self)[2:]
-        return {} if rest == _NO_PARTS else dict(zip(Usage.__struct_fields__[2:], rest, strict=True))
+        """The fields of tokens beside the prompt and the completion by name; empty where none is set."""
+        rest = msgspec.structs.astuple(self)[2:-1]
+        return {} if rest == _NO_PARTS else dict(zip(Usage.__struct_fields__[2:-1], rest, strict=True))
 
     def within(self, prompt_tokens: int, completion_tokens: int) -> "Usage":
         """This usage with a prompt and a completion of at most these sizes, each part cut to what
@@ -64,14 +65,14 @@ PARTS = {
 """The fields of a `Usage` that are parts of another one."""
 
 _TOOL_CALLS_MAX = 10_000
-_NO_PARTS = msgspec.structs.astuple(Usage(0, 0))[2:]
+_NO_PARTS = msgspec.structs.astuple(Usage(0, 0))[2:-1]
 
 
 class Kind(msgspec.Struct, frozen=True):
     """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain one.
 
-    A plain answer (`is_plain`) is one JSON object without choices, never streamed, and is passed on as
-    it came; a deployment needs the capability of the kind's `name`.
+    A plain answer (`is_plain`) has no choices, and is passed on as it came: JSON, text, bytes or events.
+    A deployment needs the capability of the kind's `name`.
     """
 
     name: str  # in records
@@ -80,6 +81,9 @@ class Kind(msgspec.Struct, frozen=True):
     # the length of an answer without a bound; None: unbounded, so a cut answer is incomplete
     output_tokens_default: int | None = None
     is_plain: bool = False
+    is_form: bool = False  # its files come as multipart/form-data
+    is_bytes: bool = False  # its answer leaves while it arrives
+    is_repeatable: bool = True  # an equal request may get the same answer
 
 
 CHAT = Kind("chat", "/chat/completions", "messages")
@@ -97,7 +101,19 @@ RERANK = Kind("rerank", "/rerank", "documents", is_plain=True)
 MODERATION = Kind("moderations", "/moderations", "input", is_plain=True)
 
 
-KINDS = (CHAT, COMPLETION, EMBEDDING, RERANK, MODERATION)
+IMAGE = Kind("images", "/images/generations", "prompt", is_plain=True, is_repeatable=False)
+IMAGE_EDIT = Kind("image_edits", "/images/edits", "prompt", is_plain=True, is_form=True, is_repeatable=False)
+VARIATION = Kind("image_variations", "/images/variations", "image", is_plain=True, is_form=True, is_repeatable=False)
+SPEECH = Kind("speech", "/audio/speech", "input", is_plain=True, is_bytes=True)
+TRANSCRIPTION = Kind("transcriptions", "/audio/transcriptions", "file", is_plain=True, is_form=True)
+TRANSLATION = Kind("translations", "/audio/translations", "file", is_plain=True, is_form=True)
+
+
+MEDIA = (IMAGE, IMAGE_EDIT, VARIATION, SPEECH, TRANSCRIPTION, TRANSLATION)
+"""The kinds with images or sounds, which have units of their own."""
+
+
+KINDS = (CHAT, COMPLETION, EMBEDDING, RERANK, MODERATION, *MEDIA)
 
 
 def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:
@@ -122,7 +138,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer.
 
     `data` is the JSON of a `chat.completion.chunk` or of a whole `chat.completion`; for a
-    completion both are a `text_completion`, and a plain answer is a whole. Chunks that arrived together and differ only in their
+    completion both are a `text_completion`.
+    A plain answer is a whole, or bytes of the type `media`. Chunks that arrived together and differ only in their
     text are one piece: `count` of them, each on a line of `data`. The other fields are the results
     of a light parse, so that no later step parses `data` again.
     """
@@ -135,6 +152,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     is_usage_only: bool = False  # `choices: []`: forwarded only to clients that asked for usage
     # decision: chunks-in-lists
     count: int = 1
+    media: str = ""
 
     def each(self) -> list[bytes]:
         """The JSON of each chunk in this piece."""

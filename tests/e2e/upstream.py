@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import email
+import email.policy
 import gzip
 import hashlib
 import json
@@ -361,6 +364,74 @@ def moderations(request: dict[str, Any]) -> dict[str, Any]:
 _ENDPOINTS = {"/v1/embeddings": embeddings, "/v1/rerank": rerank, "/v1/moderations": moderations}
 
 
+def speech(request: dict[str, Any], files: dict[str, bytes]) -> tuple[str, list[bytes]]:
+    """A tenth of a kilobyte of sound for each letter."""
+    return "audio/mpeg", [letter.encode() * 100 for letter in request["input"]]
+
+
+def images(request: dict[str, Any], files: dict[str, bytes]) -> tuple[str, list[bytes]]:
+    """As gpt-image-1 says it, with tokens; other models tell none. Never the same twice."""
+    data = [{"b64_json": base64.b64encode(os.urandom(12)).decode()} for _ in range(int(request.get("n") or 1))]
+    text, read = len(request.get("prompt", "").split()), 100 * len(files)
+    counted = {
+        "input_tokens": text + read,
+        "output_tokens": 1000 * len(data),
+        "total_tokens": text + read + 1000 * len(data),
+    }
+    counted["input_tokens_details"] = {"text_tokens": text, "image_tokens": read}  # type: ignore[assignment]
+    usage = {"usage": counted} if "gpt-image" in request["model"] else {}
+    if request.get("stream"):
+        last = {"type": "image_generation.completed", **data[0], **usage}
+        events = [{"type": "image_generation.partial_image", "partial_image_index": 0}, last]
+        return "text/event-stream", [b"data: %b\n\n" % msgspec.json.encode(event) for event in events]
+    return "application/json", [msgspec.json.encode({"created": 1, "data": data, **usage})]
+
+
+def transcription(request: dict[str, Any], files: dict[str, bytes]) -> tuple[str, list[bytes]]:
+    """The file's length is what was said; a thousand bytes are a second."""
+    text, size = f"{len(files['file'])} bytes", len(files["file"])
+    match request.get("response_format"):
+        case "text" | "srt" | "vtt" as form:
+            return "text/plain; charset=utf-8", [f"{form}: {text}\n".encode()]
+        case "verbose_json":
+            return "application/json", [msgspec.json.encode({"text": text, "duration": size / 1000, "segments": []})]
+    counted = {"type": "duration", "seconds": -(-size // 1000)}
+    if request.get("stream") == "true":
+        events = [
+            {"type": "transcript.text.delta", "delta": text},
+            {"type": "transcript.text.done", "text": text, "usage": counted},
+        ]
+        return "text/event-stream", [b"data: %b\n\n" % msgspec.json.encode(event) for event in events]
+    return "application/json", [msgspec.json.encode({"text": text, "usage": counted})]
+
+
+_MEDIA = {
+    "/v1/audio/speech": speech,
+    "/v1/audio/transcriptions": transcription,
+    "/v1/audio/translations": transcription,
+    **dict.fromkeys(("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"), images),
+}
+
+
+def body_of(headers: dict[str, str], raw: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The fields of a body, JSON or a form, and the files of a form."""
+    kind = headers.get("content-type", "")
+    if not kind.startswith("multipart/form-data"):
+        return json.loads(raw), {}
+    message = email.message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode() + raw, policy=email.policy.HTTP)
+    fields: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    for part in message.iter_parts():  # type: ignore[attr-defined]
+        name, content = part.get_param("name", header="content-disposition"), part.get_payload(decode=True)
+        if part.get_filename() is not None:
+            files[name] = content
+        elif name in fields:
+            fields[name] = [fields[name], content.decode()]
+        else:
+            fields[name] = content.decode()
+    return fields, files
+
+
 def refusal(plan: Plan) -> tuple[bytes, str]:
     """An error's body and its content type."""
 
@@ -439,7 +510,7 @@ class Server:
             self.raw.clear()
             self.plan, self.times = _PLAIN, None
             self.asked.clear()
-        requests = [{"headers": headers, "body": json.loads(raw)} for headers, raw in self.raw]
+        requests = [{"headers": headers, "body": body_of(headers, raw)[0]} for headers, raw in self.raw]
         return json.dumps({**dataclasses.asdict(self.seen), "requests": requests}).encode()
 
 
@@ -475,7 +546,7 @@ class Connection(asyncio.Protocol):
         path = request_line.split(" ")[1]
         if path.startswith("/control/"):
             self.respond(200, self.server.control(path, body), "application/json")
-        elif path not in ("/v1/chat/completions", "/v1/completions", *_ENDPOINTS):
+        elif path not in ("/v1/chat/completions", "/v1/completions", *_ENDPOINTS, *_MEDIA):
             self.respond(404, b'{"detail":"Not Found"}', "application/json")
         else:
             if not self.is_counted:
@@ -491,10 +562,12 @@ class Connection(asyncio.Protocol):
     async def chat(self, headers: dict[str, str], raw: bytes) -> None:
         seen = self.server.seen
         self.server.raw.append((headers, raw))
-        request = msgspec.json.decode(raw)
+        request, files = body_of(headers, raw)
         plan = self.server.plan_for(headers, request["model"])
         if headers[":path"] in _ENDPOINTS:
             request = {**request, "plain": _ENDPOINTS[headers[":path"]](request)}
+        if headers[":path"] in _MEDIA:
+            request = {**request, "media": _MEDIA[headers[":path"]](request, files)}
         if plan.status == 200:
             seen.generations += 1
         try:
@@ -516,6 +589,8 @@ class Connection(asyncio.Protocol):
             more += "Location: /elsewhere\r\n" if 300 <= plan.status < 400 else ""
             self.respond(plan.status, body, kind, more)
             return False
+        if "media" in request:
+            return await self.tell_media(plan, *request["media"])
         if (request.get("stream") and not plan.is_whole) or plan.is_stream:
             return await self.tell_stream(request, plan)
         return await self.tell_whole(request, plan)
@@ -534,6 +609,17 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
         else:
             self.transport.close()
+        return True
+
+    async def tell_media(self, plan: Plan, kind: str, pieces: list[bytes]) -> bool:
+        """An answer in pieces of its type, which may be cut in its middle."""
+        self.transport.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        for number, piece in enumerate(pieces):
+            if number == len(pieces) // 2 and await self.stumble(plan, "middle"):
+                return False
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await asyncio.sleep(plan.pace_ms / 1000)
+        self.transport.write(b"0\r\n\r\n")
         return True
 
     async def tell_whole(self, request: dict[str, Any], plan: Plan) -> bool:

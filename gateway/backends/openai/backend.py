@@ -75,6 +75,7 @@ class OpenAIBackend:
             url.scheme == "https",
             proxy_of(url.scheme, host),
         )
+        self._media = "application/json"
         self._heads: dict[str, bytes] = {}
         for kind, path in self.paths.items():
             self._heads[kind], problem = self._written_head(url, path, headers or {})
@@ -88,7 +89,6 @@ class OpenAIBackend:
             target = f"http://{self._origin.authority}{target}"
         fields = {
             "host": ("Host", self._origin.authority),
-            "content-type": ("Content-Type", "application/json"),
             "accept": ("Accept", "application/json, text/event-stream"),
             # compression gains nothing on small chunks; a server that compresses anyway is
             # understood
@@ -99,10 +99,13 @@ class OpenAIBackend:
             fields["authorization"] = ("Authorization", basic(url).decode())
         fields |= self._own_fields()
         fields |= {name.lower(): (name, value) for name, value in headers.items()}
+        self._media = fields.pop("content-type", ("", self._media))[1]  # a form has another one
         for name, (_, value) in fields.items():
             if name in _FRAMING:
                 return b"", f"the header {name!r} is not to be set: it belongs to the connection"
-            if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(value) & set("\r\n\0"):
+            if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(
+                value + self._media
+            ) & set("\r\n\0"):
                 what = (
                     "the API key"
                     if name in ("authorization", "x-api-key") and not headers.get(name)
@@ -161,6 +164,9 @@ class OpenAIBackend:
         Raises BackendRejected.
         """
         body = {**request.body, "model": request.model or self._model}
+        if request.kind.is_plain:
+            body.pop("cache", None)
+            return body
         if request.prefix:
             body |= request.prefilled
             body["model"] = request.model or self._model
@@ -184,10 +190,15 @@ class OpenAIBackend:
             raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
         if self._pool is None:
             raise BackendUnavailable("The deployment is not started")
-        body = self._payload(request)
-        more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Length: {len(body)}\r\n\r\n"
+        if request.upload is None:
+            media, pieces, body = self._media, None, self._payload(request)
+            size = len(body)
+        else:
+            body, (media, size, pieces) = b"", request.upload.written(self._body(request))
+        more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
+        more += f"Content-Length: {size}\r\n\r\n"
         self.running += 1
-        return Exchange(self._heads[request.kind.path] + more.encode(), body)
+        return Exchange(self._heads[request.kind.path] + more.encode(), body, pieces=pieces)
 
     async def _sent(self, exchange: Exchange) -> None:
         assert self._pool is not None  # `_admit` has checked it

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -76,6 +76,7 @@ class OpenAIStream:
         "_exchange",
         "_finishes",
         "_on_end",
+        "_passing",
         "_reader",
         "_reading_since",
         "_ready",
@@ -109,6 +110,7 @@ class OpenAIStream:
         self._on_end = on_end
         self._tail_timeout_s = tail_timeout_s
         self._reader = reader
+        self._passing: _Passing | None = None  # of a plain answer that is no JSON
         self._state = State.NEW
         self._ready: list[Chunk] = []
         self._finishes = FinishTracker(request.choices, request.prompts)
@@ -167,7 +169,13 @@ class OpenAIStream:
             raise self._translate.refused(exchange, await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True))
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
-        if kind.startswith(b"text/event-stream") or (request.is_stream and not is_json_or_page):
+        if request.kind.is_plain and not is_json_or_page:
+            self._passing = _Passing(kind)
+        if (
+            self._passing is not None
+            or kind.startswith(b"text/event-stream")
+            or (request.is_stream and not is_json_or_page)
+        ):
             await self._fill()
         else:
             self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
@@ -245,7 +253,9 @@ class OpenAIStream:
                     break
             try:
                 data = await exchange.read()
-                if data:
+                if data and self._passing is not None:
+                    self._take_passing(self._passing, data)
+                elif data:
                     self._take_all(self._splitter.feed(data))
                 else:
                     self._at_end()
@@ -256,6 +266,21 @@ class OpenAIStream:
             finally:
                 if self._state is not State.WAITING:
                     self._reading_since = None
+
+    def _take_passing(self, passing: _Passing, data: bytes) -> None:
+        """Pass bytes on as they came; of events, those that are complete."""
+        self._ready.append(Chunk(data, has_content=True, media=passing.media))
+        for payload in self._splitter.feed(data) if passing.is_events else ():
+            try:
+                answer = mended(payload)[1]
+            except msgspec.DecodeError:  # another server's
+                passing.is_finished = passing.is_finished or payload == b"[DONE]"
+                continue
+            if answer.error:
+                self._ready.pop()
+                self._fail(self._translate.in_band(answer.error, payload))
+                return
+            passing.read(payload)
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
         """Take events that came together."""
@@ -313,6 +338,14 @@ class OpenAIStream:
         """The body ended: the answer is complete if its choices have finished, with or without
         [DONE].
         """
+        if (passing := self._passing) is not None:
+            if passing.is_finished:
+                usage = passing.counted.usage
+                self._ready.append(Chunk(b"", finish_reasons=("stop",), usage=usage, media=passing.media))
+                self._finish()
+            else:
+                self._fail(_unfinished(self._finishes))
+            return
         last = self._splitter.end()
         if last is not None:
             self._take_all([last])
@@ -394,6 +427,28 @@ class OpenAIStream:
         """Seconds until the first chunk must be there."""
         request = self._request
         return request.ttft_timeout_s + (0.0 if request.is_stream else request.whole_timeout_s)
+
+
+class _Passing:
+    """A plain answer that is text, bytes or events: what its events say of its end and its usage."""
+
+    __slots__ = ("counted", "is_events", "is_finished", "media")
+
+    def __init__(self, media: bytes) -> None:
+        self.media = media.decode("latin-1")
+        self.is_events = media.startswith(b"text/event-stream")
+        self.is_finished = not self.is_events  # else its last event says so
+        self.counted = plain.Counted()
+
+    def read(self, payload: bytes) -> None:
+        """Read the data of one event."""
+        found = msgspec.json.decode(payload, type=_Event)
+        self.is_finished = self.is_finished or str(found.type).endswith((".done", ".completed", "message_stop"))
+        self.counted.read(payload)
+
+
+class _Event(msgspec.Struct):
+    type: Any = None
 
 
 def _dripped(waited_s: float) -> BackendTimeout:
