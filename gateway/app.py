@@ -118,7 +118,6 @@ class Parts(AdminParts):
     metrics: Metrics
     pipeline: Pipeline
     learning: Learning
-    stored_responses: ResponseStore
     memory: Memory
     background: Background
     watch: HealthMonitor

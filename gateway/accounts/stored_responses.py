@@ -270,6 +270,17 @@ class ResponseStore:
             return [], rows[0].previous_id if rows else last_id
         return [_response(row) for row in rows], None
 
+    @uncancelled
+    async def room(self, team_id: int) -> dict[str, tuple[int, int]]:
+        """How many responses and conversations of a team are kept, and their bytes."""
+        async with self._database.reading() as connection:
+            found = {}
+            for table in (responses, conversations):
+                sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(table.c.size_bytes), 0))
+                count, size = (await connection.execute(sums.where(table.c.team_id == team_id))).one()
+                found[table.name] = count, int(size)
+            return found
+
     # -- removing
 
     @uncancelled

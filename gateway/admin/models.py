@@ -247,6 +247,14 @@ class BudgetValuesOut(_Out):
     values_total: int = Field(description="values that have a count of their own in this window")
 
 
+class StoredOut(_Out):
+    """What /v1/responses and /v1/conversations keep for a team."""
+
+    responses: int
+    conversations: int
+    size_bytes: int
+
+
 class TeamOut(_Out):
     id: int
     name: str
@@ -260,6 +268,7 @@ class TeamOut(_Out):
     time_zone: str
     keys: list[KeyOut] = []
     budgets: list[BudgetOut] = []
+    stored: StoredOut | None = Field(None, description="of one team alone; null in a list")
 
 
 class HoldOut(_Out):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
     from cache.verdicts import VerdictStore
     from gateway.accounts import Accounts, Audit, Ledger
+    from gateway.accounts.stored_responses import ResponseStore
     from gateway.admin.guard import Guard
     from gateway.admin.models import DeploymentOut
     from gateway.batches.batches import Batches
@@ -45,6 +46,7 @@ class AdminParts:
     ledger: Ledger
     audit: Audit
     batches: Batches
+    stored_responses: ResponseStore
     budgets: Budgets
     money: Money
     stats: Stats

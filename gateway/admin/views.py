@@ -66,10 +66,13 @@ async def teams(parts: AdminParts) -> list[models.TeamOut]:
 
 
 async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
-    """One team with its keys and budgets. Raises accounts.NotFound."""
+    """One team with its keys and budgets, and what is kept for it. Raises accounts.NotFound."""
     for one in await teams(parts):
         if one.id == team_id:
-            return one
+            room = await parts.stored_responses.room(team_id)
+            counts = {name: count for name, (count, _) in room.items()}
+            stored = models.StoredOut(**counts, size_bytes=sum(size for _, size in room.values()))
+            return one.model_copy(update={"stored": stored})
     raise accounts.NotFound(f"there is no team {team_id}")
 
 

@@ -157,12 +157,11 @@ class Background:
     async def aclose(self) -> None:
         """Wait a few seconds for what is under way; what is left then has failed."""
         tasks = [work.task for work in self._works.values() if work.task is not None]
-        for is_over in (False, True):
-            if is_over:
-                for task in tasks:
-                    task.cancel()
+        for _ in range(2):
             if tasks:
                 await asyncio.wait(tasks, timeout=_GRACE_S)
+            for task in tasks:
+                task.cancel()
 
     # -- events
 

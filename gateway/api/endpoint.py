@@ -1,4 +1,4 @@
-"""The base of endpoints that take and return one JSON object: `/v1/embeddings`, `/v1/feedback`.
+"""The base of endpoints that take and return one JSON object: `/v1/feedback`, `/tokenize`.
 
 It contains the wire and no shapes. Invariant: every request gets one response and one record.
 """
@@ -15,22 +15,13 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.record import record_of
-from gateway.journey.turn import Arrival, Caller, Ended, Labels, arrive, elapsed_ms_since, labels_of
+from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import shown
 from gateway.wire.requests import decode_object
 
 Request = TypeVar("Request")
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """A reply, with the tokens that it read, their cost, and the headers of its rate limits."""
-
-    reply: Any
-    prompt_tokens: int = 0
-    cost_microusd: int = 0
-    limits: Mapping[bytes, bytes] = {}
 
 
 class JsonEndpoint(ABC, Generic[Request]):
@@ -53,27 +44,24 @@ class JsonEndpoint(ABC, Generic[Request]):
         """The request in the decoded `body`, and its alias; empty for none. Raises ApiError."""
 
     @abstractmethod
-    async def answer(self, request: Request, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
-        """The reply to `request`; `labels` are its tags. Limits of requests are checked before. Raises ApiError."""
+    async def answer(self, request: Request, identity: Identity, arrival: Arrival) -> Any:
+        """The reply to `request`. Limits of requests are checked before. Raises ApiError."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
-        caller: Caller | None = scope.get("caller")
-        arrival = arrive(self.operation, caller)
+        arrival = arrive(self.operation)
         identity: Identity | None = None
-        alias, asked, answered, ended = "", "", Answered(None), Ended()
+        alias, asked, ended = "", "", Ended()
         try:
             # decision: auth-before-body
-            identity = (
-                caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
-            )
+            identity = await self._pipeline.authenticate(asgi.key_of(headers))
             body = await self.body(scope, receive, headers)
             asked = shown(model) if isinstance(model := body.get("model"), str) else ""
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)
-            answered = await self.answer(request, identity, arrival, labels_of(headers, body.get("metadata")))
-            out = [JSON, *base_headers(arrival.request_id), *{**limited, **answered.limits}.items()]
-            await asgi.send_whole(send, 200, out, msgspec.json.encode(answered.reply))
+            reply = await self.answer(request, identity, arrival)
+            out = [JSON, *base_headers(arrival.request_id), *limited.items()]
+            await asgi.send_whole(send, 200, out, msgspec.json.encode(reply))
         except (Exception, asyncio.CancelledError) as error:
             ended = await asgi.fail(error, arrival.request_id, partial(self.send_error, send, arrival.request_id))
         finally:
@@ -86,7 +74,5 @@ class JsonEndpoint(ABC, Generic[Request]):
                 alias=alias,
                 asked="" if alias else asked,
                 cache="bypass",
-                prompt_tokens=answered.prompt_tokens,
-                cost_microusd=answered.cost_microusd,
             )
             self._pipeline.emit(record)

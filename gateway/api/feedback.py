@@ -12,8 +12,8 @@ from redis.exceptions import RedisError
 
 from cache import CacheUnavailable
 from gateway.accounts import Identity, partition_of
-from gateway.api.endpoint import Answered, JsonEndpoint
-from gateway.journey.turn import Arrival, Labels
+from gateway.api.endpoint import JsonEndpoint
+from gateway.journey.turn import Arrival
 from gateway.learning.reports import Reports
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
@@ -39,11 +39,11 @@ class Feedback(JsonEndpoint[FeedbackRequest]):
         request: FeedbackRequest = convert(body, FeedbackRequest)
         return request, ""
 
-    async def answer(self, request: FeedbackRequest, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+    async def answer(self, request: FeedbackRequest, identity: Identity, arrival: Arrival) -> Any:
         team = identity.team
         own = partition_of(self.settings.secret, team.id)
         try:
             is_right = request.verdict == "right"
-            return Answered(await self._reports.report(own, team.id, request.id, is_right, "caller"))
+            return await self._reports.report(own, team.id, request.id, is_right, "caller")
         except (RedisError, CacheUnavailable) as error:
             raise Unavailable("The report can't be kept at the moment; try again shortly") from error

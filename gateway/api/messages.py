@@ -18,14 +18,14 @@ from msgspec import Meta
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.chat import Chat, Renderer
-from gateway.api.endpoint import Answered, JsonEndpoint
+from gateway.api.endpoint import JsonEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
 from gateway.api.tokens import counted_by_engine
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
-from gateway.journey.turn import Arrival, Labels, Turn, read_turn
+from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.requests import BOM, MESSAGES_MAX, ChatRequest, convert, decode_object
@@ -175,7 +175,7 @@ class CountTokens(_InAnthropicsShape, JsonEndpoint[_Prompt]):
         alias = request.model if request.model in self._pipeline.fleet.aliases else ""
         return (request, _unmarked(marked), native), alias
 
-    async def answer(self, request: _Prompt, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+    async def answer(self, request: _Prompt, identity: Identity, arrival: Arrival) -> Any:
         prompt, chat, native = request
         alias = self._pipeline.fleet.alias(prompt.model, identity.key.models)
         may_use(identity, prompt.model, alias.name)
@@ -186,12 +186,12 @@ class CountTokens(_InAnthropicsShape, JsonEndpoint[_Prompt]):
                 name = one.model if alias.is_pattern else ""
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server
                     counted = await one.backend.count_tokens(native, arrival.request_id, name)
-                    return Answered({"input_tokens": counted})
+                    return {"input_tokens": counted}
         if not prompt.tools:
             tokens = await counted_by_engine(alias, chat["messages"], size)
         checked: ChatRequest = convert(chat, ChatRequest)
         estimated = checked.demand(msgspec.json.encode(chat), chat).prompt_tokens
-        return Answered({"input_tokens": estimated if tokens is None else tokens})
+        return {"input_tokens": estimated if tokens is None else tokens}
 
 
 _SENT = ""  # no field has this name: the body as it came, and the headers

@@ -18,12 +18,12 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.background import Background, send_events
 from gateway.api.chat import Chat, Renderer, Respond
-from gateway.api.endpoint import Answered, JsonEndpoint
+from gateway.api.endpoint import JsonEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory
 from gateway.api.response_events import Response
 from gateway.api.tokens import counted_by_engine
-from gateway.journey.turn import Arrival, Labels, Turn, read_turn
+from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest
@@ -156,7 +156,7 @@ class InputTokens(JsonEndpoint[dict[str, Any]]):
         named: _Model = convert(body, _Model)
         return body, named.model if named.model in self._pipeline.fleet.aliases else ""
 
-    async def answer(self, request: dict[str, Any], identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+    async def answer(self, request: dict[str, Any], identity: Identity, arrival: Arrival) -> Any:
         alias = self._pipeline.fleet.alias(request["model"], identity.key.models)
         may_use(identity, request["model"], alias.name)
         _, _, chat = await as_chat(request, self._memory, identity)
@@ -164,7 +164,7 @@ class InputTokens(JsonEndpoint[dict[str, Any]]):
         checked: ChatRequest = convert(chat, ChatRequest)
         tokens = await counted_by_engine(alias, chat["messages"], len(raw)) if not chat.get("tools") else None
         estimated = checked.demand(raw, chat).prompt_tokens
-        return Answered({"object": "response.input_tokens", "input_tokens": estimated if tokens is None else tokens})
+        return {"object": "response.input_tokens", "input_tokens": estimated if tokens is None else tokens}
 
 
 async def as_chat(

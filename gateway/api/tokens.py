@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from gateway.accounts import Identity
-from gateway.api.endpoint import Answered, JsonEndpoint
+from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.base import BackendError
 from gateway.backends.local.backend import LocalBackend
 from gateway.backends.refusals import from_backend
 from gateway.deployments.alias import Alias
-from gateway.journey.turn import Arrival, Labels
+from gateway.journey.turn import Arrival
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest
@@ -132,7 +132,7 @@ class Tokenize(JsonEndpoint[_TokenizeRequest]):
             chat.check_contents(body)
         return request, alias
 
-    async def answer(self, request: _TokenizeRequest, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+    async def answer(self, request: _TokenizeRequest, identity: Identity, arrival: Arrival) -> Any:
         given = request.prompt if request.prompt is not None else request.messages
         param = "prompt" if request.messages is None else "messages"
         backend, context_tokens = self._engines.engine(request.model, identity, len(msgspec.json.encode(given)), param)
@@ -146,7 +146,7 @@ class Tokenize(JsonEndpoint[_TokenizeRequest]):
             )
         except BackendError as error:
             raise from_backend(error) from None
-        return Answered({"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts})
+        return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}
 
 
 class Detokenize(JsonEndpoint[DetokenizeRequest]):
@@ -163,11 +163,9 @@ class Detokenize(JsonEndpoint[DetokenizeRequest]):
         request: DetokenizeRequest = convert(body, DetokenizeRequest)
         return request, alias
 
-    async def answer(
-        self, request: DetokenizeRequest, identity: Identity, arrival: Arrival, labels: Labels
-    ) -> Answered:
+    async def answer(self, request: DetokenizeRequest, identity: Identity, arrival: Arrival) -> Any:
         backend, _ = self._engines.engine(request.model, identity, len(request.tokens), "tokens")
         try:
-            return Answered({"prompt": await backend.detokenize(request.tokens)})
+            return {"prompt": await backend.detokenize(request.tokens)}
         except BackendError as error:
             raise from_backend(error) from None

@@ -116,8 +116,6 @@ def record_of(
     alias: str = "",
     asked: str = "",
     cache: str = "miss",
-    prompt_tokens: int = 0,
-    cost_microusd: int = 0,
     reply: Reply | None = None,
     flight: Flight | None = None,
 ) -> Record:
@@ -125,15 +123,14 @@ def record_of(
 
     `duration_ms` is from its arrival to its end. `alias` is a configured name or empty; `asked` is
     the name that was asked for instead. `flight` is for a request that led one; `reply` is for any
-    other request that got a reply. `cache`, `prompt_tokens` and `cost_microusd` are for requests
-    without a generation.
+    other request that got a reply. `cache` is for requests without a generation.
     """
     if flight is not None:
         facts = _of_generation(flight, duration_ms)
     elif reply is not None:
         facts = _of_reply(reply, duration_ms)
     else:
-        facts = {"cache": cache, "prompt_tokens": prompt_tokens, "cost_microusd": cost_microusd}
+        facts = {"cache": cache}
     if identity is not None:
         team, key = identity.team, identity.key
         facts |= {"team_id": team.id, "team": team.name, "key_id": key.id, "key": key.name}

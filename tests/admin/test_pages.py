@@ -11,6 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.accounts import LedgerFilter
+from gateway.accounts.conversations import Conversation
+from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.admin import savings_views, views
 from gateway.admin.guard import COOKIE, SESSION_S
 from gateway.admin.models import DeploymentOut
@@ -625,3 +627,15 @@ async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: htt
     assert "Exact hits" not in (await browser.get(f"/admin/savings?team_id={ids['support']}")).text
     for query in ("days=1", "days=x", "days=365&model=big", "team_id=999", "model=%3Cb%3E"):
         assert (await browser.get(f"/admin/savings?{query}")).status_code == 200
+
+
+async def test_a_teams_page_says_what_is_kept_for_it(world: World, browser: httpx.AsyncClient) -> None:
+    """Responses and conversations with their bytes, as the API says them."""
+    team = await world.accounts.create_team("keeper")
+    store = ResponseStore(world.accounts.database, lambda: world.now_s, 60, lambda *_: None)
+    await store.put(StoredResponse("resp_1", team.id, 1, None, b"x" * 1_000, b"y" * 1_000))
+    await store.conversations.create(Conversation("conv_1", team.id, 1, 0.0, {}), [("msg_1", b"z" * 500)])
+    page = (await browser.get(f"/admin/teams/{team.id}")).text
+    assert re.search(r"Kept now: 1 response and 1 conversation, 2.4 KiB", page)
+    found = (await browser.get(f"/admin/api/teams/{team.id}")).json()["stored"]
+    assert found == {"responses": 1, "conversations": 1, "size_bytes": 2_500}

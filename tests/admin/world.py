@@ -31,6 +31,7 @@ from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Audit, Ledger, LedgerRow
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
+from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
@@ -231,6 +232,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
+        stored_responses=ResponseStore(accounts.database, lambda: world.now_s, 60, lambda *_: None),
         batches=Batches(accounts.database, files, settings.batches, lambda: world.now_s),
         budgets=budgets,
         money=Money(budgets, settings.budgets, Spool(None)),
