@@ -181,7 +181,7 @@ class Chat:
 
             async def respond(refusal: ApiError) -> None:
                 body = renderer.failed(refusal)
-                await send({"type": "http.response.body", "body": body, "is_cut": not body})
+                await send({"type": "http.response.body", "body": body, "is_cut": not body, "more_body": not body})
 
             return await asgi.fail(error, reply.turn.arrival.request_id, respond, watcher.note)
 

@@ -121,8 +121,10 @@ def test_speech_streams_to_a_file_and_repeats(client: OpenAI, gateway: Gateway, 
 def test_speech_that_breaks_off_does_not_look_complete(client: OpenAI) -> None:
     """Bytes have no place for an error: the connection ends without the end of the answer, and nothing is stored."""
     for _ in range(2):
-        with pytest.raises((httpx.RemoteProtocolError, APIConnectionError)):
+        with pytest.raises(APIConnectionError):
             client.audio.speech.create(model="cut", voice="alloy", input="Half of this is spoken.")
+    with pytest.raises(APIConnectionError):  # by the server's other cycle, too
+        client.audio.speech.create(model="cut", voice="alloy", input="x" * 9, extra_query={"api-version": "1"})
 
 
 @pytest.mark.parametrize("form", ["json", "verbose_json", "text", "srt", "vtt"])
