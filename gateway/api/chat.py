@@ -22,11 +22,11 @@ from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.chunks import unfold
-from gateway.wire.errors import ApiError, DeadlineExceeded
+from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded
 from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
-from gateway.wire.types import CHAT, Chunk, Kind
+from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind
 
 Respond = Callable[[asgi.Scope, asgi.Send], Awaitable[None]]
 """Sends the response to a request."""
@@ -276,6 +276,8 @@ class Uploads(Chat):
         model: str | None,
     ) -> tuple[Turn, Renderer]:
         boundary = boundary_of(headers.get("content-type", ""))
+        if not boundary and self._kind is not IMAGE_EDIT:
+            raise BadRequest("Expected a multipart/form-data body with a file", code="invalid_type")
         if not boundary:
             return await super().take(receive, headers, arrival, identity, model)
         form, upload = Form(boundary, self._body_bytes_max), FormFiles(self._folder)

@@ -6,6 +6,7 @@ through. Knows no HTTP. Invariant: a text, document, image or sound counts again
 least its tokens and units.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -40,6 +41,8 @@ _IMAGE_OUTPUT_TOKENS_MAX = 16_384  # of one image with its partial ones; above e
 _SPEECH_TOKENS_PER_BYTE = 4  # 20 tokens are a second of speech, which has at least five characters
 _SOUND_BYTES_PER_S = 1_000  # 8 kbit/s: hardly any recording has fewer
 _SOUND_TOKENS_PER_S = 50  # above every provider's count
+
+_SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 
 _TokenId = Annotated[int, Meta(ge=0)]
 
@@ -169,7 +172,10 @@ class ImageRequest(_Plain, kw_only=True):
 
     @property
     def measure(self) -> str:
-        return f"images/{self.quality or ''}/{self.size or ''}"
+        # a size in the place of a quality, or the other way round, would find another price
+        quality = "auto" if _SIZE.fullmatch(self.quality or "") else self.quality
+        size = "auto" if self.size and not _SIZE.fullmatch(self.size) else self.size
+        return f"images/{quality or ''}/{size or ''}"
 
     @property
     def output_tokens(self) -> int:
@@ -228,7 +234,7 @@ class SpeechRequest(_Plain, kw_only=True):
 class _Sound(msgspec.Struct):
     """A file of a form, as the body names it; see `gateway.wire.forms`."""
 
-    bytes: int
+    bytes: Annotated[int, Meta(ge=0)]
 
 
 class TranscriptionRequest(_Plain, kw_only=True):

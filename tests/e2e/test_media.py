@@ -62,6 +62,8 @@ def client(gateway: Gateway) -> OpenAI:
         ({"size": "1792x1024", "quality": "hd"}, "0.080000"),
         ({"size": "1024x1024", "quality": "hd"}, "0.050000"),
         ({"size": "auto"}, "0.080000"),
+        ({"size": "hd/1024x1024"}, "0.080000"),
+        ({"quality": "256x256"}, "0.080000"),
     ],
 )
 def test_an_image_costs_its_price_by_size_and_quality(client: OpenAI, options: dict[str, Any], cost: str) -> None:
@@ -229,7 +231,7 @@ def test_a_form_has_a_limit_of_its_own(client: OpenAI, gateway: Gateway) -> None
     reply = httpx.post(f"{gateway.base_url}/audio/transcriptions", content=parts(), headers=typed, timeout=30)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
     with pytest.raises(BadRequestError, match="file"):
-        client.post("/audio/transcriptions", cast_to=object, body={"model": "writer"})
+        client.post("/audio/transcriptions", cast_to=object, body={"model": "writer", "file": {"bytes": -(10**9)}})
 
 
 def test_a_budget_holds_the_worst_case(gateway: Gateway, client: OpenAI) -> None:
