@@ -47,28 +47,10 @@ if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 __all__ = [
-    "AsyncEngine",
-    "DeadlineExceeded",
-    "Engine",
-    "EngineConfig",
-    "EngineError",
-    "EngineFailed",
-    "EngineLoad",
-    "EngineLoading",
-    "EngineUnavailable",
-    "FinishReason",
-    "GenerateRequest",
-    "Generation",
-    "Grammar",
-    "InvalidRequest",
-    "ModelInfo",
-    "Output",
-    "Overloaded",
-    "PromptTooLong",
-    "SamplingParams",
-    "TokenLogprob",
-    "Usage",
-]
+    "AsyncEngine", "DeadlineExceeded", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
+    "EngineLoading", "EngineUnavailable", "FinishReason", "GenerateRequest", "Generation", "Grammar",
+    "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob", "Usage",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -55,24 +55,12 @@ class EngineConfig:
     is_batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "threads",
-            "kv_size_mb",
-            "kv_blocks",
-            "block_tokens",
-            "context_tokens_max",
-            "step_tokens_max",
-            "sequences_max",
-            "queue_max",
-            "answer_tokens_default",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, not {value}")
+        for name in self.__dataclass_fields__:
+            value, least = getattr(self, name), 0 if name == "draft_tokens_max" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name} must be {least} or more, not {value}")
         if self.wait_max_s is not None and self.wait_max_s <= 0:
             raise ValueError(f"wait_max_s must be above 0, not {self.wait_max_s}")
-        if self.draft_tokens_max < 0:
-            raise ValueError(f"draft_tokens_max must be 0 (off) or more, not {self.draft_tokens_max}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         if self.weights not in ("auto", "int8", "int4", "fp8"):
@@ -175,15 +163,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ModelError for sizes that no model has."""
-        for name in (
-            "hidden_size",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "vocabulary_size",
-            "context_tokens",
-        ):
+        for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "vocabulary_size", "context_tokens"):
             if not 1 <= getattr(self, name) < _SIZE_MAX:
                 raise ModelError(f"{self.name}: {name} must be from 1 to {_SIZE_MAX}, not {getattr(self, name)}")
         for name in (

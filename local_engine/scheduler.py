@@ -36,12 +36,7 @@ class Scheduler:
     """The queue, the running set and the rule between them."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        step_tokens_max: int,
-        sequences_max: int,
-        speculator: Speculator | None = None,
+        self, pool: BlockPool, *, step_tokens_max: int, sequences_max: int, speculator: Speculator | None = None
     ) -> None:
         """`speculator` decides the drafts of decodes; None: no drafts."""
         self.pool = pool

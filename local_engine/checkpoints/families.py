@@ -82,6 +82,7 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _QK_NORM: dict[str, Any] = {"has_qk_norm": True}
 _AROUND: dict[str, Any] = {"norms": "around", "norm_offset": 1.0}
 _AFTER: dict[str, Any] = {**_QK_NORM, "norms": "after", "has_wide_qk_norm": True}
+_MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8}
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
@@ -96,107 +97,30 @@ _SMOLLM3 = {
 _PHI3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
 # by default its class has Mamba's layers and experts, which are refused
 _GRANITE4 = {
-    "num_local_experts": 8,
-    "layer_types": ["mamba"],
-    "shared_intermediate_size": 1024,
-    "attention_multiplier": 1.0,
-}
+    "num_local_experts": 8, "layer_types": ["mamba"], "shared_intermediate_size": 1024, "attention_multiplier": 1.0,
+}  # fmt: skip
 
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", "llama", is_gguf_rope_permuted=True, has_windows=False),
-    Family(
-        "MistralForCausalLM",
-        "mistral",
-        "mistral",
-        is_gguf_rope_permuted=True,
-        has_layer_types=True,
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-    ),
+    Family("MistralForCausalLM", "mistral", "mistral", is_gguf_rope_permuted=True, has_layer_types=True, defaults=_MISTRAL),
     Family("Qwen2ForCausalLM", "qwen2", "qwen2", has_qkv_bias=True, has_layer_types=True, defaults=_QWEN),
-    Family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        "qwen3",
-        traits=_QK_NORM,
-        has_layer_types=True,
-        defaults={**_QWEN, "head_dim": 128},
-    ),
+    Family("Qwen3ForCausalLM", "qwen3", "qwen3", traits=_QK_NORM, has_layer_types=True, defaults={**_QWEN, "head_dim": 128}),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe", traits=_QK_NORM, reads=_EXPERTS, defaults=_QWEN),
-    Family(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        "gemma2",
-        traits=_AROUND,
-        reads=_CAPS,
-        is_gemma=True,
-        window_period=2,
-        has_layer_types=True,
-        has_attention_softcap=True,
-        defaults={**_GEMMA, **_GEMMA2},
-    ),
-    Family(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        "gemma3",
-        traits={**_AROUND, **_QK_NORM},
-        reads=_CAPS,
-        is_gemma=True,
-        window_period=6,
-        window_theta=10_000.0,
-        has_layer_types=True,
-        theta=1_000_000.0,
-        defaults={**_GEMMA, **_GEMMA3},
-    ),
-    Family(
-        "SmolLM3ForCausalLM",
-        "smollm3",
-        "smollm3",
-        reads=("no_rope_layers", "no_rope_layer_interval"),
-        is_gguf_rope_permuted=True,
-        has_layer_types=True,
-        theta=2_000_000.0,
-        defaults=_SMOLLM3,
-    ),
+    Family("Gemma2ForCausalLM", "gemma2", "gemma2", traits=_AROUND, reads=_CAPS, is_gemma=True, window_period=2,
+           has_layer_types=True, has_attention_softcap=True, defaults={**_GEMMA, **_GEMMA2}),
+    Family("Gemma3ForCausalLM", "gemma3_text", "gemma3", traits={**_AROUND, **_QK_NORM}, reads=_CAPS, is_gemma=True,
+           window_period=6, window_theta=1e4, has_layer_types=True, theta=1e6, defaults={**_GEMMA, **_GEMMA3}),
+    Family("SmolLM3ForCausalLM", "smollm3", "smollm3", reads=("no_rope_layers", "no_rope_layer_interval"),
+           is_gguf_rope_permuted=True, has_layer_types=True, theta=2e6, defaults=_SMOLLM3),
     Family("Phi3ForCausalLM", "phi3", "phi3", reads=("partial_rotary_factor",), has_qkv_bias=False, defaults=_PHI3),
-    Family(
-        "GraniteForCausalLM",
-        "granite",
-        "granite",
-        reads=_GRANITE,
-        is_gguf_rope_permuted=True,
-        has_windows=False,
-        defaults={"attention_multiplier": 1.0, "position_embedding_type": "rope"},
-    ),
-    Family(
-        "GraniteMoeHybridForCausalLM",
-        "granitemoehybrid",
-        "granitehybrid",
-        reads=_GRANITE,
-        is_gguf_rope_permuted=True,
-        has_layer_types=True,
-        mlp_size="shared_intermediate_size",
-        defaults=_GRANITE4,
-    ),
-    Family(
-        "Olmo3ForCausalLM",
-        "olmo3",
-        "olmo2",
-        traits=_AFTER,
-        window_period=4,
-        window_theta=0.0,
-        has_layer_types=True,
-        theta=500_000.0,
-        defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
-    ),
-    Family(
-        "Olmo2ForCausalLM",
-        "olmo2",
-        "olmo2",
-        traits=_AFTER,
-        has_windows=False,
-        defaults={"rms_norm_eps": 1e-5},
-    ),
-)
+    Family("GraniteForCausalLM", "granite", "granite", reads=_GRANITE, is_gguf_rope_permuted=True, has_windows=False,
+           defaults={"attention_multiplier": 1.0, "position_embedding_type": "rope"}),
+    Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", "granitehybrid", reads=_GRANITE, is_gguf_rope_permuted=True,
+           has_layer_types=True, mlp_size="shared_intermediate_size", defaults=_GRANITE4),
+    Family("Olmo3ForCausalLM", "olmo3", "olmo2", traits=_AFTER, window_period=4, window_theta=0.0, has_layer_types=True,
+           theta=5e5, defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5}),
+    Family("Olmo2ForCausalLM", "olmo2", "olmo2", traits=_AFTER, has_windows=False, defaults={"rms_norm_eps": 1e-5}),
+)  # fmt: skip
 # their text model is a supported one
 _WITH_IMAGES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 

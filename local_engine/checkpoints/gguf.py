@@ -30,23 +30,13 @@ _NAMES = {
 _DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight")  # of the rotation's frequencies
 _UNUSED = (*_DIVISORS, "rope_factors_long.weight")  # as tensors of the model
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_qkv": "self_attn.qkv_proj",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
-}
+}  # fmt: skip
 _POST_NORM_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -63,11 +53,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 # of these, by the fields that some families read
 _SCALES = {
-    "logit_scale": "logits_scaling",
-    "residual_scale": "residual_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "attention.scale": "attention_multiplier",
-}
+    "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+}  # fmt: skip
 
 # Files name one end, mostly the text's; these end a turn where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|endoftext|>")
@@ -292,10 +280,7 @@ def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: 
         raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
     of_yarn = float(found("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
     return {
-        "rope_type": "default" if kind == "none" else kind,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": found("rope.scaling.yarn_beta_fast"),
-        "beta_slow": found("rope.scaling.yarn_beta_slow"),
-        "attention_factor": of_yarn * given,
-    }
+        "rope_type": "default" if kind == "none" else kind, "factor": factor,
+        "original_max_position_embeddings": original, "beta_fast": found("rope.scaling.yarn_beta_fast"),
+        "beta_slow": found("rope.scaling.yarn_beta_slow"), "attention_factor": of_yarn * given,
+    }  # fmt: skip

@@ -24,14 +24,7 @@ class Rotary:
     sin: torch.Tensor
 
 
-def rotary(
-    rope: RopeConfig,
-    head_dim: int,
-    context_tokens: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Rotary:
+def rotary(rope: RopeConfig, head_dim: int, context_tokens: int, *, dtype: torch.dtype, device: torch.device) -> Rotary:
     """The tables of a model. Where only some of a head's dimensions turn, those that stand still
     follow in each half: `turning_first` is their order."""
     dims = rope.dims or head_dim

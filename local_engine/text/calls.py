@@ -39,13 +39,9 @@ class Format:
 
 
 _TAGGED = Format(
-    "<tool_call>",
-    "<tool_call>",
-    "</tool_call>",
-    lead="\n",
-    between="\n</tool_call>\n<tool_call>\n",
+    "<tool_call>", "<tool_call>", "</tool_call>", lead="\n", between="\n</tool_call>\n<tool_call>\n",
     last="\n</tool_call>",
-)
+)  # fmt: skip
 _ARGS, _CALL_ID, _PYTHON_TAG = "[ARGS]", "[CALL_ID]", "<|python_tag|>"
 _BARE: dict[str, Any] = {"opens": "", "head": '{"name": "NAME", "parameters": ', "between": "; ", "last": ""}
 FORMATS = (

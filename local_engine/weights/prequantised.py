@@ -27,19 +27,10 @@ from local_engine.kernels.cpu import GROUP
 from local_engine.weights.quantised import Quantised
 from local_engine.weights.scaled import Scaled
 
-_LEFT_OUT = frozenset(
-    # scales of quantised activations and keys, and GPTQModel's own notes
-    (
-        "input_scale",
-        "activation_scale",
-        "input_zero_point",
-        "input_scale_ub",
-        "output_scale",
-        "k_scale",
-        "v_scale",
-        "q_scale",
-    )
-)
+# scales of quantised activations and keys, and GPTQModel's own notes
+_LEFT_OUT = frozenset((
+    "input_scale", "activation_scale", "input_zero_point", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale",
+))  # fmt: skip
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in an int32 the nibble of each of eight columns lies
 _PACKED_BITS = (2, 4, 8)
 
@@ -282,12 +273,8 @@ def _unpack_int8(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any], str], Packing]] = {
-    "awq": _awq,
-    "gptq": _gptq,
-    "fp8": _fp8,
-    "fbgemm_fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-}
+    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed_tensors,
+}  # fmt: skip
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------

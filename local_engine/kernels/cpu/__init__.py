@@ -33,16 +33,13 @@ _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "sw_step": [*[_POINTER] * 8, _INT, _INT],
-    "sw_product": [_INT, *[_POINTER] * 3, _INT],
-    "sw_take_rows": [_INT, *[_POINTER] * 3, _INT],
-    "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
-    "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT],
-    "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
+    "sw_step": [*[_POINTER] * 8, _INT, _INT], "sw_product": [_INT, *[_POINTER] * 3, _INT],
+    "sw_take_rows": [_INT, *[_POINTER] * 3, _INT], "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
+    "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT], "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
     "sw_gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
     "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
     "sw_attend": [_INT, *[_POINTER] * 5, _LONG, _FLOAT, _FLOAT, _POINTER, _INT, _LONG, *[_INT] * 4, _LONG],
-}
+}  # fmt: skip
 
 
 class Matrix(ctypes.Structure):
@@ -50,13 +47,9 @@ class Matrix(ctypes.Structure):
     bfloat16 first."""
 
     _fields_ = (
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("bits", _INT),
-        ("columns", _INT),
-        ("outputs", _INT),
+        ("weight", _POINTER), ("bias", _POINTER), ("bits", _INT), ("columns", _INT), ("outputs", _INT),
         ("dequantised_from", _INT),
-    )
+    )  # fmt: skip
 
 
 class Kernels:

@@ -139,21 +139,10 @@ class GroupedExperts:
         sizes = block_sizes(pairs, experts, x.element_size())
         blocks = min(pairs, pairs // sizes["BLOCK_M"] + experts)
         _product_each[(blocks, triton.cdiv(outputs, sizes["BLOCK_N"]))](
-            x,
-            weights,
-            order,
-            counts,
-            out if shares is None else shares,
-            out,
-            experts,
-            columns,
-            outputs,
-            SPREAD=spread,
-            HAS_SHARES=shares is not None,
-            BLOCK_E=triton.next_power_of_2(experts),
-            WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
-            **sizes,
-        )
+            x, weights, order, counts, out if shares is None else shares, out, experts, columns, outputs,
+            SPREAD=spread, HAS_SHARES=shares is not None, BLOCK_E=triton.next_power_of_2(experts),
+            WIDEN=is_interpreted() and x.dtype is torch.bfloat16, **sizes,
+        )  # fmt: skip
         return out
 
 

@@ -61,16 +61,11 @@ class Plan:
         if partials is None and self.own:
             partials = shape.partials(own_splits + shared_splits, self.split_rows, device)
         return Tiles(
-            tables=tables,
-            own=own.view(-1, TILE_FIELDS) if self.own else None,
+            tables=tables, own=own.view(-1, TILE_FIELDS) if self.own else None,
             shared=shared.view(-1, TILE_FIELDS) if self.shared else None,
-            whole=whole.view(-1, TILE_FIELDS) if self.whole else None,
-            split_rows=self.split_rows,
-            rows_max=self.rows_max,
-            own_splits=own_splits,
-            shared_splits=shared_splits,
-            partials=partials,
-        )
+            whole=whole.view(-1, TILE_FIELDS) if self.whole else None, split_rows=self.split_rows,
+            rows_max=self.rows_max, own_splits=own_splits, shared_splits=shared_splits, partials=partials,
+        )  # fmt: skip
 
 
 def plan(

@@ -108,27 +108,11 @@ def product(
     lanes = min(64, max(16, triton.next_power_of_2(rows)))
     if rows:
         _product[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows, lanes))](
-            x,
-            codes,
-            scales,
-            minimums,
-            scales if bias is None else bias,
-            out,
-            rows,
-            columns,
-            codes.shape[1],
-            scales.shape[1],
-            outputs,
-            HAS_BIAS=bias is not None,
-            BITS=bits,
-            GROUP=GROUP,
-            BLOCK_M=lanes,
-            BLOCK_N=_OUTPUTS,
-            BLOCK_K=GROUP * _GROUPS,
-            WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
-            num_warps=4,
-            num_stages=3,
-        )
+            x, codes, scales, minimums, scales if bias is None else bias, out, rows, columns, codes.shape[1],
+            scales.shape[1], outputs, HAS_BIAS=bias is not None, BITS=bits, GROUP=GROUP, BLOCK_M=lanes,
+            BLOCK_N=_OUTPUTS, BLOCK_K=GROUP * _GROUPS, WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
+            num_warps=4, num_stages=3,
+        )  # fmt: skip
     return out
 
 
