@@ -48,7 +48,7 @@ FORMATS = (
     _TAGGED,  # Hermes, Qwen, SmolLM3, Granite 4
     Format(_ARGS, "[TOOL_CALLS]", head=f"NAME{_ARGS}", tail="", between="[TOOL_CALLS]", last=""),  # Mistral, 2025 on
     Format("[TOOL_CALLS]", "[TOOL_CALLS]", lead="["),  # Mistral
-    Format("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", lead="["),  # Phi-4-mini, Granite 3
+    Format("<|tool", "<|tool_call|>", "<|/tool_call|>", lead="["),  # Phi-4-mini, Granite 3
     # OLMo 3, which by itself writes Python
     Format("<function_calls>", "<function_calls>", "</function_calls>", lead="\n[", last="]\n</function_calls>"),
     Format('"parameters": ', **_BARE),  # Llama 3
@@ -144,7 +144,8 @@ class Parts:
 class Reader:
     """Reads one answer piece by piece. `thinking`: the marks of the model's thinking block, which
     is open already where the answer `thinks`. `format` and `names`: of the tools. `is_held`: a
-    grammar keeps calls in their frame, so they leave before they are complete. `is_alone`: any other
+    grammar keeps calls in their frame, so they leave before they are complete. `is_forced`: it lets
+    nothing else be, so what text there is belongs to a frame that was cut. `is_alone`: any other
     text has a form of its own, so calls stand at the beginning or nowhere. After `calls_max`
     calls the answer is over; 0 is no bound."""
 
@@ -156,11 +157,13 @@ class Reader:
         format: Format | None = None,
         names: Collection[str] = (),
         is_held: bool = False,
+        is_forced: bool = False,
         is_alone: bool = False,
         calls_max: int = 0,
     ) -> None:
         self._thinking, self._format, self._names = thinking, format, names
         self._is_held, self._is_alone, self._calls_max = is_held, is_alone, calls_max
+        self._is_forced = is_forced
         self._is_bare = format is not None and not format.opens
         self._state = self._think if thinks else self._begin
         self._strips = thinks  # white space before the next text is part of a frame
@@ -189,6 +192,8 @@ class Reader:
         said = Parts()
         while self._state(said, is_last):
             pass
+        if self._is_forced:
+            said.text = ""
         return said
 
     # -- each state takes what it can from the rest; false: it needs more text
@@ -383,6 +388,11 @@ def _object(given: str) -> str:
 
 class _JsonWords(ast.NodeTransformer):
     """JSON's words for Python's constants."""
+
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        if len({ast.dump(key) for key in node.keys if key is not None}) < len(node.keys):
+            raise ValueError("a key is there twice")
+        return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words: dict[str, Any] = {"true": True, "false": False, "null": None}

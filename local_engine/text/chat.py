@@ -8,6 +8,7 @@ characters as ordinary tokens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -30,6 +31,7 @@ For each call, return a JSON object with the function's name and arguments withi
 <tool_call>
 {{"name": <function-name>, "arguments": <arguments-as-JSON-object>}}
 </tool_call>"""
+_WITH_TOOLS = "You are a helpful assistant with some tools."
 _PROBE = {"type": "function", "function": {"name": "sameway_probe", "description": "", "parameters": {}}}
 _CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them out of all text
 
@@ -50,11 +52,18 @@ class Chat:
         self._template.start()
 
     @functools.cached_property
-    def _reads_tools(self) -> bool:
-        try:
-            return "sameway_probe" in self._ask([{"role": "user", "content": "?"}], [_PROBE], opens_answer=True)
-        except Refusal:
-            return False
+    def _reads_tools(self) -> str:
+        """Where the template takes tools from: `apart`, a value of their own, `in system`, JSON in the
+        system's message (Phi-4-mini), or nowhere."""
+        asked = {"role": "user", "content": "?"}
+        for place, messages, tools in (
+            ("apart", [asked], [_PROBE]),
+            ("in system", [{"role": "system", "content": "", "tools": json.dumps([_PROBE])}, asked], None),
+        ):
+            with contextlib.suppress(Refusal):
+                if "sameway_probe" in self._ask(messages, tools, opens_answer=True):
+                    return place
+        return ""
 
     @property
     def format(self) -> Format:
@@ -67,6 +76,7 @@ class Chat:
             {
                 "messages": messages,
                 "tools": tools,
+                "xml_tools": tools,  # SmolLM3's word for them
                 "add_generation_prompt": opens_answer,
                 "bos_token": self._bos_token,
                 "eos_token": self._eos_token,
@@ -87,10 +97,10 @@ class Chat:
             raise InvalidRequest("messages must not be empty", param="messages")
         try:
             plain = [_plain(message) for message in messages]
-            if tools and not self._reads_tools:
-                plain, tools = _told(plain, tools), None
-            elif not self._has_calls:
-                plain = _told(plain)
+            if not self._has_calls or (tools and self._reads_tools != "apart"):
+                lays_out = functools.partial(_in_system, self.format) if self._reads_tools == "in system" else _told
+                plain = lays_out(plain, () if self._reads_tools == "apart" else tools or ())
+                tools = tools if self._reads_tools == "apart" else None
             given = json.dumps([plain, list(tools or ()), prefix], ensure_ascii=False, default=str)
             cut = next((mark for mark in _CUTS if mark not in given), None)
             if cut is None:
@@ -161,6 +171,22 @@ def _plain_call(call: Any) -> Any:
     except ValueError:
         raise InvalidRequest("a tool call's arguments are not JSON", param="messages") from None
     return {**call, "id": _short(call.get("id")), "function": {**function, "arguments": arguments}}
+
+
+def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+    """The conversation for a template that takes the tools from the system's message and any role, as
+    Phi-4-mini's model card has it: calls are a text."""
+    if tools:
+        first = [] if messages[0]["role"] == "system" else [{"role": "system", "content": _WITH_TOOLS}]
+        own, *others = [*first, *messages]
+        messages = [{**own, "tools": json.dumps([tool["function"] for tool in tools], ensure_ascii=False)}, *others]
+    found = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ()) if "function" in call]
+        text = json.dumps([{name: call.get(name) for name in ("name", "arguments")} for call in calls])
+        content = f"{message['content']}{format.opens}{text}{format.closes}" if calls else message["content"]
+        found.append({**message, "content": content})
+    return found
 
 
 def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:

@@ -136,6 +136,7 @@ class Tokenizer:
             format=self.format if request.tools else None,
             names={tool["function"]["name"] for tool in request.tools or ()},
             is_held=is_held and request.grammar is None,
+            is_forced=is_held and bool(request.tool_choice),
             is_alone=request.grammar is not None,
             calls_max=request.calls_max,
         )

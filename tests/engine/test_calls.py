@@ -246,6 +246,40 @@ def test_a_template_with_tools_lays_them_out_itself() -> None:
     assert chat.format is LISTED
 
 
+PHI4 = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)  # Phi-4-mini's
+
+
+def test_a_template_that_reads_tools_in_the_system_s_message_gets_them_there() -> None:
+    """As JSON, with the calls of before in the model's own frame, and results as messages of their role."""
+    chat = Chat(PHI4, "", "", ())
+    (text,) = chat.render(HISTORY, [WEATHER])
+    tools = json.dumps([WEATHER["function"]])
+    call = '{"name": "get_weather", "arguments": {"city": "\\u00e9"}}'
+    assert text == (
+        f"<|system|>You are a helpful assistant with some tools.<|tool|>{tools}<|/tool|><|end|><|user|>hi<|end|>"
+        f"<|assistant|><|tool_call|>[{call}, {call}]<|/tool_call|><|end|><|tool|>rain<|end|><|tool|>sun<|end|><|assistant|>"
+    )
+    assert chat.format is PHI
+    (text,) = chat.render([{"role": "system", "content": "Be brief."}, HISTORY[0]], [WEATHER])
+    assert text.startswith(f"<|system|>Be brief.<|tool|>{tools}<|/tool|><|end|>")
+    assert chat.render(HISTORY[:1], None)[0] == "<|user|>hi<|end|><|assistant|>"
+
+
+def test_a_template_may_name_the_tools_xml_tools() -> None:
+    """As SmolLM3's does, which writes calls as Hermes."""
+    template = "{% if xml_tools %}{% for t in xml_tools[:] %}{{ t | string }}{% endfor %}<tool_call>{% endif %}{{ messages[0].content }}"
+    chat = Chat(template + "{% for c in messages[0].tool_calls %}{% endfor %}", "", "", ())
+    (text,) = chat.render([{"role": "user", "content": "hi"}], [WEATHER])
+    assert "get_weather" in text
+    assert text.endswith("<tool_call>hi")
+    assert chat.format is TAGGED
+
+
 # -- in the engine
 
 
@@ -319,6 +353,15 @@ def test_a_forced_call_is_made_in_every_format(make_engine: Any, template: str) 
                     arguments == {} if name == "clock" else (set(arguments) == {"city"} and len(arguments["city"]) <= 4)
                 )
     assert ended > 3
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_forced_call_that_is_cut_leaves_no_text(make_engine: Any, template: str) -> None:
+    """After any number of tokens: the beginning of a frame is no text of the answer."""
+    model = Model(make_engine("llama-wide"), template, "[TOOL_CALLS]", "[ARGS]", special=True)
+    for tokens in range(1, 30, 4):
+        model.submit(drawn(tokens, max_tokens=tokens), tools=[WEATHER], tool_choice=ANY_TOOL)
+    assert {text for (text, _, _), _ in model.answers().values()} == {""}
 
 
 def test_a_strict_tool_is_held_where_the_model_begins_a_call(make_engine: Any) -> None:
