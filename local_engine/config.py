@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 _SIZE_MAX = 2**31
+_POSITIVE = (
+    "rms_epsilon", "attention_scale", "attention_softcap", "logit_softcap", "embedding_scale", "logit_divisor",
+)  # fmt: skip
 
 
 class ModelError(Exception):
@@ -166,14 +169,7 @@ class ModelConfig:
         for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "vocabulary_size", "context_tokens"):
             if not 1 <= getattr(self, name) < _SIZE_MAX:
                 raise ModelError(f"{self.name}: {name} must be from 1 to {_SIZE_MAX}, not {getattr(self, name)}")
-        for name in (
-            "rms_epsilon",
-            "attention_scale",
-            "attention_softcap",
-            "logit_softcap",
-            "embedding_scale",
-            "logit_divisor",
-        ):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ModelError(f"{self.name}: {name} must be above 0, not {value}")

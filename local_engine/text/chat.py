@@ -177,9 +177,10 @@ def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -
     """The conversation for a template that takes the tools from the system's message and any role, as
     Phi-4-mini's model card has it: calls are a text."""
     if tools:
-        first = [] if messages[0]["role"] == "system" else [{"role": "system", "content": _WITH_TOOLS}]
-        own, *others = [*first, *messages]
-        messages = [{**own, "tools": json.dumps([tool["function"] for tool in tools], ensure_ascii=False)}, *others]
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": _WITH_TOOLS}, *messages]
+        text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        messages = [{**messages[0], "tools": text}, *messages[1:]]
     found = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls", ()) if "function" in call]

@@ -124,15 +124,9 @@ class GroupedExperts:
         return found.view(rows, per_token, -1).sum(1)
 
     def _product(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        order: torch.Tensor,
-        counts: torch.Tensor,
-        shares: torch.Tensor | None,
-        pairs: int,
-        spread: int,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, counts: torch.Tensor,
+        shares: torch.Tensor | None, pairs: int, spread: int,
+    ) -> torch.Tensor:  # fmt: skip
         """[pairs, outputs]: each pair's row of x times its expert's matrix, times its share."""
         experts, outputs, columns = weights.shape
         out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)

@@ -69,15 +69,9 @@ class Plan:
 
 
 def plan(
-    shape: Shape,
-    short: Many[Span],
-    long: Many[Span],
-    prefixes: Many[Prefix] = (),
-    *,
-    own_tiles: int = 0,
-    shared_tiles: int = 0,
-    split_rows: int = 0,
-) -> Plan:
+    shape: Shape, short: Many[Span], long: Many[Span], prefixes: Many[Prefix] = (), *, own_tiles: int = 0,
+    shared_tiles: int = 0, split_rows: int = 0,
+) -> Plan:  # fmt: skip
     """Tiles for the spans. `prefixes` are of indices of `short`, each of consecutive ones. There
     are at least `own_tiles` and `shared_tiles`, of which the rest have no rows, and `split_rows`,
     so that one captured graph fits many steps."""

@@ -94,13 +94,9 @@ def _product(
 
 
 def product(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    minimums: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor, bias: torch.Tensor | None,
     bits: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """x [rows, columns] times a matrix of codes, as `halves` packs those of 4 bits: [rows, outputs]
     of x's type."""
     (rows, columns), outputs = x.shape, len(codes)
