@@ -153,7 +153,8 @@ class Pipeline:
         can be removed at any time. Raises ApiError.
         """
         alias = own or self.fleet.alias(turn.alias, identity.key.models)
-        may_use(identity, turn.alias, alias.name)
+        if identity.key.models is not None:
+            may_use(identity, turn.alias, alias.name)
         alias.check(turn.body, turn.demand, turn.kind)
         found = self._fingerprint(turn, identity)
         looked = await self._look_up(turn, identity, alias, found)
@@ -217,13 +218,15 @@ class Pipeline:
             if looked.is_claimed:
                 await self._release(found)
             raise
-        seen = turn.demand.prompt_tokens * looked.warm_depth // len(found.chain) if looked.warm else 0
+        warm: dict[str, int] = {}
+        if looked.warm:
+            warm[looked.warm] = turn.demand.prompt_tokens * looked.warm_depth // len(found.chain)
         is_pointed = looked.pointer is not None
         return _Looked(
             headers,
             looked.entry if may_look and not is_pointed else None,
             pointed=self._semantic.follow(found, controls, team, alias, looked) if is_pointed else None,
-            warm={looked.warm: seen} if looked.warm else {},
+            warm=warm,
             degraded=("redis",) if looked.miss is LookupMiss.UNAVAILABLE else (),
             is_claimed=looked.is_claimed,
             elsewhere_ms=looked.elsewhere_ms,

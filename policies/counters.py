@@ -84,8 +84,6 @@ class Counter(msgspec.Struct):
 
 
 def _is_about(budget: Budget, values: Mapping[str, str]) -> bool:
-    if budget.axis == TEAM:
-        return True
     if budget.axis == DEPLOYMENT and DEPLOYMENT not in values:
         return False
     return budget.value is None or value_of(budget.value) == value_of(values.get(budget.axis, ""))
@@ -101,12 +99,13 @@ def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int)
     found: dict[str, Counter] = {}
     for budget in budgets:
         most = need.most(budget.unit)
-        if not most or not _is_about(budget, need.values):
+        if not most or (budget.axis != TEAM and not _is_about(budget, need.values)):
             continue
         made = counter_of(budget, team_id, need.values.get(budget.axis, ""), at_ms)
-        usual = need.usual(budget.unit)
-        made.usual = most if usual is None else min(usual, most)
-        made.most = made.usual if budget.overdraft is Overdraft.ALLOW and budget.is_hard else most
+        made.most = made.usual = most
+        if (usual := need.usual(budget.unit)) is not None:
+            made.usual = min(usual, most)
+            made.most = made.usual if budget.overdraft is Overdraft.ALLOW and budget.is_hard else most
         same = found.setdefault(made.name, made)
         if same is not made:  # a hard and a soft budget of one window
             same.budgets.append(budget)

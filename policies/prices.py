@@ -6,7 +6,8 @@ less than the exact product of tokens and price.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 import msgspec
 
@@ -50,12 +51,16 @@ class Tokens(msgspec.Struct, frozen=True):
     units: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompt >= 0 <= self.completion and not any(msgspec.structs.astuple(self)[2:]):
+        if self.prompt >= 0 <= self.completion and _parts_of(self) == _NO_PARTS:
             return
         inside = self.cached + self.cache_write + self.cache_write_1h + self.audio_prompt + self.image_prompt
         inside_completion = self.reasoning + self.audio_completion + self.image_completion
         if inside > self.prompt or inside_completion > self.completion or min(msgspec.structs.astuple(self)) < 0:
             raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {self}")
+
+
+_parts_of = attrgetter(*Tokens.__struct_fields__[2:])
+_NO_PARTS = (0,) * len(Tokens.__struct_fields__[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +88,24 @@ class Price:
     image_output_microusd_per_mtok: MicroUSD | None = None
     tool_call_microusd: MicroUSD | None = None
     units: tuple[tuple[str, MicroUSD], ...] = ()
+    _dearest: tuple[MicroUSD, MicroUSD] = field(init=False, repr=False, compare=False)  # input, output of any request
 
     def __post_init__(self) -> None:
-        amounts = [getattr(self, field.name) or 0 for field in fields(self) if field.name != "units"]
+        amounts = [getattr(self, one.name) or 0 for one in fields(self) if one.init and one.name != "units"]
         if min(*amounts, *(price for _, price in self.units)) < 0:
             raise ValueError(f"prices must be at least 0: {self}")
+        read, written = self.cached_input_microusd_per_mtok or 0, self.cache_write_microusd_per_mtok or 0
+        inputs = self.input_microusd_per_mtok, read, written, self.image_input_microusd_per_mtok or 0
+        reasoning, image = self.reasoning_microusd_per_mtok or 0, self.image_output_microusd_per_mtok or 0
+        outputs = self.output_microusd_per_mtok, reasoning, image
+        object.__setattr__(self, "_dearest", (max(inputs), max(outputs)))
 
     def cost(self, tokens: Tokens) -> MicroUSD:
         """The cost of `tokens`, rounded up to a whole µUSD once, after the sum."""
         plain, answer = self.input_microusd_per_mtok, self.output_microusd_per_mtok
-        scaled = tokens.prompt * plain + tokens.completion * answer
-        if any(msgspec.structs.astuple(tokens)[2:]):
+        scaled, calls = tokens.prompt * plain + tokens.completion * answer, 0
+        if _parts_of(tokens) != _NO_PARTS:
+            calls = tokens.tool_calls * (self.tool_call_microusd or 0)
             for count, price, usual in (
                 (tokens.cached, self.cached_input_microusd_per_mtok, plain),
                 (tokens.cache_write, self.cache_write_microusd_per_mtok, plain),
@@ -106,7 +118,6 @@ class Price:
             ):
                 if count and price is not None:
                     scaled += count * (price - usual)
-        calls = tokens.tool_calls * (self.tool_call_microusd or 0)
         return self.request_microusd + calls - (-scaled // _PER_MTOK)
 
     def cost_max(
@@ -123,20 +134,12 @@ class Price:
         `has_audio`: sounds may be among them; `has_long_writes`: the request asks the provider to
         keep a prefix for an hour.
         """
-        dearest_input = max(
-            self.input_microusd_per_mtok,
-            self.cached_input_microusd_per_mtok or 0,
-            self.cache_write_microusd_per_mtok or 0,
-            self.image_input_microusd_per_mtok or 0,
-            (has_long_writes and self.cache_write_1h_microusd_per_mtok) or 0,
-            (has_audio and self.audio_input_microusd_per_mtok) or 0,
-        )
-        dearest_output = max(
-            self.output_microusd_per_mtok,
-            self.reasoning_microusd_per_mtok or 0,
-            self.image_output_microusd_per_mtok or 0,
-            (has_audio and self.audio_output_microusd_per_mtok) or 0,
-        )
+        dearest_input, dearest_output = self._dearest
+        if has_long_writes:
+            dearest_input = max(dearest_input, self.cache_write_1h_microusd_per_mtok or 0)
+        if has_audio:
+            dearest_input = max(dearest_input, self.audio_input_microusd_per_mtok or 0)
+            dearest_output = max(dearest_output, self.audio_output_microusd_per_mtok or 0)
         scaled = prompt_tokens * dearest_input + completion_tokens * dearest_output
         return self.request_microusd + tool_calls * (self.tool_call_microusd or 0) - (-scaled // _PER_MTOK)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from operator import attrgetter, itemgetter
 from statistics import median
 
 import msgspec
@@ -228,8 +229,9 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
         lacks = len(demand.prefers - candidate.capabilities) if demand.prefers else 0
         order = (lacks, score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
         ranked.append((order, _ranked(candidate, forecast, score, demand)))
-    ranked.sort(key=lambda pair: pair[0])
-    return Route(tuple([r for _, r in ranked]), tuple(sorted(rejected, key=lambda r: r.name)))
+    ranked.sort(key=itemgetter(0))
+    rejected.sort(key=attrgetter("name"))
+    return Route(tuple([r for _, r in ranked]), tuple(rejected))
 
 
 def _median(values: Iterable[float | None], prior: float) -> float:

@@ -26,7 +26,7 @@ Defer = Callable[[Callable[[], None]], object]
 
 
 class BatchTerms(msgspec.Struct, frozen=True):
-    """The common part of one call: the script's keys and limits, and the command that lists the
+    """The common part of one call: the script's keys and limits, and the key that lists the
     partition.
     """
 
@@ -34,7 +34,8 @@ class BatchTerms(msgspec.Struct, frozen=True):
     size_max: int
     warm_ttl_ms: int
     half_life_ms: int
-    listing: tuple[Any, ...]
+    list_key: str
+    partition: bytes
 
 
 class BatchItem(msgspec.Struct):
@@ -85,7 +86,8 @@ class StoreBatch:
         if _failed(together, reply):
             return
         if not reply.result():
-            listed = asyncio.ensure_future(self._redis.execute_command(*terms.listing))
+            listing = ("ZADD", terms.list_key, together[0].now_ms // 1000, terms.partition)
+            listed = asyncio.ensure_future(self._redis.execute_command(*listing))
             listed.add_done_callback(partial(self._listed, terms, together))
             return
         for one, stored in zip(together, reply.result(), strict=True):

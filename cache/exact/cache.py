@@ -197,6 +197,8 @@ class ExactCache:
         """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before, warm, depth = self._l1.purges, b"", 0
+        entry, pointer = None, None
+        miss: LookupMiss | None = LookupMiss.ABSENT
         try:
             # no variable holds a future that may fail: its error would hold this frame, in a cycle
             if links:
@@ -209,19 +211,19 @@ class ExactCache:
             else:
                 found = await self._looking(fp, claims, words)
             look = Look(found) if claims is None else self._store.claims.read(fp, found)
-            entry, miss = self._read(look.data, fp, max_age_s, purges_before)
-            if claims is not None and entry is None and look.data is not None:
-                look = self._store.claims.read(fp, await self._store.look(fp, wants=claims, is_stale=True))
+            if look.data is not None:
+                entry, miss = self._read(look.data, fp, max_age_s, purges_before)
+                if claims is not None and entry is None:
+                    look = self._store.claims.read(fp, await self._store.look(fp, wants=claims, is_stale=True))
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
-        pointer = None
         if look.pointed is not None:
             entry, pointer = self._pointed(*look.pointed, fp, max_age_s)
             miss = LookupMiss.ABSENT if entry is None else None
         return Lookup(
             entry=entry,
             miss=miss,
-            warm=warm.decode(errors="replace") or None,
+            warm=warm.decode(errors="replace") if warm else None,
             warm_depth=depth,
             is_claimed=look.is_claimed,
             elsewhere_ms=look.elsewhere_ms,

@@ -167,13 +167,6 @@ class EntryStore:
         if warm is not None:
             links = dict.fromkeys((entry.exact, *chain[-1:], *chain[:1]))
             warm_keys = [_warm_key(entry.partition, link) for link in links]
-        terms = BatchTerms(
-            _keys(entry.partition)[:8],
-            size_bytes_max,
-            _ms(warm_ttl_s),
-            _HALF_LIFE_MS,
-            ("ZADD", _PARTITIONS, int(now), entry.partition),
-        )
         argv = (
             entry.exact,
             packed.data,
@@ -188,7 +181,10 @@ class EntryStore:
             own_pointer(entry) if words else b"",
         )
         was_there, *evicted = await self._batch.store(
-            terms, argv, (*warm_keys, claim) if claim else warm_keys, _ms(now)
+            _terms(entry.partition, size_bytes_max, warm_ttl_s),
+            argv,
+            (*warm_keys, claim) if claim else warm_keys,
+            _ms(now),
         )
         # after the entry is there: a follower that reads the record fetches the facts on it
         if entry.text is not None:
@@ -346,6 +342,18 @@ def _keys(partition: Partition) -> tuple[str, ...]:
     # decision: cache-budget-per-partition
     tag = "sameway:{" + partition.hex() + "}:"
     return tuple(tag + name for name in _NAMES)
+
+
+@lru_cache(maxsize=4096)
+def _terms(partition: Partition, size_bytes_max: int, warm_ttl_s: float) -> BatchTerms:
+    return BatchTerms(
+        keys=_keys(partition)[:8],
+        size_max=size_bytes_max,
+        warm_ttl_ms=_ms(warm_ttl_s),
+        half_life_ms=_HALF_LIFE_MS,
+        list_key=_PARTITIONS,
+        partition=partition,
+    )
 
 
 def _warm_key(partition: Partition, link: bytes) -> str:

@@ -24,7 +24,7 @@ from gateway.accounts import rollups, schema
 from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
-from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS, amounts_of
+from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
 from gateway.accounts.row import HitsRow, LedgerRow
 from policies import WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
@@ -182,8 +182,9 @@ class Ledger:
             insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
             values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
             new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
-        await self._add_to_days(connection, new)
-        await rollups.add(connection, self._database, new)
+        alike = rollups.alike(new)
+        await self._add_to_days(connection, alike)
+        await rollups.add(connection, self._database, alike)
         await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
         await self._add_to_counts(connection, new)
         return len(new)
@@ -363,13 +364,11 @@ class Ledger:
                 known[1] = max(known[1], charge.keep_until_ms)
         await self._database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
-    async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
+    async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[rollups.Alike]) -> None:
         sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
-        for row in rows:
+        for row, amounts in rows:
             key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
-            day = sums.setdefault(key, [0] * len(SUMS))
-            for place, amount in enumerate((int(row.kind != CORRECTION), *amounts_of(row))):
-                day[place] += amount
+            rollups.sum_up(sums, key, amounts)
         await self._database.add_up(connection, schema.ledger_days, SUMS, sums)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Sequence[_Line]) -> None:

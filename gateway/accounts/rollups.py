@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -46,6 +46,8 @@ _ADVISORY_LOCK = 0x5A3E_3A12  # any number, the same in every process
 
 _CHECKED = ("requests", "prompt_tokens", "completion_tokens", "cost_microusd")
 
+Key = TypeVar("Key", bound=tuple[Any, ...])
+
 _Place = tuple[int, str, int]
 """A period, an axis and a team."""
 
@@ -54,7 +56,11 @@ _Label = tuple[int, str, int, str]
 
 _table = schema.ledger_rollups
 _names = tuple(column.name for column in _table.primary_key)
-amounts_of = operator.attrgetter(*SUMS[1:])
+_amounts_of = operator.attrgetter(*SUMS[1:])
+_labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
+
+Alike = tuple[LedgerRow, list[int]]
+"""One of several rows, and the sums of all in the order of SUMS."""
 
 
 def tag_axis(name: str) -> str:
@@ -84,11 +90,25 @@ def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
     return found
 
 
-async def add(connection: AsyncConnection, database: Database, rows: Sequence[LedgerRow]) -> None:
-    """Add new rows of the ledger, in their transaction."""
-    labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row in rows}
-    wanted: dict[_Place, set[str]] = defaultdict(set)
+def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
+    """The rows that differ in nothing but amounts within their day, summed."""
+    found: dict[tuple[Any, ...], list[LedgerRow]] = {}
     for row in rows:
+        found.setdefault((row.at_ms // DAY_MS, *_labels_of(row)), []).append(row)
+    return [
+        (
+            some[0],
+            [0 if some[0].kind == CORRECTION else len(some), *map(sum, zip(*map(_amounts_of, some), strict=True))],
+        )
+        for some in found.values()
+    ]
+
+
+async def add(connection: AsyncConnection, database: Database, rows: Sequence[Alike]) -> None:
+    """Add new rows of the ledger, in their transaction."""
+    labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row, _ in rows}
+    wanted: dict[_Place, set[str]] = defaultdict(set)
+    for row, _ in rows:
         block = _block_of(row)
         if row.user:
             wanted[block, USER, row.team_id].add(stored(row.user))
@@ -97,17 +117,17 @@ async def add(connection: AsyncConnection, database: Database, rows: Sequence[Le
             wanted[block, tag_axis(name[1:]), row.team_id].add(value)
     known = await _admitted(connection, wanted) if wanted else set[_Label]()
     sums: dict[_Label, list[int]] = {}
-    for row in rows:
-        amounts = [int(row.kind != CORRECTION), *amounts_of(row)]
+    for row, amounts in rows:
         for axis, value in {*_fixed(row), *_bounded(row, labels[row.id], known)}:
-            _add(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
+            sum_up(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
     for (day, *rest), amounts in list(sums.items()):
         for level in range(1, len(SPANS)):
-            _add(sums, (period_of(day, level), *rest), amounts)  # type: ignore[arg-type]
+            sum_up(sums, (period_of(day, level), *rest), amounts)  # type: ignore[misc]
     await database.add_up(connection, _table, SUMS, sums)
 
 
-def _add(sums: dict[_Label, list[int]], key: _Label, amounts: Sequence[int]) -> None:
+def sum_up(sums: dict[Key, list[int]], key: Key, amounts: Sequence[int]) -> None:
+    """Add `amounts` to those of `key`, one by one."""
     have = sums.get(key)
     sums[key] = list(amounts) if have is None else list(map(operator.add, have, amounts))
 

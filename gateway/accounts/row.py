@@ -73,6 +73,8 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
             return []
         read, written = self.prefix_read_microusd, self.prefix_write_microusd
         rest = self.baseline_microusd - self.cost_microusd - read + written
+        if not (read or written or rest):
+            return []
         parts = (("prefix_read", read), ("prefix_write", -written), (self.mechanism or "other", rest))
         return [part for part in parts if part[1]]
 

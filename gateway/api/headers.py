@@ -49,10 +49,19 @@ def answer_headers(reply: Reply) -> Headers:
         (b"cache-status", _cache_status(source, entry).encode()),
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
-    if reader is not None and reader.generation.steps:
-        headers.append((b"x-sameway-fallback", reader.generation.serving.name.encode("latin-1", "replace")))
-    if reader is not None and reader.generation.hedge is not None:
-        headers.append((b"x-sameway-hedge", reader.generation.hedge.deployment.encode("latin-1", "replace")))
+    limits = reply.limits
+    if reader is not None:
+        generation = reader.generation
+        if generation.steps:
+            headers.append((b"x-sameway-fallback", generation.serving.name.encode("latin-1", "replace")))
+        if generation.hedge is not None:
+            headers.append((b"x-sameway-hedge", generation.hedge.deployment.encode("latin-1", "replace")))
+        if generation.queued_ms:
+            headers.append((b"x-sameway-queued-ms", f"{generation.queued_ms:.0f}".encode()))
+        if generation.cut_at is not None:
+            headers.append((b"x-sameway-cut-at", str(generation.cut_at).encode()))
+        if generation.headers and reader.is_leader:
+            limits = limits | generation.headers  # the tokens' limits, too
     if entry is not None:
         if (similarity := reply.similarity) is not None:
             headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
@@ -60,13 +69,6 @@ def answer_headers(reply: Reply) -> Headers:
         headers.append((b"x-sameway-cost-usd", b"0"))
         if (baseline := entry.labels.get("baseline_microusd")) is not None:
             headers.append((b"x-sameway-saved-usd", dollars(int(baseline)).encode()))
-    if reader is not None and reader.generation.queued_ms:
-        headers.append((b"x-sameway-queued-ms", f"{reader.generation.queued_ms:.0f}".encode()))
-    if reader is not None and reader.generation.cut_at is not None:
-        headers.append((b"x-sameway-cut-at", str(reader.generation.cut_at).encode()))
-    limits = reply.limits
-    if reader is not None and reader.is_leader and reader.generation.headers:
-        limits = limits | reader.generation.headers  # the tokens' limits, too
     headers += limits.items()
     return headers
 

@@ -170,7 +170,7 @@ class Alias:
         An answer of another model is a fallback, and is not cached.
         """
         ranked = route.ranked
-        if any(rejected.cause in _PASSING for rejected in route.rejected):
+        if route.rejected and any(rejected.cause in _PASSING for rejected in route.rejected):
             well = [_well(candidate) for candidate in self._candidates(demand)]
             ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
         return self.deployments[ranked[0].name].model if ranked else ""
@@ -180,9 +180,10 @@ class Alias:
 
     def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
         """`demand` with what this alias adds to it."""
-        output_max, default = demand.output_tokens_max, self.settings.output_tokens_default
-        if not demand.is_output_asked and default:
-            output_max = default
+        default = None if demand.is_output_asked else self.settings.output_tokens_default
+        if not (default or warm or tried or deadline_ms is not None):
+            return demand
+        output_max = default or demand.output_tokens_max
         return msgspec.structs.replace(
             demand,
             output_tokens_max=output_max,

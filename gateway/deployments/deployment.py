@@ -92,7 +92,7 @@ class Deployment:
 
     def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
-        cost = self._price(demand).cost(tokens)
+        cost = (self._price(demand) if demand.tier else self.price).cost(tokens)
         if demand.units > 1 or demand.measure:
             has_tokens = tokens.prompt or tokens.completion
             cost += 0 if demand.measure and has_tokens else self._of_units(demand, tokens.units)
@@ -101,7 +101,7 @@ class Deployment:
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
         """The highest possible cost of a request whose answers have so many tokens together."""
         calls = _TOOL_CALLS_MAX if demand.reserved & PAID else 0
-        cost = self._price(demand).cost_max(
+        cost = (self._price(demand) if demand.tier else self.price).cost_max(
             demand.prompt_tokens_max,
             completion_tokens,
             has_audio=demand.has_audio,
@@ -120,7 +120,7 @@ class Deployment:
 
     def _price(self, demand: Demand) -> Price:
         """The price of the tier asked for; of a tier without one, the dearest."""
-        if not demand.tier or not self.tiers:
+        if not self.tiers:
             return self.price
         dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
         return self.tiers.get(demand.tier, dearest)

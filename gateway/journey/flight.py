@@ -19,7 +19,7 @@ from cache import Entry
 from gateway.exceptions import fresh
 from gateway.journey.generation import Generation
 from gateway.journey.turn import Ended, Turn
-from gateway.wire.types import Chunk
+from gateway.wire.types import Chunk, size_of
 from policies import Route
 
 # after the last reader has left: a deployment counts its tokens at the end of the answer
@@ -108,8 +108,7 @@ class Flight(msgspec.Struct, eq=False):
         if self.first_at is None:
             self.first_at = time.perf_counter()
         self.chunks.extend(chunks)
-        for chunk in chunks:
-            self.size_bytes += len(chunk.data)
+        self.size_bytes += size_of(chunks)
         if self._sleepers:
             self._wake()
 
@@ -181,7 +180,7 @@ class Flight(msgspec.Struct, eq=False):
 
     def _leave(self, reader: "Reader") -> None:
         self._readers.remove(reader)
-        self.taken_bytes = max([one.taken_bytes for one in self._readers], default=0)
+        self.taken_bytes = max([one.taken_bytes for one in self._readers]) if self._readers else 0
         if not self._readers and not self.is_done and self._task is not None:
             # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()

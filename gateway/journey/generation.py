@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cache import Entry, Fingerprint
-from cache.eligibility import CUT
+from cache import Entry, Fingerprint, Outcome
+from cache.eligibility import CUT, store_refusal
 from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
@@ -19,7 +19,7 @@ from gateway.journey.bill import Spent, Try, book, charged, cost_of, with_charge
 from gateway.journey.hedge import Hedged
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
-from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refusal_of
+from gateway.journey.storing import deployment_of, ends_as_asked, entry_of
 from gateway.journey.turn import Turn
 from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, Usage, opened
@@ -239,8 +239,7 @@ class Generation(msgspec.Struct, eq=False):
 
     def learn_length(self) -> None:
         """10. Learn how long answers of this alias are, where the deployment counted a whole one."""
-        spent = self.spent
-        is_whole = self.progress.is_complete and self.cut_at is None
+        spent, is_whole = self.spent, self.progress.is_complete and self.cut_at is None
         if spent is None or spent.is_estimated or not is_whole or self.turn.kind.is_plain:
             return
         self.alias.lengths.add(-(-spent.usage.completion_tokens // self.turn.demand.choices))
@@ -314,18 +313,23 @@ class Generation(msgspec.Struct, eq=False):
 
         `is_servable`: some lookup could find it.
         """
-        kind, controls = self.turn.kind, self.turn.controls
-        return refusal_of(
-            self.progress,
-            kind,
-            controls,
-            entry_bytes_max,
+        turn, progress = self.turn, self.progress
+        outcome = Outcome(
+            is_complete=progress.is_complete,
+            finish_reasons=tuple(progress.finish_reasons),
             is_fallback=self.is_fallback,
             is_servable=is_servable,
             is_rescued=bool(self.seams),
-            is_cut_as_asked=self.is_cut and ends_as_asked(self.progress, self.turn.body, self.demand.choices),
-            is_cut=self.cut_at is not None,
+            size_bytes=progress.size_bytes,
+            has_content=progress.has_content,
+            is_length_asked=self.cut_at is None
+            and (
+                turn.kind.output_tokens_default is not None
+                or (self.is_cut and ends_as_asked(progress, turn.body, self.demand.choices))
+            ),
         )
+        refusal = store_refusal(outcome, turn.controls, entry_bytes_max)
+        return refusal.value if refusal is not None else None
 
     def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:
         """The cache entry for this generation, which has ended."""

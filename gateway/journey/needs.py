@@ -24,6 +24,7 @@ TAGS_HEADER = "x-sameway-tags"
 TAGS_MAX = 16
 """The tags of a request that its rows of the ledger have."""
 
+_USERS = frozenset({"user", "safety_identifier"})
 _READ_CHARS, _KEPT_CHARS, _DIGEST_CHARS = 1024, 64, 16
 
 
@@ -67,7 +68,7 @@ def booked_labels(body: Mapping[str, Any], labels: Labels) -> tuple[str, str]:
     """The end user and the tags of a request as its rows of the ledger have them: texts of bounded
     length, the tags as a JSON object. Both are empty without any.
     """
-    user = _user(body)
+    user = "" if _USERS.isdisjoint(body) else _user(body)
     if user:
         user = _kept(user)
     if labels is NO_LABELS:

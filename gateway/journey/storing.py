@@ -10,42 +10,12 @@ from typing import Any
 
 import msgspec
 
-from cache import Controls, Entry, Fingerprint, Outcome, Recorded
+from cache import Entry, Fingerprint, Recorded
 from cache.context import relax as context
-from cache.eligibility import is_cut_as_asked, store_refusal
+from cache.eligibility import is_cut_as_asked
 from gateway.deployments.progress import Progress
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk, Kind
-
-
-def refusal_of(
-    progress: Progress,
-    kind: Kind,
-    controls: Controls,
-    entry_bytes_max: int,
-    *,
-    is_fallback: bool,
-    is_servable: bool,
-    is_rescued: bool = False,
-    is_cut_as_asked: bool = False,
-    is_cut: bool = False,
-) -> str | None:
-    """The reason why this generation is not stored, as the cache counts it; None if it is."""
-    refusal = store_refusal(
-        Outcome(
-            is_complete=progress.is_complete,
-            finish_reasons=tuple(progress.finish_reasons),
-            is_fallback=is_fallback,
-            is_servable=is_servable,
-            is_rescued=is_rescued,
-            size_bytes=progress.size_bytes,
-            has_content=progress.has_content,
-            is_length_asked=not is_cut and (is_cut_as_asked or kind.output_tokens_default is not None),
-        ),
-        controls,
-        entry_bytes_max,
-    )
-    return refusal.value if refusal is not None else None
+from gateway.wire.types import Chunk
 
 
 def ends_as_asked(progress: Progress, body: dict[str, Any], choices: int) -> bool:

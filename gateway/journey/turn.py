@@ -202,8 +202,10 @@ _DEFAULT_CONTROLS = Controls()
 
 def _deadline(header: str | None, started: float) -> float | None:
     """The deadline of the official SDKs' read time-out, in seconds; None for any other value."""
+    if not header:
+        return None
     try:
-        seconds = float(header or "")
+        seconds = float(header)
     except ValueError:
         return None
     return started + seconds if 0 < seconds < 86_400 else None

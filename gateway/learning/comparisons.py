@@ -44,7 +44,7 @@ from gateway.learning.llm_judge import NO_ANSWER, second_opinion
 from gateway.loggers import get_logger
 from gateway.telemetry import checks
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk
+from gateway.wire.types import Chunk, size_of
 
 _QUEUE_MAX = 256
 _AT_ONCE = 4
@@ -251,7 +251,7 @@ class Judging:
         served: AnswerRef | None = None,
     ) -> _Asked | None:
         found, chunks = flight.generation.fingerprint, flight.chunks
-        if found.text is None or sum(len(chunk.data) for chunk in chunks) > _CHUNKS_BYTES_MAX:
+        if found.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks
         return _Asked(

@@ -125,7 +125,7 @@ class Metrics:
             self._count_attempts(record, series)
         if record.is_disconnected:
             self.add(names.DISCONNECTS, 1, record.alias)
-        is_refused = bool(record.error) and record.error == DeploymentFull.code
+        is_refused = record.error == DeploymentFull.code
         if record.queued_ms or is_refused:
             self.add(names.QUEUED, 1, record.alias, "refused" if is_refused else "waited")
             self.add(names.QUEUED_TIME, record.queued_ms / 1e3, record.alias)

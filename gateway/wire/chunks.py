@@ -70,10 +70,6 @@ class Answer(msgspec.Struct, gc=False):
     error: Any = None
     object: Any = None
 
-    @property
-    def has_usage(self) -> bool:
-        return self.usage != _NO_USAGE
-
 
 _decode_answer = msgspec.json.Decoder(Answer).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -109,7 +105,7 @@ def mended(data: bytes) -> tuple[bytes, Answer]:
         if other == data:
             raise
         return other, parse(other)
-    if answer.has_usage and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
+    if answer.usage != _NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
         data = _without_odd_numbers(data)
         answer = parse(data)
     return data, answer
@@ -122,8 +118,7 @@ def _without_odd_numbers(data: bytes) -> bytes:
 def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts found in it."""
     choices = answer.choices or ()
-    usage = usage_of(answer.usage) if answer.has_usage else None
-    has_content = False
+    has_usage, has_content = answer.usage != _NO_USAGE, False
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
@@ -137,8 +132,8 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
         is_whole=is_whole,
         has_content=has_content,
         finish_reasons=reasons,
-        usage=usage,
-        is_usage_only=not choices and answer.has_usage,
+        usage=usage_of(answer.usage) if has_usage else None,
+        is_usage_only=not choices and has_usage,
     )
 
 
@@ -174,7 +169,7 @@ class FinishTracker:
     def is_going_on(self, answer: Answer) -> bool:
         """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
         choices = answer.choices
-        if choices is None or len(choices) != 1 or answer.has_usage or answer.error is not None:
+        if choices is None or len(choices) != 1 or answer.usage != _NO_USAGE or answer.error is not None:
             return False
         choice = choices[0]
         text = choice.text if choice.delta is None else choice.delta.content

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.wire.chunks import TEXT, UNREADABLE, DeltaTemplate, is_text
-from gateway.wire.types import Chunk
+from gateway.wire.types import Chunk, size_of
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure's first chunk has these empty
 # obfuscation pads chunks against eavesdroppers
@@ -52,7 +52,7 @@ def text_bytes(chunks: Sequence[Chunk]) -> int:
         answer = msgspec.json.decode(fold(chunks)) if chunks else {}
         return sum(_text_bytes(choice) for choice in answer.get("choices") or ())
     except (*UNREADABLE, AttributeError, TypeError):
-        return sum(len(chunk.data) for chunk in chunks)
+        return size_of(chunks)
 
 
 def _text_bytes(part: Any) -> int:

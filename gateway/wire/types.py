@@ -4,6 +4,8 @@ Shapes: OpenAI API reference, "Create chat completion" and "Create completion". 
 services and no sockets.
 """
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -36,8 +38,8 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
     def parts(self) -> dict[str, Any]:
         """The fields of tokens beside the prompt and the completion by name; empty where none is set."""
-        rest = msgspec.structs.astuple(self)[2:-1]
-        return {} if rest == _NO_PARTS else dict(zip(Usage.__struct_fields__[2:-1], rest, strict=True))
+        rest = _parts_of(self)
+        return {} if rest == _NO_PARTS else dict(zip(_PARTS, rest, strict=True))
 
     def within(self, prompt_tokens: int, completion_tokens: int) -> "Usage":
         """This usage with a prompt and a completion of at most these sizes, each part cut to what
@@ -65,7 +67,9 @@ PARTS = {
 """The fields of a `Usage` that are parts of another one."""
 
 _TOOL_CALLS_MAX = 10_000
-_NO_PARTS = msgspec.structs.astuple(Usage(0, 0))[2:-1]
+_PARTS = Usage.__struct_fields__[2:-1]
+_parts_of = attrgetter(*_PARTS)
+_NO_PARTS = _parts_of(Usage(0, 0))
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -157,3 +161,11 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     def each(self) -> list[bytes]:
         """The JSON of each chunk in this piece."""
         return [self.data] if self.count == 1 else self.data.split(b"\n")
+
+
+_data_of = attrgetter("data")
+
+
+def size_of(chunks: Iterable[Chunk]) -> int:
+    """The bytes of `chunks`."""
+    return sum(map(len, map(_data_of, chunks)))
