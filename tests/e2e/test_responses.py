@@ -117,8 +117,8 @@ def test_what_ended_early_is_incomplete_and_what_broke_is_an_error(client: OpenA
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
+        ({"conversation": 1}, "conversation"),
+        ({"background": True, "store": False}, "background"),
         ({"truncation": "middle"}, "truncation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tools": [{"type": "custom"}]}, "tools[0].name"),
