@@ -358,6 +358,7 @@ class Stats:
 
     def unsent(self, matches: Callable[[Record], bool]) -> Record | None:
         """The newest request that matches, among those that this worker has not sent yet."""
+        self._gather()
         return next((record for record in reversed(self._routes) if matches(record)), None)
 
     async def routes(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
