@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cache.decision.model import audit_chance
-from gateway.telemetry.checks import CheckCounts, audited, served, settled
+from gateway.telemetry.checks import CheckCounts, audited, served, settled, shadow_share
 from gateway.telemetry.confidence import served_wrong
 
 ERROR_MAX = 0.01
@@ -86,9 +86,10 @@ def simulate(stream: Stream, requests: int, draw: random.Random) -> Run:
             is_wrong = draw.random() < min(1.0, chance_wrong)
             audit = audit_chance(accepted, 1 - risk)
             accepted += 1
-            chance = audit + (1 - audit) * stream.shadow_share
+            share = shadow_share(stream.shadow_share, counts.hits)
+            chance = audit + (1 - audit) * share
             is_audit = draw.random() < audit
-            is_shadow = not is_audit and draw.random() < stream.shadow_share
+            is_shadow = not is_audit and draw.random() < share
             counts.hits += not is_audit
             for letter in audited(chance) if is_audit else served(chance, is_compared=is_shadow):
                 counts.count(letter, 1)

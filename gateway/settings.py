@@ -355,7 +355,9 @@ class CacheSettings(_Section):
         description="alias of the model that compares long answers; `auto`: the cheapest deployment of each answer's own alias",
     )
     judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
-    shadow_share: float = Field(0.0, ge=0, le=1, description="share of semantic hits also generated, as a check")
+    shadow_share: float = Field(
+        0.0, ge=0, le=1, description="share of semantic hits also generated, as a check; up to 0.3 of the first"
+    )
     judge_error_max: float = Field(
         0.0, ge=0, lt=0.5, description="share of the judges' verdicts that may be wrong; the certificate allows for it"
     )

@@ -31,6 +31,7 @@ from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.certificates import Certificates
+from gateway.telemetry.checks import shadow_share
 from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.measured_error import LiveError, MeasuredErrors, measure
 from gateway.telemetry.metrics import Metrics
@@ -159,7 +160,7 @@ async def open_learning(
         OwnJudges(semantic),
         judges,
         regenerate if own is not None else None,
-        cache.shadow_share,
+        lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
         float(cache.feedback_ttl_s),
         random.random,
         stats.add_truth,

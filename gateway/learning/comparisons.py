@@ -120,8 +120,8 @@ class Judging:
 
     `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the
     worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
-    `share` is the share of served hits to check so. `random` gives numbers in [0, 1); `note` gets
-    every would-be hit and what was found of it, `count` every verdict.
+    `share` says for a team's id and an alias which share of the next hits to check so. `random` gives numbers in
+    [0, 1); `note` gets every would-be hit and what was found of it, `count` every verdict.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Judging:
         judges: FreeJudges,
         fallback: Fallback | None,
         regenerate: Regenerate | None,
-        share: float,
+        share: Callable[[int, str], float],
         reply_ttl_s: float,
         random: Callable[[], float],
         note: Note,
@@ -143,7 +143,7 @@ class Judging:
         self._judges = judges
         self._fallback = fallback
         self._regenerate = regenerate
-        self._share = share if regenerate is not None else 0.0
+        self._share = share
         self._reply_ttl_s = reply_ttl_s
         self._random = random
         self._note = note
@@ -175,7 +175,9 @@ class Judging:
             is_audit = record.miss_reason == MissReason.AUDIT
             source = Source.AUDIT if is_audit else Source.MISS
             audit = generation.semantic.audit
-            chance, certificate = self._chance(trial) if is_audit else 1.0, None
+            chance, certificate = 1.0, None
+            if is_audit:
+                chance = _chance(trial, self._shadow_share(record.team_id, record.alias))
             if audit is not None:
                 chance, certificate = audit.chance, audit.certificate
             self._put(self._asked(flight, record, stored, trial, source, chance, certificate))
@@ -202,15 +204,17 @@ class Judging:
             trial=trial,
         )
         self._start(self._remember(found.partition, reply, answer_id(entry)))
-        is_checked = bool(self._share) and self._random() < self._share
+        share = self._shadow_share(record.team_id, record.alias)
+        is_checked = bool(share) and self._random() < share
         # without money, a deployment or room there is no check; one that is tried finds out when there is
         can = self._can_check
         counts = is_checked and can
-        letters = checks.served(self._chance(trial) if can else _audited(trial), is_compared=counts)
+        chance = _chance(trial, share if can else 0.0)
+        letters = checks.served(chance, is_compared=counts)
         certificate = self._note(record.team_id, record.alias, letters, None)
         if is_checked:
             made_for = certificate if counts else None
-            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, self._chance(trial), made_for))
+            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
 
     @property
     def _can_check(self) -> bool:
@@ -219,15 +223,11 @@ class Judging:
 
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
         """An audit was drawn. Whatever becomes of it, it counts."""
-        chance = self._chance(trial) if self._can_check else _audited(trial)
+        chance = _chance(trial, self._shadow_share(team_id, alias) if self._can_check else 0.0)
         return AuditDraw(chance, self._note(team_id, alias, checks.audited(chance), None))
 
-    def _chance(self, trial: Trial) -> float:
-        """With which probability a would-be hit like this one is compared: audited, or served and
-        then checked.
-        """
-        audited = _audited(trial)
-        return audited + (1.0 - audited) * self._share
+    def _shadow_share(self, team_id: int, alias: str) -> float:
+        return self._share(team_id, alias) if self._regenerate is not None else 0.0
 
     def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
         """The hit of the last minute with this prompt, if the key asks it again past the cache."""
@@ -512,11 +512,12 @@ def _is_same(judgement: Judgement) -> bool | None:
     return None if judgement.ruling is Ruling.UNKNOWN else judgement.ruling is Ruling.SAME
 
 
-def _audited(trial: Trial) -> float:
-    """With which probability a would-be hit is generated instead; 1 says that it was not to be
-    served or nothing is audited.
+def _chance(trial: Trial, share: float) -> float:
+    """With which probability a would-be hit is compared: generated instead, or served and then, in a
+    `share`, checked. A trial's chance of 1 says that it was not to be served or nothing is audited.
     """
-    return trial.chance if trial.chance < 1.0 else 0.0
+    audited = trial.chance if trial.chance < 1.0 else 0.0
+    return audited + (1.0 - audited) * share
 
 
 def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:

@@ -102,6 +102,7 @@ class Certificates:
             if start is not None:
                 found[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
         self._stats.certificates = {pair: one.start.id for pair, one in found.items()}
+        self._stats.certified_hits = {pair: one.counts.hits for pair, one in found.items()}
         over = [(pair, id) for pair, id in counted if pair not in found or found[pair].start.id != id]
         if over:
             await self._stats.drop_certified(over)

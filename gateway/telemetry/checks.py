@@ -16,6 +16,7 @@ import msgspec
 
 _PER_DOUBLING = 8
 _STEP_MAX = 8 * _PER_DOUBLING  # a chance below 1/256 counts as none
+_EARLY, _EARLY_MOST = 400, 0.3  # of the first hits: until a certificate says much
 
 
 class Cell(msgspec.Struct):
@@ -145,6 +146,11 @@ def served(chance: float, *, is_compared: bool) -> tuple[str, ...]:
     """The letters of a hit that is compared with `chance`, and whether it will be."""
     step = _step(chance)
     return (f"h{step}", f"s{step}") if is_compared else (f"h{step}",)
+
+
+def shadow_share(share: float, hits: int) -> float:
+    """The share of hits to check after `hits` of them, where `share` is that of many; 0 stays 0."""
+    return max(share, min(_EARLY_MOST, _EARLY / max(1, hits))) if share else 0.0
 
 
 def audited(chance: float) -> tuple[str, ...]:

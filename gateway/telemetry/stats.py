@@ -135,6 +135,7 @@ class Stats:
         self._hits: dict[tuple[int, int, str, str], list[int]] = {}  # by hour, team, source and alias
         self._certified = _Bucket(_CERTIFIED_KEPT_S)
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
+        self.certified_hits: dict[Pair, int] = {}  # semantic ones since their starts, as last read
 
     def add(self, record: Record) -> None:
         """Count one finished request, in memory, together with others."""

@@ -108,7 +108,7 @@ def judging(redis: Redis, judge: Waits, heard: Heard, share: float, regenerated:
 
     draw = random.Random(4)
     return Judging(
-        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, share, 60.0, draw.random, heard.note,
+        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, lambda *_: share, 60.0, draw.random, heard.note,
         heard.count,
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     exact = ExactCache(redis)
     await exact.store(msgspec.structs.replace(entry_for(ask("open the crate"), time.time()), text=None))
     one = Judging(
-        exact, VerdictStore(redis), judge, None, None, 0.0, 60.0, lambda: 0.0, heard.note, heard.count,
+        exact, VerdictStore(redis), judge, None, None, lambda *_: 0.0, 60.0, lambda: 0.0, heard.note, heard.count,
     )  # fmt: skip
     running = asyncio.create_task(one.run())
     flight, record = over(0.5)
@@ -207,7 +207,8 @@ async def test_checks_that_cannot_be_made_are_not_drawn(redis: Redis) -> None:
         return WHOLE if money[0] else None
 
     one = Judging(
-        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, 1.0, 60.0, random.random, heard.note, heard.count
+        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, lambda *_: 1.0, 60.0, random.random, heard.note,
+        heard.count,
     )  # fmt: skip
     running = asyncio.create_task(one.run())
     entry = msgspec.structs.replace(
@@ -279,7 +280,9 @@ async def judged_once(
     others = [ask(f"open the crate {number}") for number in range(peers)]
     for one in (found, *others):
         await exact.store(msgspec.structs.replace(entry_for(one, now), chunks=(Recorded(WHOLE, is_whole=True),)))
-    judging = Judging(exact, store, judge, fallback, None, 0.0, 60.0, random.random, lambda *_: "", lambda *_: None)
+    judging = Judging(
+        exact, store, judge, fallback, None, lambda *_: 0.0, 60.0, random.random, lambda *_: "", lambda *_: None
+    )
     running = asyncio.create_task(judging.run())
     flight, record = over(1.0)
     trial = flight.generation.semantic.trial
@@ -336,7 +339,7 @@ async def test_rulings_on_pairs_that_prompts_decide_are_set_beside_these(redis: 
             msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
         )
         judging = Judging(
-            exact, VerdictStore(redis), Says(Ruling.SAME), None, None, 0.0, 60.0, random.random, lambda *_: "now",
+            exact, VerdictStore(redis), Says(Ruling.SAME), None, None, lambda *_: 0.0, 60.0, random.random, lambda *_: "now",
             lambda *_: None, lambda one, other: compared.append((one.ruling, other.ruling)),  # noqa: B023
         )  # fmt: skip
         running = asyncio.create_task(judging.run())
@@ -357,7 +360,7 @@ async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> 
     await exact.store(msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),)))
     store = VerdictStore(redis)
     judging = Judging(
-        exact, store, Says(Ruling.SAME), DIFFERENT, None, 0.0, 60.0, lambda: 0.0, lambda _: None, lambda *_: None,
+        exact, store, Says(Ruling.SAME), DIFFERENT, None, lambda *_: 0.0, 60.0, lambda: 0.0, lambda _: None, lambda *_: None,
         lambda one, other: compared.append((one.ruling, other.ruling)),
     )  # fmt: skip
     running = asyncio.create_task(judging.run())
@@ -385,7 +388,9 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
             entry_for(ask("open the crate"), time.time()), chunks=(Recorded(cached, is_whole=True),)
         )
     )
-    one = Judging(exact, VerdictStore(redis), judges, None, None, 0.0, 60.0, random.random, heard.note, heard.count)
+    one = Judging(
+        exact, VerdictStore(redis), judges, None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count
+    )
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     flight.generation.looked_up(SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))

@@ -67,6 +67,7 @@ async def test_two_workers_and_a_restart_count_for_one(redis: Redis) -> None:
     assert found.start == first.start
     assert (found.counts.requests, found.counts.unsettled) == (6, 3)
     assert (await one.certificates.read())[PAIR] == found
+    assert again.stats.certified_hits == {PAIR: 6}  # of the first more are checked, by all workers together
 
 
 async def test_an_admins_new_one_counts_from_then_on(redis: Redis) -> None:

@@ -16,7 +16,7 @@ from bench.certificate import STREAMS, Stream, simulate
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
-from gateway.telemetry.checks import Cell, CheckCounts, audited, chances, served, settled
+from gateway.telemetry.checks import Cell, CheckCounts, audited, chances, served, settled, shadow_share
 from gateway.telemetry.confidence import evidence, served_wrong
 from gateway.telemetry.judge_error import clopper_pearson
 from gateway.telemetry.measured_error import Hour, LiveError, MeasuredErrors, measure
@@ -68,10 +68,19 @@ def test_the_limits_hold_at_every_moment(name: str) -> None:
 
 
 def test_many_checks_certify_twice_the_bound() -> None:
-    """After 3,000 requests at half the bound, with three of ten hits checked."""
-    stream = Stream("", shadow_share=0.3)
-    highs = [simulate(stream, 3_000, random.Random(seed)).high for seed in range(5)]
-    assert sorted(highs)[3] <= 0.02
+    """After 3,000 requests at half the bound, with one of five hits checked, and more of the first."""
+    stream = Stream("", shadow_share=0.2)
+    highs = [simulate(stream, 3_000, random.Random(seed)).high for seed in range(8)]
+    assert sorted(highs)[5] <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("share", "hits", "expected"),
+    [(0.0, 0, 0.0), (0.02, 0, 0.3), (0.02, 4_000, 0.1), (0.02, 10**6, 0.02), (0.5, 0, 0.5)],
+)
+def test_more_of_the_first_hits_are_checked_where_any_are(share: float, hits: int, expected: float) -> None:
+    """So that the first thousands of requests say something; without shadow checks there are none."""
+    assert shadow_share(share, hits) == expected
 
 
 def test_a_certificate_can_fail() -> None:
