@@ -114,6 +114,24 @@ async def test_what_is_purged_is_not_found(world: World) -> None:
     assert (await world.ask(OTHER + " ", cache={"no-store": True})).cache == "bypass"
 
 
+@pytest.mark.parametrize("is_purged_by_the_other", [False, True])
+async def test_what_one_worker_verified_another_serves_until_either_purges_it(
+    world: World, is_purged_by_the_other: bool
+) -> None:
+    """The pointer is in Redis, as its entry is: no worker keeps one of its own."""
+    other = await world.another()
+    entry = await verified(world)
+    for worker, text in ((other, OTHER + " "), (other, RESPELLED), (world, OTHER)):
+        worker.semantic.asked.clear()
+        assert (await worker.ask(text)).cache == "semantic"
+        assert worker.semantic.asked == []
+    await (other if is_purged_by_the_other else world).purge(entry)
+    for worker in (world, other):
+        worker.semantic.misses("far")
+        for text in (OTHER, RESPELLED):
+            assert (await worker.ask(text, cache={"no-store": True})).cache == "bypass"
+
+
 async def test_an_answer_made_anew_is_no_paraphrase_s(world: World) -> None:
     """A prompt that was found to mean the same was so for another answer."""
     await verified(world)
