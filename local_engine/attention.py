@@ -171,16 +171,33 @@ class NativeKV(KV):
         assert rows is not None, "the step was not prepared for pages"
         heads, _, size, *_ = self._sizes
         self.native.rotate_write(
-            kind, qkv.data_ptr(), None if qk_norm is None else qk_norm.data_ptr(), self._epsilon,
-            *(table.data_ptr() for table in angles), step.positions.data_ptr(), step.slots.data_ptr(), pool, len(qkv),
+            kind,
+            qkv.data_ptr(),
+            None if qk_norm is None else qk_norm.data_ptr(),
+            self._epsilon,
+            *(table.data_ptr() for table in angles),
+            step.positions.data_ptr(),
+            step.slots.data_ptr(),
+            pool,
+            len(qkv),
             *self._sizes,
-        )  # fmt: skip
+        )
         output = torch.empty(len(qkv), heads * size, dtype=qkv.dtype)
         self.native.attend(
-            kind, qkv.data_ptr(), pool, rows.blocks.data_ptr(), rows.starts.data_ptr(), step.positions.data_ptr(),
-            self._layer_windows[layer], self._scale, self._softcap or 0.0, output.data_ptr(), rows.stop, rows.work,
+            kind,
+            qkv.data_ptr(),
+            pool,
+            rows.blocks.data_ptr(),
+            rows.starts.data_ptr(),
+            step.positions.data_ptr(),
+            self._layer_windows[layer],
+            self._scale,
+            self._softcap or 0.0,
+            output.data_ptr(),
+            rows.stop,
+            rows.work,
             *self._sizes,
-        )  # fmt: skip
+        )
         return output
 
 

@@ -234,18 +234,28 @@ class Engine:
     def load(self) -> messages.EngineLoad:
         """Queue, memory and speed as of the last step."""
         return messages.EngineLoad(
-            is_ready=True, is_connected=True, progress=1.0, stage="ready", running=len(self._scheduler.running),
-            running_max=self._scheduler.sequences_max, waiting=len(self._scheduler.waiting),
-            queue_max=self.config.queue_max, waiting_prefill_tokens=self._scheduler.prefill_tokens,
-            kv_blocks_used=self._pool.total - self._pool.available, kv_blocks_cached=self._pool.cached,
-            kv_blocks_total=self._pool.total, prefill_tokens_per_s=self._timing.prefill_tokens_per_s,
+            is_ready=True,
+            is_connected=True,
+            progress=1.0,
+            stage="ready",
+            running=len(self._scheduler.running),
+            running_max=self._scheduler.sequences_max,
+            waiting=len(self._scheduler.waiting),
+            queue_max=self.config.queue_max,
+            waiting_prefill_tokens=self._scheduler.prefill_tokens,
+            kv_blocks_used=self._pool.total - self._pool.available,
+            kv_blocks_cached=self._pool.cached,
+            kv_blocks_total=self._pool.total,
+            prefill_tokens_per_s=self._timing.prefill_tokens_per_s,
             decode_ms_per_token=self._timing.decode_ms_per_token,
             answer_tokens_expected=self._scheduler.answer_tokens_expected,
-            prompt_tokens_total=self._totals.prompt_tokens, cached_tokens_total=self._totals.cached_tokens,
-            answer_tokens_total=self._totals.answer_tokens, preemptions_total=self._scheduler.preemptions,
+            prompt_tokens_total=self._totals.prompt_tokens,
+            cached_tokens_total=self._totals.cached_tokens,
+            answer_tokens_total=self._totals.answer_tokens,
+            preemptions_total=self._scheduler.preemptions,
             drafted_tokens_total=dict(self._totals.drafted_tokens),
             accepted_tokens_total=dict(self._totals.accepted_tokens),
-        )  # fmt: skip
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of the pool, the queue or the sequences is

@@ -428,10 +428,14 @@ FRAME_SIZE_MAX_BYTES = 64 * 1024 * 1024
 def error_to_wire(id: int, error: EngineError) -> Failed:
     """An error as the message that carries it."""
     return Failed(
-        id=id, kind=type(error).__name__, message=str(error), param=getattr(error, "param", None),
-        prompt_tokens=getattr(error, "prompt_tokens", 0), context_tokens=getattr(error, "context_tokens", 0),
+        id=id,
+        kind=type(error).__name__,
+        message=str(error),
+        param=getattr(error, "param", None),
+        prompt_tokens=getattr(error, "prompt_tokens", 0),
+        context_tokens=getattr(error, "context_tokens", 0),
         progress=getattr(error, "progress", 0.0),
-    )  # fmt: skip
+    )
 
 
 def error_from_wire(failed: Failed) -> EngineError:

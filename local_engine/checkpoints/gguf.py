@@ -280,7 +280,10 @@ def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: 
         raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
     of_yarn = float(found("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
     return {
-        "rope_type": "default" if kind == "none" else kind, "factor": factor,
-        "original_max_position_embeddings": original, "beta_fast": found("rope.scaling.yarn_beta_fast"),
-        "beta_slow": found("rope.scaling.yarn_beta_slow"), "attention_factor": of_yarn * given,
-    }  # fmt: skip
+        "rope_type": "default" if kind == "none" else kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": found("rope.scaling.yarn_beta_fast"),
+        "beta_slow": found("rope.scaling.yarn_beta_slow"),
+        "attention_factor": of_yarn * given,
+    }

@@ -49,9 +49,14 @@ _log = logging.getLogger(__name__)
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
     """This model's parameters of attention."""
     return Shape(
-        heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim, block_tokens=block_tokens,
-        scale=model.attention_scale, softcap=model.attention_softcap, windows=model.windows,
-    )  # fmt: skip
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_tokens=block_tokens,
+        scale=model.attention_scale,
+        softcap=model.attention_softcap,
+        windows=model.windows,
+    )
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -101,14 +101,26 @@ class NativeStep:
         self._layers = (_Layer * config.layers)(*(self._layer(i, layer) for i, layer in enumerate(decoder.layers)))
         self._windows = (_LONG * len(kv.windows))(*kv.windows)
         self._model = _Model(
-            layers=self._layers, windows=self._windows, final_norm=decoder.final_norm.data_ptr(),
-            head=_linear(decoder.head), blocks=kv.blocks,
-            weights=sum(sum(linear.rows) * linear.columns for linear in decoder.linears()), layer_count=config.layers,
-            window_count=len(kv.windows), kind=kind_of(decoder.dtype), head_kind=products[0].kind,
-            hidden=config.hidden_size, heads=config.heads, kv_heads=config.kv_heads, size=config.head_dim,
-            block_tokens=kv.block_tokens, is_gelu=config.activation == "gelu_tanh", epsilon=config.rms_epsilon,
-            scale=config.attention_scale, cap=config.attention_softcap or 0.0,
-        )  # fmt: skip
+            layers=self._layers,
+            windows=self._windows,
+            final_norm=decoder.final_norm.data_ptr(),
+            head=_linear(decoder.head),
+            blocks=kv.blocks,
+            weights=sum(sum(linear.rows) * linear.columns for linear in decoder.linears()),
+            layer_count=config.layers,
+            window_count=len(kv.windows),
+            kind=kind_of(decoder.dtype),
+            head_kind=products[0].kind,
+            hidden=config.hidden_size,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            size=config.head_dim,
+            block_tokens=kv.block_tokens,
+            is_gelu=config.activation == "gelu_tanh",
+            epsilon=config.rms_epsilon,
+            scale=config.attention_scale,
+            cap=config.attention_softcap or 0.0,
+        )
 
     def __call__(self, step: StepInput) -> torch.Tensor:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
@@ -125,12 +137,20 @@ class NativeStep:
         mlp, rotary = layer.mlp, self._decoder.rotary[index]
         assert isinstance(mlp, Mlp)
         return _Layer(
-            attention_norm=_pointer(layer.attention_norm), qk_norm=_pointer(layer.qk_norm),
-            output_norm=_pointer(layer.output_norm), mlp_norm=_pointer(layer.mlp_norm),
-            down_norm=_pointer(layer.down_norm), qkv=_linear(layer.qkv), output=_linear(layer.output),
-            gate_up=_linear(mlp.gate_up), down=_linear(mlp.down), cos=rotary.cos.data_ptr(),
-            sin=rotary.sin.data_ptr(), pool=self._kv.pools[index].data_ptr(), window=self._kv.window_of[index],
-        )  # fmt: skip
+            attention_norm=_pointer(layer.attention_norm),
+            qk_norm=_pointer(layer.qk_norm),
+            output_norm=_pointer(layer.output_norm),
+            mlp_norm=_pointer(layer.mlp_norm),
+            down_norm=_pointer(layer.down_norm),
+            qkv=_linear(layer.qkv),
+            output=_linear(layer.output),
+            gate_up=_linear(mlp.gate_up),
+            down=_linear(mlp.down),
+            cos=rotary.cos.data_ptr(),
+            sin=rotary.sin.data_ptr(),
+            pool=self._kv.pools[index].data_ptr(),
+            window=self._kv.window_of[index],
+        )
 
 
 def _linear(linear: Linear) -> _Linear:

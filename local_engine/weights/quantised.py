@@ -201,8 +201,15 @@ def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None
     """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types
     that don't fit. More dimensions than two are more rows."""
     reader = {
-        "Q4_0": _q4, "Q4_1": _q4, "Q5_0": _q5, "Q5_1": _q5, "Q8_0": _q8, "Q4_K": _qk, "Q5_K": _qk, "Q6_K": _q6,
-    }.get(kind)  # fmt: skip
+        "Q4_0": _q4,
+        "Q4_1": _q4,
+        "Q5_0": _q5,
+        "Q5_1": _q5,
+        "Q8_0": _q8,
+        "Q4_K": _qk,
+        "Q5_K": _qk,
+        "Q6_K": _q6,
+    }.get(kind)
     if reader is None or len(shape) < 2:
         return None
     codes, scales, minimums = reader(raw, kind)

@@ -47,9 +47,13 @@ class Matrix(ctypes.Structure):
     bfloat16 first."""
 
     _fields_ = (
-        ("weight", _POINTER), ("bias", _POINTER), ("bits", _INT), ("columns", _INT), ("outputs", _INT),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("bits", _INT),
+        ("columns", _INT),
+        ("outputs", _INT),
         ("dequantised_from", _INT),
-    )  # fmt: skip
+    )
 
 
 class Kernels:

@@ -282,10 +282,18 @@ def attend(
 
 
 def _launch(
-    shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor,
-    tables: torch.Tensor, tiles: torch.Tensor, rows: int, splits: int, first_split: int,
+    shape: Shape,
+    layer: int,
+    queries: torch.Tensor,
+    pool: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: int,
+    splits: int,
+    first_split: int,
     into: torch.Tensor | Partials,
-) -> None:  # fmt: skip
+) -> None:
     """Compute tiles of at most `rows` rows, straight into an output or as partial results from
     `first_split` on."""
     is_partial = isinstance(into, Partials)
@@ -329,6 +337,8 @@ def block_sizes(head_dim: int, lanes: int, element_size_bytes: int) -> dict[str,
     wide = max(16, _power_of_2(head_dim))
     key_bytes = wide * element_size_bytes
     return {
-        "BLOCK_N": 16 if key_bytes > 512 else 32 if key_bytes > 256 else 64, "BLOCK_D": wide,
-        "num_warps": 8 if lanes >= 128 else 4, "num_stages": 2 if key_bytes > 256 else 3,
-    }  # fmt: skip
+        "BLOCK_N": 16 if key_bytes > 512 else 32 if key_bytes > 256 else 64,
+        "BLOCK_D": wide,
+        "num_warps": 8 if lanes >= 128 else 4,
+        "num_stages": 2 if key_bytes > 256 else 3,
+    }

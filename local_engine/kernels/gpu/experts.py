@@ -124,19 +124,36 @@ class GroupedExperts:
         return found.view(rows, per_token, -1).sum(1)
 
     def _product(
-        self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, counts: torch.Tensor,
-        shares: torch.Tensor | None, pairs: int, spread: int,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        counts: torch.Tensor,
+        shares: torch.Tensor | None,
+        pairs: int,
+        spread: int,
+    ) -> torch.Tensor:
         """[pairs, outputs]: each pair's row of x times its expert's matrix, times its share."""
         experts, outputs, columns = weights.shape
         out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
         sizes = block_sizes(pairs, experts, x.element_size())
         blocks = min(pairs, pairs // sizes["BLOCK_M"] + experts)
         _product_each[(blocks, triton.cdiv(outputs, sizes["BLOCK_N"]))](
-            x, weights, order, counts, out if shares is None else shares, out, experts, columns, outputs,
-            SPREAD=spread, HAS_SHARES=shares is not None, BLOCK_E=triton.next_power_of_2(experts),
-            WIDEN=is_interpreted() and x.dtype is torch.bfloat16, **sizes,
-        )  # fmt: skip
+            x,
+            weights,
+            order,
+            counts,
+            out if shares is None else shares,
+            out,
+            experts,
+            columns,
+            outputs,
+            SPREAD=spread,
+            HAS_SHARES=shares is not None,
+            BLOCK_E=triton.next_power_of_2(experts),
+            WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
+            **sizes,
+        )
         return out
 
 

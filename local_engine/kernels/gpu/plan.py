@@ -61,17 +61,28 @@ class Plan:
         if partials is None and self.own:
             partials = shape.partials(own_splits + shared_splits, self.split_rows, device)
         return Tiles(
-            tables=tables, own=own.view(-1, TILE_FIELDS) if self.own else None,
+            tables=tables,
+            own=own.view(-1, TILE_FIELDS) if self.own else None,
             shared=shared.view(-1, TILE_FIELDS) if self.shared else None,
-            whole=whole.view(-1, TILE_FIELDS) if self.whole else None, split_rows=self.split_rows,
-            rows_max=self.rows_max, own_splits=own_splits, shared_splits=shared_splits, partials=partials,
-        )  # fmt: skip
+            whole=whole.view(-1, TILE_FIELDS) if self.whole else None,
+            split_rows=self.split_rows,
+            rows_max=self.rows_max,
+            own_splits=own_splits,
+            shared_splits=shared_splits,
+            partials=partials,
+        )
 
 
 def plan(
-    shape: Shape, short: Many[Span], long: Many[Span], prefixes: Many[Prefix] = (), *, own_tiles: int = 0,
-    shared_tiles: int = 0, split_rows: int = 0,
-) -> Plan:  # fmt: skip
+    shape: Shape,
+    short: Many[Span],
+    long: Many[Span],
+    prefixes: Many[Prefix] = (),
+    *,
+    own_tiles: int = 0,
+    shared_tiles: int = 0,
+    split_rows: int = 0,
+) -> Plan:
     """Tiles for the spans. `prefixes` are of indices of `short`, each of consecutive ones. There
     are at least `own_tiles` and `shared_tiles`, of which the rest have no rows, and `split_rows`,
     so that one captured graph fits many steps."""

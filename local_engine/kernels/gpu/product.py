@@ -94,9 +94,13 @@ def _product(
 
 
 def product(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor, bias: torch.Tensor | None,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minimums: torch.Tensor,
+    bias: torch.Tensor | None,
     bits: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """x [rows, columns] times a matrix of codes, as `halves` packs those of 4 bits: [rows, outputs]
     of x's type."""
     (rows, columns), outputs = x.shape, len(codes)
@@ -104,11 +108,27 @@ def product(
     lanes = min(64, max(16, triton.next_power_of_2(rows)))
     if rows:
         _product[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows, lanes))](
-            x, codes, scales, minimums, scales if bias is None else bias, out, rows, columns, codes.shape[1],
-            scales.shape[1], outputs, HAS_BIAS=bias is not None, BITS=bits, GROUP=GROUP, BLOCK_M=lanes,
-            BLOCK_N=_OUTPUTS, BLOCK_K=GROUP * _GROUPS, WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
+            x,
+            codes,
+            scales,
+            minimums,
+            scales if bias is None else bias,
+            out,
+            rows,
+            columns,
+            codes.shape[1],
+            scales.shape[1],
+            outputs,
+            HAS_BIAS=bias is not None,
+            BITS=bits,
+            GROUP=GROUP,
+            BLOCK_M=lanes,
+            BLOCK_N=_OUTPUTS,
+            BLOCK_K=GROUP * _GROUPS,
+            WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
+            num_warps=4,
+            num_stages=3,
+        )
     return out
 
 

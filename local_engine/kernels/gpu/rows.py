@@ -36,9 +36,16 @@ def add_norm(x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, e
     rows, width = x.shape
     if rows:
         _add_norm[(rows,)](
-            x, x if more is None else more, weight, out, epsilon, width, HAS_MORE=more is not None,
-            BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
-        )  # fmt: skip
+            x,
+            x if more is None else more,
+            weight,
+            out,
+            epsilon,
+            width,
+            HAS_MORE=more is not None,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=8 if width > 2048 else 4,
+        )
     return out
 
 
@@ -70,9 +77,22 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _rotate_write(
-    qkv, pool, norm, cos, sin, positions, slots, epsilon, head_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    pool,
+    norm,
+    cos,
+    sin,
+    positions,
+    slots,
+    epsilon,
+    head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     ROTATED: tl.constexpr = HEADS + KV_HEADS
@@ -124,10 +144,23 @@ def rotate_write(
     kv_heads = pool.shape[0] // 2
     if rows:
         _rotate_write[(rows,)](
-            qkv, pool, cos if norm is None else norm, cos, sin, positions, slots, epsilon, pool.stride(0),
-            HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, HEAD_DIM=size, HAS_NORM=norm is not None,
-            BLOCK_H=triton.next_power_of_2(all_heads), BLOCK_D=triton.next_power_of_2(size // 2), num_warps=4,
-        )  # fmt: skip
+            qkv,
+            pool,
+            cos if norm is None else norm,
+            cos,
+            sin,
+            positions,
+            slots,
+            epsilon,
+            pool.stride(0),
+            HEADS=all_heads - 2 * kv_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=size,
+            HAS_NORM=norm is not None,
+            BLOCK_H=triton.next_power_of_2(all_heads),
+            BLOCK_D=triton.next_power_of_2(size // 2),
+            num_warps=4,
+        )
 
 
 @triton.jit
