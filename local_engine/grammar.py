@@ -9,11 +9,10 @@ grammar is tried in a process of its own first, so that no schema takes the engi
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,13 @@ from local_engine.apart.process import AT_ONCE, Apart, Refusal
 from local_engine.messages import Grammar, InvalidRequest
 
 if TYPE_CHECKING:
-    import torch
     from llguidance import LLMatcher, LLTokenizer
 
     from local_engine.text.tokenizer import Thinking, Tokenizer
 
 SIZE_MAX_BYTES = 1 << 18
-_KEPT_MAX, _KEPT_SIZE_MAX_BYTES = 128, 1 << 21
+# a compiled grammar was measured at up to 420 bytes for each of its text
+_KEPT_SIZE_MAX_BYTES, _KEPT_BYTES = 1 << 19, 1 << 12  # of all texts, and of each one at least
 _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # 2 KB each
 
 
@@ -116,13 +115,11 @@ class Grammars:
         """The grammar, compiled now or lately; takes milliseconds, and up to seconds, in which
         others are compiled too. Raises InvalidRequest where it cannot be held."""
         found = self.kept(wanted, salt) or self._made(wanted)
-        with self._lock:
-            found = self._kept.setdefault((salt, wanted), found)
-            self._kept.move_to_end((salt, wanted))
-            size_bytes = sum(len(grammar.text) for _, grammar in self._kept)
-            while len(self._kept) > _KEPT_MAX or size_bytes > _KEPT_SIZE_MAX_BYTES:
-                (_, oldest), _ = self._kept.popitem(last=False)
-                size_bytes -= len(oldest.text)
+        if len(wanted.text) <= SIZE_MAX_BYTES:
+            with self._lock:
+                found = self._kept.setdefault((salt, wanted), found)
+                self._kept.move_to_end((salt, wanted))
+                self._make_room()
         if isinstance(found, InvalidRequest):
             raise InvalidRequest(str(found), param=found.param)
         return found
@@ -131,6 +128,17 @@ class Grammars:
         """The grammar, or why it cannot be held, if it was compiled lately."""
         with self._lock:
             return self._kept.get((salt, wanted))
+
+    def _make_room(self) -> None:
+        """Let the oldest go of the partitions that hold most, and never the latest of all."""
+        *others, latest = self._kept
+        held = Counter[bytes]()
+        for salt, grammar in others:
+            held[salt] += len(grammar.text) + _KEPT_BYTES
+        while held.total() + len(latest[1].text) + _KEPT_BYTES > _KEPT_SIZE_MAX_BYTES:
+            oldest = next(key for key in self._kept if key[0] == held.most_common(1)[0][0])
+            held[oldest[0]] -= len(oldest[1].text) + _KEPT_BYTES
+            del self._kept[oldest]
 
     def _made(self, wanted: Grammar) -> Compiled | InvalidRequest:
         # decision: programs-apart
@@ -152,7 +160,7 @@ class Grammars:
             if matcher.is_error():
                 raise Refusal(matcher.get_error())
         except Refusal as error:
-            name = _KINDS[wanted.kind]
+            name = _KINDS.get(wanted.kind, wanted.kind)
             why = f"the {name} cannot be held: {_brief(str(error))}; simplify it, or send the request to another model"
             return InvalidRequest(why, param="grammar")
         return Compiled(matcher)
@@ -168,8 +176,7 @@ class Grammars:
             return self._library
 
 
-_KINDS = {"regex": "regular expression", "choice": "choice", "grammar": "grammar"}
-_KINDS |= {"json": "schema", "calls": "schema"}
+_KINDS = {"regex": "regular expression", "json": "schema", "calls": "schema"}
 
 
 class _Spelled:
@@ -193,17 +200,8 @@ def _brief(why: str) -> str:
     return "nothing matches it" if why.startswith("NoExtension") else why[:300]
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """Which tokens are banned at each place of a step that has a grammar, still being computed."""
-
-    _banned: Future[np.ndarray[Any, Any]]
-
-    def banned(self, device: torch.device) -> torch.Tensor:
-        """bool [places, vocabulary]; waits for it."""
-        import torch
-
-        return torch.from_numpy(self._banned.result()).to(device, non_blocking=True)
+# which tokens are banned at each place of a step that has a grammar, bool [places, vocabulary]
+Masks = Future[np.ndarray[Any, Any]]
 
 
 class Masker:
@@ -215,7 +213,7 @@ class Masker:
 
     def begin(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> Masks | None:
         """Begin on the places after each answer's last token and after each of its draft."""
-        return Masks(self._threads.submit(self._banned, held)) if held else None
+        return self._threads.submit(self._banned, held) if held else None
 
     def _banned(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
         bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)

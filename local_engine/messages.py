@@ -19,12 +19,15 @@ Errors:
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+_log = logging.getLogger("local_engine.worker")
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -425,8 +428,11 @@ ToClient = Outputs | Tokens | Text | Failed | State
 FRAME_SIZE_MAX_BYTES = 64 * 1024 * 1024
 
 
-def error_to_wire(id: int, error: EngineError) -> Failed:
-    """An error as the message that carries it."""
+def error_to_wire(id: int, error: Exception) -> Failed:
+    """An error as the message that carries it; one that is a bug is logged."""
+    if not isinstance(error, EngineError):
+        _log.error("a request failed", exc_info=error)
+        error = EngineFailed(f"{type(error).__name__}: {error}")
     return Failed(
         id=id,
         kind=type(error).__name__,

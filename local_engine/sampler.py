@@ -96,7 +96,7 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
 
 def ban(logits: torch.Tensor, places: Many[Place], masks: Masks) -> None:
     """Leave the tokens that the places' grammars allow, in place."""
-    banned = masks.banned(logits.device)
+    banned = torch.from_numpy(masks.result()).to(logits.device, non_blocking=True)
     if len(banned) == len(places):
         logits.masked_fill_(banned, -torch.inf)
         return

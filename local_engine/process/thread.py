@@ -153,11 +153,8 @@ class EngineThread(threading.Thread):
                     self._submit(engine, key, command.request, command.grammar)
                 case wire.Abort():
                     self._abort(engine, key)
-        except wire.EngineError as error:
-            self._deliver([(key, wire.error_to_wire(key.id, error))])
         except Exception as error:
-            _log.exception("a request failed")
-            self._deliver([(key, wire.error_to_wire(key.id, wire.EngineFailed(f"{type(error).__name__}: {error}")))])
+            self._deliver([(key, wire.error_to_wire(key.id, error))])
 
     def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None = None) -> None:
         if not 1 <= request.n <= CHOICES_MAX:

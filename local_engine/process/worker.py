@@ -170,11 +170,8 @@ class Server:
                 raise wire.Overloaded(f"{_CONVERSIONS_MAX} requests wait for the tokenizer")
             assert self._thread.tokenizer is not None, "the engine is ready"
             answer = await self._loop.run_in_executor(self._converter, _converted, self._thread.tokenizer, message)
-        except wire.EngineError as error:
+        except Exception as error:  # its own answer, whatever it is
             answer = wire.error_to_wire(key.id, error)
-        except Exception as error:
-            _log.exception("a request failed")
-            answer = wire.error_to_wire(key.id, wire.EngineFailed(f"{type(error).__name__}: {error}"))
         writer = self._writers.get(key.client)
         if writer is not None:
             self._write(writer, [answer])
@@ -198,12 +195,8 @@ class Server:
                 async with self._turns.setdefault(request.salt, asyncio.Lock()):
                     compiled = self._loop.run_in_executor(self._compiler, self._compiled, key, wanted, request.salt)
                     grammar = await compiled
-        except wire.EngineError as error:
-            self._deliver([(key, wire.error_to_wire(key.id, error))])
         except Exception as error:
-            _log.exception("a grammar failed")
-            failed = wire.EngineFailed(f"the grammar failed: {type(error).__name__}: {error}")
-            self._deliver([(key, wire.error_to_wire(key.id, failed))])
+            self._deliver([(key, wire.error_to_wire(key.id, error))])
         else:
             if grammar is not None and key in self._running:
                 if request.deadline_s is not None:

@@ -235,6 +235,22 @@ def test_grammars_are_kept_by_partition_and_bounded(make_engine: Make) -> None:
     assert grammars.compiled(wanted, b"a") is not first
 
 
+def test_a_partition_pushes_out_no_other_s_grammars(make_engine: Make) -> None:
+    """Many grammars, large ones, and one too large for any: what another partition asked for lately stays compiled."""
+    grammars = make_engine().grammars
+    wanted = Grammar("json", '{"type": "integer"}')
+    first = grammars.compiled(wanted, b"quiet")
+    for number in range(140):
+        grammars.compiled(Grammar("choice", f'["{number}"]'), b"loud")
+    for letter in "abc":
+        large = Grammar("choice", f'["{letter * (SIZE_MAX_BYTES - 100)}"]')
+        assert grammars.compiled(large, b"loud") is grammars.kept(large, b"loud")
+    with pytest.raises(InvalidRequest, match="may have"):
+        grammars.compiled(Grammar("choice", f'["{"x" * 4 * SIZE_MAX_BYTES}"]'), b"loud")
+    assert grammars.compiled(wanted, b"quiet") is first
+    assert grammars.kept(Grammar("choice", '["139"]'), b"loud") is None
+
+
 def test_a_costly_grammar_stalls_no_other(make_engine: Make) -> None:
     """While one is compiled, another one is; what was compiled lately needs no turn."""
     grammars = make_engine().grammars
