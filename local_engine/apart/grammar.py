@@ -60,8 +60,7 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
         return grammar
 
     def of_calls(wanted: dict[str, Any]) -> str:
-        tools = enumerate(wanted["tools"])
-        parts = [_named(f"tool_{number}", in_tool(name, schema)) for number, (name, schema) in tools]
+        parts = [_named(f"tool_{number}", in_tool(*tool)) for number, tool in enumerate(wanted["tools"])]
         if wanted["answer"] is not None:
             parts.append(_named("answer", answer(wanted["answer"])))
 
@@ -163,6 +162,9 @@ def _check_exact(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema must be an object")
     for place, one in _subschemas(schema):
+        values = [one.get("const"), *(one["enum"] if isinstance(one.get("enum"), list) else ())]
+        if any(isinstance(value, float) and abs(value) > _EXACT_MAX for value in values):
+            raise ValueError(f"the engine cannot hold a number over 2^53 exactly ({place})")
         least, required = one.get("minProperties"), one.get("required")
         if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
             raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({place})")
@@ -177,17 +179,15 @@ def _exact(digits: str) -> int:
 
 def _without_format(schema: Any, name: str) -> bool:
     """Take this format out wherever it is; returns whether it was anywhere."""
-    having = [one for _, one in _subschemas(schema) if one.get("format") == name]
-    for one in having:
-        del one["format"]
-    return bool(having)
+    return [one.pop("format") for _, one in _subschemas(schema) if one.get("format") == name] != []
 
 
 def _in_place(schema: Any, reason: str) -> str:
     """The reason, with the place in the schema of the keyword that it names."""
     lacks = _LACKS.search(reason)
-    if lacks is None:
+    if lacks is None and "coerce_one_of" not in reason:
         return reason
-    keys = json.loads(lacks[1])
+    keys = json.loads(lacks[1]) if lacks else ["oneOf"]
     place = next((f"{place}/{key}" for place, one in _subschemas(schema) for key in keys if key in one), "#")
-    return f"the engine cannot hold the keyword {' or '.join(keys)} ({place})"
+    why = f"the engine cannot hold the keyword {' or '.join(keys)} ({place})"
+    return why if lacks else f"{why}, whose branches may overlap; anyOf is held"

@@ -209,10 +209,8 @@ class EngineThread(threading.Thread):
         # a bug outside the model's own run: end all, so that nothing waits for ever
         except Exception as error:
             _log.exception("the engine's step raised")
-            failed = [
-                (key, wire.error_to_wire(key.id, wire.EngineFailed(f"the engine failed: {error}")))
-                for key in self._works
-            ]
+            failure = wire.EngineFailed(f"the engine failed: {error}")
+            failed = [(key, wire.error_to_wire(key.id, failure)) for key in self._works]
             for key in list(self._works):
                 self._abort(engine, key)
             self._deliver(list(failed))
@@ -294,12 +292,10 @@ def _best(work: Work) -> tuple[wire.Output, ...]:
         said = [token.logprob for output in held.get(id, ()) for token in output.logprobs]
         return sum(said) / len(said) if said else -math.inf
 
+    no_logprobs: dict[str, Any] = {"logprobs": (), "stop_token": None}
     best = sorted(work.sequences, key=likelihood, reverse=True)[: work.n]
     return tuple(
-        msgspec.structs.replace(output, index=index, **({} if work.wants_logprobs else _NO_LOGPROBS))
+        msgspec.structs.replace(output, index=index, **({} if work.wants_logprobs else no_logprobs))
         for index, id in enumerate(best)
         for output in held.get(id, ())
     )
-
-
-_NO_LOGPROBS: dict[str, Any] = {"logprobs": (), "stop_token": None}

@@ -176,7 +176,8 @@ def test_log_probabilities_are_the_model_s_own(make_engine: Make) -> None:
     [
         ({"properties": {"a": {"items": {"not": {}}}}}, "keyword not (#/properties/a/items/not)"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf (#/oneOf), whose branches may overlap; anyOf is"),
+        ({"properties": {"a": {"const": 1e300}}}, "over 2^53 exactly (#/properties/a)"),
         ({"type": "object", "not": {}, "x-guidance": {"lenient": True}}, "not"),
         ({"type": "string", "pattern": "^(?=a)"}, "look-ahead"),
         ({"$ref": "file:///etc/passwd"}, "passwd"),
