@@ -7,9 +7,11 @@ of a client that leaves is closed at once.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from cache import Entry, ExactCache
 from gateway.accounts import Identity
@@ -21,7 +23,7 @@ from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.http_server import WHEN_GONE
-from gateway.wire.chunks import unfold
+from gateway.wire.chunks import UNREADABLE, payloads, unfold
 from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded
 from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
@@ -203,6 +205,53 @@ class NotKept:
 
     async def keep(self) -> None:
         """Nothing to keep."""
+
+
+class EventRenderer(NotKept):
+    """The part of a renderer that answers by typed events: `_take` reads one chunk and tells its events."""
+
+    def __init__(self, is_stream: bool) -> None:
+        self._is_stream = is_stream
+        self._events: list[bytes] = []
+
+    def replay(self, entry: Entry) -> bytes:
+        return self.events(chunks_of(entry)) + self.end()
+
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
+        try:
+            for payload in payloads(chunks):
+                self._take(payload)
+        except UNREADABLE as error:
+            raise msgspec.DecodeError(str(error)) from None
+        return self._taken()
+
+    def end(self) -> bytes:
+        raise NotImplementedError
+
+    def _take(self, payload: bytes) -> None:
+        raise NotImplementedError
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self._is_stream:
+            self._events.append(event_of(event, {"type": event, **fields}))
+
+    def _taken(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
+
+
+def event_of(name: str, fields: dict[str, Any]) -> bytes:
+    """One typed event."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
+
+
+def call_index(call: Mapping[str, Any], known: Collection[int], last_id: Any) -> int:
+    """The index of a call in a chunk. Where it has none, another id than `last_id` begins another call."""
+    index: int | None = call.get("index")
+    if index is not None:
+        return index
+    return max(0, max(known, default=-1) + (call.get("id") not in (None, "", last_id)))
 
 
 class _Completion(NotKept):

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import NotKept
+from gateway.api.chat import EventRenderer, call_index, event_of
 from gateway.journey.storing import chunks_of
-from gateway.wire.chunks import UNREADABLE, payloads, read
+from gateway.wire.chunks import UNREADABLE, read
 from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, Usage
 from gateway.wire.usage import usage_of
@@ -93,15 +93,15 @@ class _Block:
         return self.fields
 
 
-class MessageRenderer(NotKept):
+class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is the request's, for chunks that name none.
 
     `prompt_tokens` are estimated, until the deployment counts them.
     """
 
     def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
+        super().__init__(is_stream)
         self._model = model
-        self._is_stream = is_stream
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
         self._blocks: list[_Block] = []
@@ -112,7 +112,6 @@ class MessageRenderer(NotKept):
         self._stop_sequence: str | None = None
         self._is_refused = False
         self._usage = _usage(Usage(prompt_tokens, 0))
-        self._events: list[bytes] = []
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         self.events(chunks if entry is None else chunks_of(entry))
@@ -120,19 +119,10 @@ class MessageRenderer(NotKept):
         content = [block.whole() for block in self._blocks]
         return msgspec.json.encode({**self._message(), "content": content, **ended})
 
-    def replay(self, entry: Entry) -> bytes:
-        return self.events(chunks_of(entry)) + self.end()
-
     def events(self, chunks: Sequence[Chunk]) -> bytes:
-        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
         if not self._is_begun and (counted := next((c.usage for c in chunks if c.usage is not None), None)):
             self._usage = _usage(counted)
-        try:
-            for payload in payloads(chunks):
-                self._take(payload)
-        except UNREADABLE as error:
-            raise msgspec.DecodeError(str(error)) from None
-        return self._taken()
+        return super().events(chunks)
 
     def end(self) -> bytes:
         self._close()
@@ -147,7 +137,7 @@ class MessageRenderer(NotKept):
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        return _event("error", {**error_fields_of(error), "request_id": self._request_id})
+        return event_of("error", {**error_fields_of(error), "request_id": self._request_id})
 
     # --- one chunk
 
@@ -206,12 +196,9 @@ class MessageRenderer(NotKept):
 
     def _call(self, call: dict[str, Any]) -> None:
         """Begin a call, or add to its arguments."""
-        index, id = call.get("index"), call.get("id")
-        function = call.get("function") if isinstance(call.get("function"), dict) else {}
+        id, function = call.get("id"), call.get("function") if isinstance(call.get("function"), dict) else {}
         known = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
-        if index is None:  # another id begins another call
-            is_another = id not in (None, "", *(block.fields.get("id") for block in self._blocks[-1:]))
-            index = max(0, max(known, default=-1) + is_another)
+        index = call_index(call, known, self._blocks[-1].fields.get("id") if self._blocks else None)
         if index not in known:
             fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
             self._begin(_Block({**fields, "name": (function or {}).get("name") or ""}, call=index))
@@ -257,18 +244,6 @@ class MessageRenderer(NotKept):
             return "refusal"
         has_calls = any(block.call is not None for block in self._blocks)
         return "tool_use" if has_calls and self._stop in (None, "end_turn") else self._stop or "end_turn"
-
-    def _tell(self, event: str, **fields: Any) -> None:
-        if self._is_stream:
-            self._events.append(_event(event, {"type": event, **fields}))
-
-    def _taken(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(events)
-
-
-def _event(name: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:

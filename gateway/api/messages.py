@@ -481,7 +481,8 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         return tool
     own: _Tool = convert(tool, _Tool, where)
-    if further := {name for name, value in tool.items() if value is not None} - _TOOL_FIELDS - _TOOL_HINTS:
+    told = {name for name, value in tool.items() if value is not None and (name, value) != _BY_MODELS}
+    if further := told - _TOOL_FIELDS - _TOOL_HINTS:
         raise _no_such_field(where, min(further))
     fields = {"name": own.name, "description": own.description, "parameters": own.input_schema, "strict": own.strict}
     function = {name: value for name, value in fields.items() if value is not None}
@@ -490,6 +491,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 # how a tool is sent, or when its definition enters the prompt
 _TOOL_HINTS = frozenset({"cache_control", "defer_loading", "eager_input_streaming"})
+_BY_MODELS = ("allowed_callers", ["direct"])  # the default
 
 
 def _tool_choice(choice: _Choice | None) -> str | dict[str, Any] | None:

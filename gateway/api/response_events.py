@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from cache import Entry
+from gateway.api.chat import EventRenderer, call_index, event_of
 from gateway.api.memory import Keeping
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
-from gateway.wire.chunks import UNREADABLE, payloads, read
+from gateway.wire.chunks import read
 from gateway.wire.errors import ApiError, error_object
 from gateway.wire.types import Chunk, Usage
 
@@ -90,7 +91,7 @@ Keep = Callable[[dict[str, Any]], Awaitable[None]]
 _NOT_KEPT = Keeping(is_stored=False)
 
 
-class Response:
+class Response(EventRenderer):
     """The renderer of one response. `body` is the request's, which the response repeats in part.
 
     `keep` is called by the method of that name, with the response at its end.
@@ -99,10 +100,10 @@ class Response:
     def __init__(
         self, body: Mapping[str, Any], arrival: Arrival, keeping: Keeping = _NOT_KEPT, keep: Keep | None = None
     ) -> None:
+        super().__init__(bool(body.get("stream")))
         self._key = arrival.request_id.removeprefix("req_")
-        self._is_stream = bool(body.get("stream"))
         repeated = {name: default if body.get(name) is None else body[name] for name, default in _REPEATED.items()}
-        self._keep = keep
+        self._keep, self.is_kept = keep, keep is not None
         head = {"id": f"resp_{self._key}", "created_at": int(arrival.at_s), "model": body["model"]}
         head |= {"store": keeping.is_stored, "previous_response_id": keeping.previous_id}
         if keeping.conversation_id is not None:
@@ -121,11 +122,6 @@ class Response:
         # by their index: item, pieces of arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
         self._number = 0
-        self._events: list[bytes] = []
-
-    @property
-    def is_kept(self) -> bool:
-        return self._keep is not None
 
     async def keep(self) -> None:
         if self._keep is not None:
@@ -145,18 +141,6 @@ class Response:
         self.events(chunks if entry is None else chunks_of(entry))
         self.end()
         return self.body()
-
-    def replay(self, entry: Entry) -> bytes:
-        return self.events(chunks_of(entry)) + self.end()
-
-    def events(self, chunks: Sequence[Chunk]) -> bytes:
-        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
-        try:
-            for payload in payloads(chunks):
-                self._take(payload)
-        except UNREADABLE as error:
-            raise msgspec.DecodeError(str(error)) from None
-        return self._taken()
 
     def end(self) -> bytes:
         self._close_text()
@@ -193,10 +177,6 @@ class Response:
         if self._is_stream:
             self._events.append(framed(event, self._number, **fields))
             self._number += 1
-
-    def _taken(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(events)
 
     def _take(self, payload: bytes) -> None:
         """Add one chunk. Its backend has checked the types, except those inside tool calls."""
@@ -262,12 +242,10 @@ class Response:
 
     def _call(self, call: Mapping[str, Any]) -> None:
         """Begin a call, or add to its arguments. Several may grow at once: `end` finishes them."""
-        index, id = call.get("index"), call.get("id")
+        id = call.get("id")
         kind, field = ("custom", "input") if isinstance(call.get("custom"), dict) else ("function", "arguments")
         given = call.get(kind)
-        if index is None:  # another id begins another call
-            is_another = id not in (None, "", *(item.get("call_id") for item in self._output[-1:]))
-            index = max(0, max(self._calls, default=-1) + is_another)
+        index = call_index(call, self._calls, self._output[-1].get("call_id") if self._output else None)
         given = given if isinstance(given, dict) else {}
         if index not in self._calls:
             self._close_text()
@@ -305,8 +283,7 @@ class Response:
 
 def framed(event: str, number: int, **fields: Any) -> bytes:
     """One event of a stream."""
-    data = msgspec.json.encode({"type": event, "sequence_number": number, **fields})
-    return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
+    return event_of(event, {"type": event, "sequence_number": number, **fields})
 
 
 def _shell_action(arguments: str) -> dict[str, Any]:

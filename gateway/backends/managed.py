@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from gateway.backends import base
-from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed
+from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.plain import chunk_of
@@ -48,6 +48,14 @@ _PLAIN_FIELDS = frozenset(
     {"input", "dimensions", "encoding_format", "user", "query", "documents", "top_n", "return_documents"}
 )
 _PLAIN_CALLS = {EMBEDDING: "aembedding", RERANK: "arerank"}
+# A provider that lacks one of these cannot honour it: litellm would leave it out. The values change nothing.
+# fmt: off
+_IDLE: Mapping[str, Any] = {
+    "audio": {}, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "logprobs": False, "modalities": ["text"], "n": 1,
+    "presence_penalty": 0, "response_format": {"type": "text"}, "stop": [], "temperature": 1, "tool_choice": "auto",
+    "tools": [], "top_p": 1,
+}
+# fmt: on
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
 _CREDENTIALS = frozenset({"azure_ad_token"})  # litellm takes it out of `extra_body` and uses it
 
@@ -111,6 +119,13 @@ async def _rehearse(litellm: Any) -> None:
         options = {"stream_options": {"include_usage": True}, "mock_response": "an answer"}
         async for _ in await litellm.acompletion(**asked, stream=True, **options):
             pass
+
+
+@functools.lru_cache(maxsize=64)
+def _taken(litellm: Any, model: str) -> frozenset[str]:
+    """The fields that litellm passes on to the provider of `model`; all where it has no list."""
+    name, provider = litellm.get_llm_provider(model)[:2]
+    return frozenset(litellm.get_supported_openai_params(model=name, custom_llm_provider=provider) or _IDLE)
 
 
 class ManagedBackend:
@@ -177,7 +192,7 @@ class ManagedBackend:
         """The arguments of litellm.acompletion, or of the function for a plain request.
 
         Has the known fields of the body, and of a generation unknown ones where the provider speaks
-        OpenAI's protocol.
+        OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks.
         """
         body = request.prefilled if request.prefix else request.body
         fields = _PLAIN_FIELDS if request.kind.is_plain else _FIELDS
@@ -195,6 +210,10 @@ class ManagedBackend:
         if self._headers:
             arguments["extra_headers"] = self._headers
         if not request.kind.is_plain:
+            taken = _taken(litellm, request.model or self._model)
+            for name in sorted(arguments.keys() & _IDLE.keys() - taken):
+                if arguments[name] != _IDLE[name]:
+                    raise unfit(f"`{name}` is not supported by this model's API", name)
             arguments |= {
                 "stream": is_stream,
                 "_skip_mcp_handler": True,

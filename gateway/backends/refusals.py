@@ -250,6 +250,12 @@ def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
     return msgspec.json.encode(error)
 
 
+def unfit(message: str, param: str) -> base.BackendUnfit:
+    """The refusal of a field that this deployment cannot honour; another one may."""
+    body = error_body(message, None, param, "unsupported_parameter")
+    return base.BackendUnfit(message, status=400, body=body)
+
+
 def from_backend(error: base.BackendError) -> ApiError:
     """The client's error for a deployment's failure. A rejection keeps its own body and status."""
     if isinstance(error, base.BackendDenied):

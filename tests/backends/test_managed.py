@@ -20,6 +20,7 @@ from gateway.backends.base import (
     BackendRejected,
     BackendTimeout,
     BackendUnavailable,
+    BackendUnfit,
     Mark,
 )
 from gateway.backends.managed import ManagedBackend
@@ -64,6 +65,30 @@ async def test_plain_requests(upstream: Upstream, model: str, kind: Kind, body: 
         assert chunk.usage == Usage(2, 0)
         with pytest.raises(BackendRejected, match="dimensions"):
             await collect(backend.stream(msgspec.structs.replace(asked, body={**asked.body, "dimensions": 3})))
+    await backend.aclose()
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 1, "user": "u"}, "presence_penalty"),
+        ({"n": 2}, "n"),
+        ({"temperature": 0, "n": 1, "presence_penalty": 0, "logit_bias": {}, "seed": 1, "verbosity": "low"}, ""),
+    ],
+)
+async def test_a_field_that_the_provider_lacks_is_refused(upstream: Upstream, fields: Any, refused: str) -> None:
+    """By its name, where it would change the answer; litellm would leave it out. Hints are left out."""
+    backend = make_managed(upstream.url, model="anthropic/claude-sonnet-4-5")
+    await backend.library()
+    asked = msgspec.structs.replace(ask(is_stream=False), body={"model": "m", "messages": [], **fields})
+    if refused:
+        with pytest.raises(BackendUnfit) as error:
+            await collect(backend.stream(asked))
+        assert json.loads(error.value.body or b"")["error"]["param"] == refused
+    else:
+        assert backend.arguments(asked, await backend.library(), is_stream=False)["temperature"] == 0
+    assert backend.running == 0
     await backend.aclose()
 
 

@@ -65,6 +65,21 @@ def test_a_message_of_anthropics_client_is_counted_and_answered(local: Gateway) 
     assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted
 
 
+def test_a_message_goes_on_with_its_beginning(local: Gateway) -> None:
+    """The answer is what follows the assistant's last words, whole and streamed, and said as a chat as well."""
+    asked: Any = {"model": MODEL, "max_tokens": 8, "extra_body": {"temperature": 0}}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    begun = {"role": "assistant", "content": "The capital of France is"}
+    with Anthropic(base_url=local.root, api_key=API_KEY, max_retries=0, timeout=60) as claude:
+        whole = claude.messages.create(**asked, messages=[question, begun])  # type: ignore[list-item]
+        with claude.messages.stream(**asked, messages=[question, begun]) as stream:  # type: ignore[list-item]
+            assert stream.get_final_text() == whole.content[0].text  # type: ignore[union-attr]
+    assert "Paris" in whole.content[0].text  # type: ignore[union-attr]
+    assert "capital" not in whole.content[0].text  # type: ignore[union-attr]
+    chat = local.chat("", MODEL, max_tokens=8, temperature=0, messages=[question, {**begun, "prefix": True}])
+    assert chat.json()["choices"][0]["message"]["content"] == whole.content[0].text  # type: ignore[union-attr]
+
+
 def test_the_program_of_the_readme(local: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints what README shows: the source of each answer, and its last word (other words depend on the processor)."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()

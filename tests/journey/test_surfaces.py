@@ -6,7 +6,6 @@ The corpus and the expected cells are tests/surfaces.py, from which docs/api.md 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -120,6 +119,20 @@ def _made_of(backend: str, fields: dict[str, Any]) -> str:
     return "none" if sent[0] == sent[1] and "stream" not in fields else "yes"
 
 
+class _Litellm:
+    """The provider of a model, without the import of seconds."""
+
+    openai_compatible_providers: tuple[str, ...] = ()
+
+    @staticmethod
+    def get_llm_provider(model: str) -> tuple[str, str]:
+        return model, "openai"
+
+    @staticmethod
+    def get_supported_openai_params(**_: str) -> None:
+        """All of them."""
+
+
 def _sent(backend: str, asked: dict[str, Any], capabilities: frozenset[str]) -> Any:
     """What a server gets for a chat; None where routing keeps the request from it."""
     turn = read_turn(msgspec.json.encode({"model": "m", **asked}), {}, arrive("chat"))
@@ -133,8 +146,7 @@ def _sent(backend: str, asked: dict[str, Any], capabilities: frozenset[str]) -> 
         case "anthropic":
             return to_message(body)
         case "litellm":
-            provider = SimpleNamespace(get_llm_provider=lambda model: ("", "bedrock"), openai_compatible_providers=[])
-            return ManagedBackend("x", model="m", capabilities=capabilities).arguments(request, provider, False)
+            return ManagedBackend("x", model="m", capabilities=capabilities).arguments(request, _Litellm, False)
         case "local":
             return engine_requests(request)
     return body

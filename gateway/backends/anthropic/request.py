@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import BackendUnfit
-from gateway.backends.refusals import error_body
+from gateway.backends.refusals import unfit
 
 OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16384}  # of thinking, in tokens
@@ -38,7 +37,7 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in _REFUSED:
         if body.get(name):
-            raise _refused(name, f"`{name}` is not supported by this model's API")
+            raise unfit(f"`{name}` is not supported by this model's API", name)
     system, messages = _dialogue(body["messages"])
     stop = body.get("stop")
     made = {
@@ -60,16 +59,11 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
         made["thinking"] = {"type": "enabled", "budget_tokens": _BUDGETS[effort]}
         made["max_tokens"] += _BUDGETS[effort]  # Anthropic's maximum includes the thinking
     elif effort not in (None, "none"):
-        raise _refused("reasoning_effort", f"`reasoning_effort` may be none, {', '.join(_BUDGETS)}")
+        raise unfit(f"`reasoning_effort` may be none, {', '.join(_BUDGETS)}", "reasoning_effort")
     if (body.get("temperature") or 0) > 1:
-        raise _refused("temperature", "`temperature` is at most 1 for this model's API")
+        raise unfit("`temperature` is at most 1 for this model's API", "temperature")
     others = {name: value for name, value in body.items() if name not in _KNOWN}
     return {name: value for name, value in {**others, **made}.items() if value is not None}
-
-
-def _refused(param: str, message: str) -> BackendUnfit:
-    told = error_body(message, "invalid_request_error", param, "unsupported_parameter")
-    return BackendUnfit(message, status=400, body=told)
 
 
 def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -89,7 +83,7 @@ def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
         elif role == "user":
             blocks = _blocks(message.get("content"), where)
         else:
-            raise _refused(f"{where}.role", f"`{where}.role` `{role}` is not supported by this model's API")
+            raise unfit(f"`{where}.role` `{role}` is not supported by this model's API", f"{where}.role")
         name = "assistant" if role == "assistant" else "user"
         if messages and messages[-1]["role"] == name:
             messages[-1]["content"] += blocks
@@ -110,7 +104,7 @@ def _said(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise _refused(f"{where}.tool_calls", f"`{where}.tool_calls` has arguments that are no JSON object")
+            raise unfit(f"`{where}.tool_calls` has arguments that are no JSON object", f"{where}.tool_calls")
         blocks.append({"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": arguments})
     return blocks
 
@@ -132,7 +126,7 @@ def _block(part: dict[str, Any], where: str) -> dict[str, Any]:
             title = {"title": more["filename"]} if more.get("filename") else {}
             return {"type": "document", "source": _source(url), **title, **kept}
     kind = msgspec.json.encode(part.get("type")).decode()[:100]
-    raise _refused(where, f"`{where}` has a part that this model's API does not take: {kind}")
+    raise unfit(f"`{where}` has a part that this model's API does not take: {kind}", where)
 
 
 def _source(url: str) -> dict[str, Any]:
@@ -146,7 +140,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A function as a tool of the client; a tool of another type as it is."""
     function = tool.get("function")
     if isinstance(tool.get("custom"), dict):
-        raise _refused("tools", "`tools` of the type `custom` have no schema, which this model's API requires")
+        raise unfit("`tools` of the type `custom` have no schema, which this model's API requires", "tools")
     if tool.get("type") != "function" or not isinstance(function, dict):
         return tool
     fields = {
@@ -172,9 +166,7 @@ def _tool_choice(body: Mapping[str, Any]) -> dict[str, Any]:
         case {"type": "function", "function": {"name": str(name)}}:
             choice = {"type": "tool", "name": name}
         case _:
-            raise _refused(
-                "tool_choice", "`tool_choice` may be none, auto, required or a function for this model's API"
-            )
+            raise unfit("`tool_choice` may be none, auto, required or a function for this model's API", "tool_choice")
     if body.get("parallel_tool_calls") is False:
         return {"tool_choice": {**choice, "disable_parallel_tool_use": True}}
     return {"tool_choice": choice} if body.get("tool_choice") is not None else {}
@@ -186,6 +178,5 @@ def _format(given: Any) -> dict[str, Any]:
             return {}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
-    raise _refused(
-        "response_format", "`response_format` may be text or json_schema with a `schema` for this model's API"
-    )
+    words = "`response_format` may be text or json_schema with a `schema` for this model's API"
+    raise unfit(words, "response_format")

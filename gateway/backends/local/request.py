@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
-from gateway.backends.refusals import error_body
+from gateway.backends.refusals import error_body, unfit
 from gateway.wire.requests import in_json_words
 from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, Grammar, SamplingParams
@@ -138,7 +138,7 @@ def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
     for name in ("functions", "function_call"):
         if body.get(name) is not None:
             message = f"`{name}` is not supported here: send `tools` and `tool_choice`"
-            raise BackendUnfit(message, status=400, body=error_body(message, None, name, "unsupported_parameter"))
+            raise unfit(message, name)
     choice = body.get("tool_choice") or "auto"
     if choice == "none" or not body.get("tools"):
         return {}
