@@ -330,7 +330,7 @@ class ManagedStream:
         if piece is not None:
             if _has_invented_finish(piece, source):
                 raise base.BackendBroken("The deployment's answer ended before its finish")
-            return _chunk(piece, self._finishes)
+            return _chunk(piece, self._finishes, source.custom_llm_provider)
         if not self._finishes.is_complete:
             raise base.BackendBroken("The deployment's answer ended before its finish")
         return None
@@ -375,8 +375,10 @@ def _has_invented_finish(piece: Any, source: Any) -> bool:
     return source.received_finish_reason is None and source.intermittent_finish_reason is None
 
 
-def _chunk(piece: Any, finishes: FinishTracker) -> Chunk:
+def _chunk(piece: Any, finishes: FinishTracker, provider: str) -> Chunk:
     fields = piece.model_dump(exclude_none=True)
+    if provider != "openrouter":  # the others' streams report no cost: it would be litellm's own estimate
+        fields.get("usage", {}).pop("cost", None)
     for choice in fields["choices"]:
         _tidy(choice)
         _tidy(choice.setdefault("delta", {}))

@@ -76,11 +76,12 @@ def known(model: str, host: str = "") -> Known | None:
             row = _row(table[name])
             if row is not None:
                 return row
-    if bare in table:
-        row = _row(table[bare])
+    while bare:  # after the provider there may be a route or a region: bedrock/converse/..., bedrock/us-east-1/...
+        row = _row(table[bare]) if bare in table else None
         # the table divides some providers: bedrock_converse, vertex_ai-language-models
         if row is not None and (row.provider == provider or row.provider.startswith(_DIVIDED.get(provider, "\0"))):
             return row
+        bare = bare.partition("/")[2]
     return None
 
 
@@ -102,7 +103,9 @@ def _table() -> dict[str, msgspec.Raw]:
 def _row(raw: msgspec.Raw) -> Known | None:
     row: dict[str, Any] = msgspec.json.decode(raw)
     mode = row.get("mode")
-    if mode not in _CHAT_MODES and mode not in _PLAIN_MODES:
+    # models that draw in a chat are priced by the token, others by the picture
+    is_drawing = mode == "image_generation" and "output_cost_per_image_token" in row
+    if not (mode in _CHAT_MODES or mode in _PLAIN_MODES or is_drawing):
         return None
     provider = str(row.get("litellm_provider", ""))
     capabilities = {name for name, keys in _ABILITIES.items() if any(row.get(key) is True for key in keys)}
