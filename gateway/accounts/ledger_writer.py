@@ -18,8 +18,6 @@ should find no difference.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +33,7 @@ from gateway.accounts.row import HitsRow, LedgerRow, decode_row
 from policies import Budgets
 from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
+from policies.lease import Lease
 from policies.prices import MicroUSD
 from policies.redis import Redis
 from policies.windows import windows_at
@@ -47,18 +46,8 @@ _FOLLOWER_IDLE_S = 1.0
 _TROUBLE_S_MAX = 5.0
 _OWN_RESTATED_MAX = 10_000  # more of them only after Redis lost its memory, or another writer its lock
 
-# KEYS lock, stream. ARGV token, lease in ms, 1 to take a free lock or 0 to keep an own one, count.
-# Replies the oldest entries where the caller holds the lock now, else 0. Only the holder reads:
-# entries that one holder leaves, the next one finds in the stream.
-_READ = """
-local owner = redis.call('GET', KEYS[1])
-if owner ~= ARGV[1] and (owner or ARGV[3] == '0') then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', ARGV[4])
-"""
-
-# KEYS lock. ARGV token.
-_DROP_LOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+# KEYS stream. ARGV count. Replies the oldest entries, of which each client of Redis makes other values.
+_READ = "return redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[1])"
 
 # KEYS stream, set aside. ARGV entry id, reason.
 # Replies 1 where the entry was moved, 0 where it is gone.
@@ -118,28 +107,26 @@ class LedgerWriter:
         self._token = token or secrets.token_hex(16)
         self._restate_every_s = restate_every_s
         self._restated_at_s: float | None = None
+        self._lease = Lease(redis, LEDGER_LOCK, self._token, _LOCK_MS)
+        self._trouble_s = 0.0
         self.stats = WriterStats()
 
     async def run(self) -> None:
         """Step until cancelled. Waits after failures of Redis and SQL, `_TROUBLE_S_MAX` at most."""
-        trouble_s = 0.0
+        await self._lease.keep(self._turn)
+
+    async def _turn(self) -> float:
         try:
-            while True:
-                try:
-                    is_leader = await self.step()
-                    trouble_s = 0.0
-                except (RedisError, SQLAlchemyError, OSError, LockLost) as error:
-                    self.stats.failures += 1
-                    self.stats.last_error = f"{type(error).__name__}: {error}"
-                    trouble_s = min(max(2 * trouble_s, _IDLE_S), _TROUBLE_S_MAX)
-                    is_leader = self.stats.is_leader = False
-                    await self._drop_lock()  # another writer may reach SQL
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    # Python 3.11: wait_for in a Redis client can swallow it
-                    raise asyncio.CancelledError
-                await asyncio.sleep(trouble_s or (_IDLE_S if is_leader else _FOLLOWER_IDLE_S))
-        finally:
-            await self._drop_lock()
+            is_leader = await self.step()
+        except (RedisError, SQLAlchemyError, OSError, LockLost) as error:
+            self.stats.failures += 1
+            self.stats.last_error = f"{type(error).__name__}: {error}"
+            self.stats.is_leader = False
+            self._trouble_s = min(max(2 * self._trouble_s, _IDLE_S), _TROUBLE_S_MAX)
+            await self._lease.drop()  # another writer may reach SQL
+            return self._trouble_s
+        self._trouble_s = 0.0
+        return _IDLE_S if is_leader else _FOLLOWER_IDLE_S
 
     async def step(self) -> bool:
         """Drain the stream and restate where that is due, if this writer holds the lock.
@@ -183,8 +170,11 @@ class LedgerWriter:
         return True
 
     async def _read(self, *, is_new: bool) -> list[_Entry] | None:
-        reply = await self._redis.eval(_READ, 2, LEDGER_LOCK, LEDGER_STREAM, self._token, _LOCK_MS, int(is_new), _BATCH)
-        return None if reply == 0 else [_entry(entry_id, fields) for entry_id, fields in reply]
+        # only the holder reads: entries that one holder leaves, the next one finds in the stream
+        if not await self._lease.take(is_new=is_new):
+            return None
+        found = await self._redis.eval(_READ, 1, LEDGER_STREAM, _BATCH)
+        return [_entry(entry_id, fields) for entry_id, fields in found]
 
     async def _write(self, entries: Sequence[_Entry]) -> None:
         good = [(entry, entry.row) for entry in entries if entry.row is not None]
@@ -204,10 +194,6 @@ class LedgerWriter:
         for entry in entries:
             if entry.row is None:
                 await self._set_aside(entry.id, entry.wrong)
-
-    async def _drop_lock(self) -> None:
-        with contextlib.suppress(RedisError):  # its lease ends it anyway
-            await self._redis.eval(_DROP_LOCK, 1, LEDGER_LOCK, self._token)
 
     async def _set_aside(self, entry_id: bytes, reason: str) -> None:
         self.stats.set_aside += await self._redis.eval(

@@ -16,16 +16,13 @@ Every worker runs a watch; the lock lets one of them work. Knows no requests. In
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
 import msgspec
-from redis.exceptions import RedisError
 
 from gateway.accounts import Accounts
 from gateway.alerts.webhook import DeliveryFailed
@@ -34,6 +31,7 @@ from gateway.loggers import get_logger
 from gateway.settings import AlertSettings
 from policies import Budgets
 from policies.holds import WINDOW_KEPT_S, BudgetState
+from policies.lease import Lease
 from policies.pace import pace_of
 from policies.redis import Redis
 from policies.windows import WindowKind
@@ -58,17 +56,6 @@ _LOCK_MS = 30_000  # longer than a delivery
 _TRIES_AFTER_S = (5, 30, 120, 600, 1_800, 3_600, 7_200)  # the last one again until KEPT_S
 _VALUE_CHARS_MAX = 64
 _PROJECTED = "projected"
-
-# KEYS lock. ARGV token, lease in ms. Replies 1 where the caller holds the lock now, else 0.
-_TAKE_LOCK = """
-local owner = redis.call('GET', KEYS[1])
-if owner and owner ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-
-# KEYS lock. ARGV token.
-_DROP_LOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 # KEYS mark, queues. ARGV the mark's life in ms (0: for ever), message, due, the most messages of a
 # queue. Replies 0 where the alert was raised before, else the places of the queues that are full.
@@ -173,7 +160,7 @@ class AlertWatch:
         self._channels = channels
         self._count = count
         self._clock = clock
-        self._token = token or secrets.token_hex(16)
+        self._lease = Lease(redis, _LOCK, token or secrets.token_hex(16), _LOCK_MS)
         self._random_hex = random_hex
         self._looked_at_s: float | None = None
         self._known: dict[str, int] = {}  # marks that were in Redis at that moment
@@ -181,23 +168,20 @@ class AlertWatch:
     async def run(self) -> None:
         """Step until cancelled. Errors of Redis and of the database pass through."""
         try:
-            while True:
-                await self.step()
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    # Python 3.11: wait_for in a Redis client can swallow it
-                    raise asyncio.CancelledError
-                await asyncio.sleep(_IDLE_S if self._channels else _LOOK_EVERY_S)
+            await self._lease.keep(self._turn)
         finally:
             for channel in self._channels.values():
                 channel.aclose()
-            with contextlib.suppress(RedisError):  # its lease ends it anyway
-                await self._redis.eval(_DROP_LOCK, 1, _LOCK, self._token)
+
+    async def _turn(self) -> float:
+        await self.step()
+        return _IDLE_S if self._channels else _LOOK_EVERY_S
 
     async def step(self) -> bool:
         """Look at the budgets where that is due, and deliver messages that are due, if this worker
         has the lock. Returns whether it has.
         """
-        if not await self._has_lock():
+        if not await self._lease.take():
             return False
         now_s = self._clock()
         if self._looked_at_s is None or not 0 <= now_s - self._looked_at_s < _LOOK_EVERY_S:
@@ -206,9 +190,6 @@ class AlertWatch:
         for name in self._channels:
             await self._deliver(name)
         return True
-
-    def _has_lock(self) -> Awaitable[bool]:
-        return self._redis.eval(_TAKE_LOCK, 1, _LOCK, self._token, _LOCK_MS)
 
     async def _look(self, at_ms: int) -> None:
         budgets = await self._accounts.list_budgets()
@@ -242,7 +223,7 @@ class AlertWatch:
     async def _deliver(self, channel: str) -> None:
         """Send the messages that are due, until one fails: the others have the same receiver."""
         queue = CHANNELS[channel]
-        while await self._has_lock():
+        while await self._lease.take():
             now_s = self._clock()
             found = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
             if not found or not await self._send(channel, found[0], now_s):

@@ -265,7 +265,7 @@ class Paused:
         return await self._redis.eval(script, numkeys, *rest)
 
 
-@pytest.mark.parametrize("words", ["'XRANGE', KEYS[2]", "XDEL", "drift + math.abs", "'SET', KEYS[2], '1'"])
+@pytest.mark.parametrize("words", ["'PX', ARGV[2]", "'XRANGE'", "XDEL", "drift + math.abs", "'SET', KEYS[2], '1'"])
 async def test_a_writer_paused_past_its_lock_spoils_nothing(
     redis: Redis, ledger: Ledger, budgets: Budgets, words: str
 ) -> None:
