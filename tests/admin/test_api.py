@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pyarrow import parquet
 from redis.asyncio import Redis
 from sqlalchemy.exc import OperationalError
 
@@ -415,6 +417,34 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
     assert rows[0]["at"] == "2040-05-17T12:45:00.000+00:00"
     assert {row["deployment"] for row in rows} == {"small@api", "'=cmd()"}  # no spreadsheet runs it
     assert (await client.get(f"/admin/api/ledger?until_s={NOW_S - 10}")).json()["rows"] == []
+
+
+async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the rows of the CSV with their types, also over several groups and none; without the extra it is refused."""
+    monkeypatch.setattr("gateway.admin.parquet._GROUP_ROWS", 3)
+    for number in range(7):
+        await world.spend(1, 100 + number, number, usage_estimated=number == 6, user="=ann", baseline_microusd=None)
+    reply = await client.get("/admin/api/ledger.parquet?team_id=1")
+    assert reply.headers["content-type"] == "application/vnd.apache.parquet"
+    file = parquet.ParquetFile(io.BytesIO(reply.content))
+    rows = file.read().to_pylist()
+    assert file.num_row_groups == 3
+    texts = list(csv.DictReader(io.StringIO((await client.get("/admin/api/ledger.csv?team_id=1")).text)))
+    assert [list(row) for row in rows] == [list(text) for text in texts]
+    assert [str(row["cost_microusd"]) for row in rows] == [text["cost_microusd"] for text in texts]
+    assert rows[0]["at"] == datetime.fromisoformat(texts[0]["at"])
+    kinds = {type(row[name]) for row in rows for name in ("at_ms", "cost_microusd", "team_id")}
+    assert (kinds, {row["baseline_microusd"] for row in rows}, {row["user"] for row in rows}) == (
+        {int},
+        {None},
+        {"=ann"},
+    )
+    assert sorted(row["usage_estimated"] for row in rows) == [False] * 6 + [True]
+    none = await client.get("/admin/api/ledger.parquet?team_id=99")
+    assert parquet.read_table(io.BytesIO(none.content)).num_rows == 0
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    refused = await client.get("/admin/api/ledger.parquet")
+    assert (refused.status_code, "sameway[parquet]" in refused.text) == (400, True)
 
 
 async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.AsyncClient) -> None:
