@@ -103,9 +103,7 @@ def _table() -> dict[str, msgspec.Raw]:
 def _row(raw: msgspec.Raw) -> Known | None:
     row: dict[str, Any] = msgspec.json.decode(raw)
     mode = row.get("mode")
-    # models that draw in a chat are priced by the token, others by the picture
-    is_drawing = mode == "image_generation" and "output_cost_per_image_token" in row
-    if not (mode in _CHAT_MODES or mode in _PLAIN_MODES or is_drawing):
+    if mode not in _CHAT_MODES and mode not in _PLAIN_MODES:
         return None
     provider = str(row.get("litellm_provider", ""))
     capabilities = {name for name, keys in _ABILITIES.items() if any(row.get(key) is True for key in keys)}

@@ -162,7 +162,9 @@ def _administer(gateway: Gateway, found: Seen) -> None:
         if reply.headers["content-type"] == "application/json":
             found.lines["admin"] |= {f"GET {path} {line}" for line in _paths(reply.json())}
         else:
-            found.add("admin", f"GET {path} {reply.headers['content-type']} {reply.text.splitlines()[0]}")
+            kind = reply.headers["content-type"]
+            first = reply.text.splitlines()[0] if kind.startswith("text/") else reply.text[:4]  # of a binary file
+            found.add("admin", f"GET {path} {kind} {first}")
     pages = ("", "/login", "/deployments", "/requests", "/ledger", "/teams", "/teams/1", "/cache", "/static/admin.css")
     with httpx.Client(base_url=gateway.root, timeout=10) as browser:
         browser.post("/admin/login", data={"key": ADMIN_KEY}, headers={"sec-fetch-site": "same-origin"})
