@@ -78,6 +78,7 @@ def admin_router(parts: AdminParts) -> APIRouter:
     _add_teams(api, parts)
     _add_keys_and_budgets(api, parts)
     _add_history(api, parts)
+    _add_ledger(api, parts)
     _add_machine(api, parts)
     _add_cache(api, parts)
     router.include_router(api)
@@ -220,6 +221,8 @@ def _add_history(api: APIRouter, parts: AdminParts) -> None:
         where = ledger_filter(team_id=team_id, model=model, from_s=from_s, until_s=until_s)
         return await savings_views.savings(parts, where)
 
+
+def _add_ledger(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/ledger")
     async def ledger(
         where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: _LedgerCursor | None = None, limit: _Limit = 100
