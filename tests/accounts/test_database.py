@@ -18,6 +18,7 @@ from alembic.script import ScriptDirectory
 from gateway.accounts import Invalid, Ledger, LedgerFilter, SchemaUnknown, schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database, _create, _upgrade
+from gateway.accounts.ledger import Group
 from tests.accounts.conftest import empty
 
 _OPEN = """
@@ -120,6 +121,52 @@ async def test_a_ledger_with_rows_learns_of_estimates(database_url: str) -> None
     found = {row.id: row.usage_estimated for row in (await ledger.rows(LedgerFilter())).rows}
     assert found == {"before": False, "beside": False, "marked": True}
     await database.close()
+
+
+async def test_a_database_full_of_data_is_migrated_whole(database_url: str) -> None:
+    """A team, a key, a budget and a ledger of version 0004, before kinds of tokens, savings and axes: each row is as it was,
+    the sums are the rows', and what came later has its default."""
+    await migrated_to(database_url, "0004")
+    database = Database(database_url)
+    row = {"id": 3, "name": "acme", "created_at_s": 5.0, "is_active": True, "is_semantic_enabled": True}
+    key = {"id": 4, "team_id": 3, "name": "k", "prefix": "sk-sw-", "digest": b"d" * 32, "created_at_s": 5.0}
+    budget = {"id": 9, "team_id": 3, "window_kind": "month", "limit_microusd": 70, "is_hard": True}
+    labels = {"team_id": 3, "key_id": 4, "alias": "a", "deployment": "d", "kind": "chat"}
+    counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 5, "cost_microusd": 7}
+    day = 20_000
+    async with database.writing() as connection:
+        for name, values in (
+            ("teams", row),
+            ("keys", {**key, "is_active": True}),
+            ("budgets", budget),
+            ("ledger_days", {"day": day, **labels, "requests": 2, **{name: 2 * n for name, n in counts.items()}}),
+            *(
+                ("ledger", {"id": one, "at_ms": day * 86_400_000 + 1, "request_id": "r", **labels, **counts})
+                for one in ("x", "y")
+            ),
+        ):
+            await connection.execute(sa.table(name, *map(sa.column, values)).insert().values(values))
+    await database.close()
+    accounts = Accounts(database_url)
+    await accounts.open()
+    (team,), (found,) = await accounts.list_teams(), await accounts.list_budgets()
+    assert (team.id, team.name, found.id, found.limit, found.axis) == (3, "acme", 9, 70, "team")
+    assert [one.id for one in await accounts.list_keys(3)] == [4]
+    ledger = Ledger(accounts.database)
+    rows = (await ledger.rows(LedgerFilter())).rows
+    assert [(one.id, one.cost_microusd, one.baseline_microusd, one.user) for one in rows] == [
+        ("y", 7, None, ""),
+        ("x", 7, None, ""),
+    ]
+    await ledger.mend_sums()
+    for group in (Group.TEAM, Group.KEY, Group.USER, Group.DAY):
+        (total,) = await ledger.totals([group])
+        assert (total.requests, total.cost_microusd, total.cached_tokens, total.tool_calls) == (2, 14, 8, 0)
+    more = msgspec.structs.replace(rows[0], id="z", cache_write_tokens=3, charges=())
+    assert await ledger.append([more]) == 1
+    (total,) = await ledger.totals([Group.DEPLOYMENT])
+    assert (total.requests, total.cost_microusd, total.cache_write_tokens) == (3, 21, 3)
+    await accounts.close()
 
 
 async def test_of_budgets_of_one_kind_the_one_that_held_stays(database_url: str) -> None:
