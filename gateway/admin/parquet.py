@@ -7,6 +7,7 @@ broke off has no footer, so no reader takes it for whole.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -17,23 +18,10 @@ _GROUP_ROWS = 10_000
 _TEXTS = frozenset({"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags"})
 
 
-async def parquet(rows: AsyncIterator[dict[str, Any]], columns: Sequence[str]) -> AsyncIterator[bytes]:
-    """The `columns` of all rows, after the moment `at`: texts, whole numbers of 64 bits and truths, null where
-    there is no value. Raises Invalid, before the first byte, where the extra is not installed.
+class ParquetFile:
+    """A file of the `columns` of rows, after the moment `at`: texts, whole numbers of 64 bits and truths,
+    null where there is no value. Raises Invalid where the extra is not installed.
     """
-    file = await asyncio.to_thread(_File, columns)
-    group: list[dict[str, Any]] = []
-    async for row in rows:
-        group.append({**row, "at": datetime.fromtimestamp(row["at_ms"] / 1000, UTC)})
-        if len(group) == _GROUP_ROWS:
-            yield await asyncio.to_thread(file.add, group)
-            group = []
-    yield await asyncio.to_thread(file.add, group)
-    yield await asyncio.to_thread(file.end)
-
-
-class _File:
-    """A file in the making; each method returns the bytes that it adds."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         try:
@@ -46,41 +34,37 @@ class _File:
         self._table = pyarrow.Table
         self._schema = pyarrow.schema(list(kinds.items()))
         self._sink = _Sink()
-        self._writer = ParquetWriter(pyarrow.PythonFile(self._sink, mode="w"), self._schema)
+        self._writer = ParquetWriter(self._sink, self._schema)
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> bytes:
+    async def stream(self, rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        """The bytes of the file with all `rows`."""
+        group: list[dict[str, Any]] = []
+        async for row in rows:
+            group.append({**row, "at": datetime.fromtimestamp(row["at_ms"] / 1000, UTC)})
+            if len(group) == _GROUP_ROWS:
+                yield await asyncio.to_thread(self._add, group)
+                group = []
+        yield await asyncio.to_thread(self._add, group)
+        self._writer.close()
+        yield self._sink.take()
+
+    def _add(self, rows: Sequence[dict[str, Any]]) -> bytes:
         if rows:
             self._writer.write_table(self._table.from_pylist(rows, schema=self._schema))
         return self._sink.take()
 
-    def end(self) -> bytes:
-        self._writer.close()
-        return self._sink.take()
 
-
-class _Sink:
+class _Sink(io.BytesIO):
     """What pyarrow writes to: a file of which the first part is gone already."""
 
-    closed = False
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def write(self, data: bytes) -> int:
-        self._pieces.append(bytes(data))
-        self._size += len(data)
-        return len(data)
+    _gone = 0
 
     def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    def close(self) -> None:
-        self.closed = True
+        return self._gone + super().tell()
 
     def take(self) -> bytes:
-        data, self._pieces = b"".join(self._pieces), []
+        data = self.getvalue()
+        self._gone += len(data)
+        self.seek(0)
+        self.truncate()
         return data

@@ -7,6 +7,7 @@ descriptions in the OpenAPI document.
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from gateway.accounts.ledger import CURSOR
 from gateway.admin import budget_views, cache_views, misses, models, operations, savings_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
 from gateway.admin.pages import pages_router
-from gateway.admin.parquet import parquet
+from gateway.admin.parquet import ParquetFile
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import ROUTES_CURSOR, CacheKind, Outcome, RouteFilter
 from gateway.telemetry.summary import Window
@@ -262,9 +263,8 @@ def _add_ledger(api: APIRouter, parts: AdminParts) -> None:
     async def ledger_parquet(where: Annotated[LedgerFilter, Depends(ledger_filter)]) -> StreamingResponse:
         """The same as Parquet, with the moments, numbers and truths as such; needs the extra `parquet`."""
         headers = {"content-disposition": 'attachment; filename="sameway-ledger.parquet"'}
-        file = parquet(views.ledger_rows(parts, where), _COLUMNS)
-        first = await anext(file)  # an error of the extra or the database has a status yet
-        return StreamingResponse(_after(first, file), media_type=PARQUET, headers=headers)
+        file = await asyncio.to_thread(ParquetFile, _COLUMNS)
+        return StreamingResponse(file.stream(views.ledger_rows(parts, where)), media_type=PARQUET, headers=headers)
 
 
 def route_filter(
@@ -307,12 +307,6 @@ _COLUMNS = (
     "audio_completion_tokens", "image_completion_tokens", "tool_calls", "baseline_microusd", "prefix_read_microusd",
     "prefix_write_microusd", "mechanism", "provider_cost_microusd", "user", "tags",
 )  # fmt: skip
-
-
-async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for more in rest:
-        yield more
 
 
 async def _csv(rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
