@@ -5,9 +5,12 @@ Knows no weights and no torch. `checkpoints` reads a ModelConfig from a checkpoi
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 _SIZE_MAX = 2**31
 _POSITIVE = (
@@ -18,6 +21,25 @@ _POSITIVE = (
 class ModelError(Exception):
     """The model cannot be loaded: missing, broken, or of a kind that is not supported. The message
     names which."""
+
+
+def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
+    """A JSON object of a checkpoint's; without the file an empty one, unless it `is_needed`. Raises
+    ModelError."""
+    try:
+        content = json.loads(path.read_bytes()) if is_needed or path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def require_among(found: object, supported: Iterable[object], what: str) -> None:
+    """Raises ModelError with the list where `found`, the value of `what`, is none of those
+    `supported`."""
+    if found not in supported:
+        raise ModelError(f"{what} {found!r} is not supported; supported: {', '.join(map(str, supported))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConfig
+from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConfig, require_among
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -258,8 +258,7 @@ def _activation(config: Mapping[str, Any], family: Family, source: str) -> str:
     # the true one
     key = "hidden_activation" if family.is_gemma else "hidden_act"
     named = str(config.get(key) or "silu")
-    if named not in _ACTIVATIONS:
-        raise ModelError(f"{source}: {key} {named!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    require_among(named, _ACTIVATIONS, f"{source}: {key}")
     return _ACTIVATIONS[named]
 
 
@@ -328,8 +327,7 @@ def _rope(
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind == "su" or (kind == "yarn" and family.hf == "Phi3ForCausalLM"):  # what Phi 3 called it at first
         kind = "longrope"
-    if kind not in ROPE_TYPES:
-        raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    require_among(kind, ROPE_TYPES, f"{source}: rope scaling")
     share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if share != 1.0 and "partial_rotary_factor" not in family.reads:
         raise ModelError(f"{source}: partial_rotary_factor {share!r} is not supported in a {family.hf}")

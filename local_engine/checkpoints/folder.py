@@ -8,7 +8,6 @@ loading takes little more than the model itself.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from local_engine.checkpoints.checkpoint import WeightPiece, parts_of, split
 from local_engine.checkpoints.families import model_config_from_hf, token_ids
-from local_engine.config import ModelError
+from local_engine.config import ModelError, read_json
 from local_engine.weights.prequantised import packing_from
 from local_engine.weights.scaled import Weights
 
@@ -43,7 +42,7 @@ class FolderCheckpoint:
 
         self.place = folder
         path = folder / "config.json"
-        config = _read_json(path)
+        config = read_json(path)
         try:
             self.config = model_config_from_hf(config, name or folder.name, str(path))
             self._packing = packing_from(config, str(path))
@@ -51,7 +50,7 @@ class FolderCheckpoint:
             raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {error}") from error
         self.tokenizer = tokenizer_from_folder(folder)
         generation = folder / "generation_config.json"
-        more = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        more = read_json(generation, is_needed=False).get("eos_token_id")
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         ids = (*self.config.eos_token_ids, *token_ids(more, str(generation)), *own)
         self.config = dataclasses.replace(self.config, eos_token_ids=tuple(dict.fromkeys(ids)))
@@ -175,7 +174,7 @@ class SafetensorsFiles:
 def _find_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index} has no weight_map from tensors to files")
         files = [folder / name for name in sorted(set(weight_map.values()))]
@@ -187,13 +186,3 @@ def _find_files(folder: Path) -> list[Path]:
             hint = "; pickled weights are not read: they can run code. Convert them to safetensors" if pickled else ""
             raise ModelError(f"{folder} lacks {path.name}{hint}")
     return files
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return content

@@ -19,7 +19,7 @@ import torch
 from local_engine.checkpoints import families
 from local_engine.checkpoints.checkpoint import WeightPiece, parts_of, split
 from local_engine.checkpoints.gguf_file import GgufFile
-from local_engine.config import ModelConfig, ModelError
+from local_engine.config import ModelConfig, ModelError, require_among
 from local_engine.weights.scaled import Weights, rows_of
 
 _NAMES = {
@@ -276,8 +276,7 @@ def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: 
         ends = original if is_short else found("context_length")
         scaling = {"rope_type": "longrope", "short_factor": divisors, "attention_factor": given}
         return {**scaling, "original_max_position_embeddings": ends}
-    if kind not in ("none", "linear", "yarn") or divisors:
-        raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
+    require_among(kind, () if divisors else ("none", "linear", "yarn"), f"{source}: rope scaling")
     of_yarn = float(found("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
     return {
         "rope_type": "default" if kind == "none" else kind,

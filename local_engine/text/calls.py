@@ -365,8 +365,12 @@ def _is_part(text: str, mark: str) -> bool:
 
 def _sure(text: str, mark: str) -> str:
     """Its beginning that is no white space before `mark`, nor a part of it."""
-    part = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-    return text[: len(text) - part].rstrip()
+    return text[: len(text) - begun(text, mark)].rstrip()
+
+
+def begun(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that begins `mark`, and is not all of it."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _json(body: str) -> list[tuple[str, str]]:

@@ -173,6 +173,12 @@ def _plain_call(call: Any) -> Any:
     return {**call, "id": _short(call.get("id")), "function": {**function, "arguments": arguments}}
 
 
+def _calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The name and the arguments of each call of a tool in a message."""
+    calls = (call["function"] for call in message.get("tool_calls", ()) if "function" in call)
+    return [{name: call.get(name) for name in ("name", "arguments")} for call in calls]
+
+
 def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
     """The conversation for a template that takes the tools from the system's message and any role, as
     Phi-4-mini's model card has it: calls are a text."""
@@ -183,8 +189,8 @@ def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -
         messages = [{**messages[0], "tools": text}, *messages[1:]]
     found = []
     for message in messages:
-        calls = [call["function"] for call in message.get("tool_calls", ()) if "function" in call]
-        text = json.dumps([{name: call.get(name) for name in ("name", "arguments")} for call in calls])
+        calls = _calls_of(message)
+        text = json.dumps(calls)
         content = f"{message['content']}{format.opens}{text}{format.closes}" if calls else message["content"]
         found.append({**message, "content": content})
     return found
@@ -206,8 +212,8 @@ def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, An
         was_result, is_result = is_result, role == "tool"
         if is_result:
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        calls = [call["function"] for call in message.get("tool_calls", ()) if "function" in call]
-        for call in ({name: call.get(name) for name in ("name", "arguments")} for call in calls):
+        calls = _calls_of(message)
+        for call in calls:
             content += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
         content = content.lstrip("\n") if calls else content
         if is_result and was_result:

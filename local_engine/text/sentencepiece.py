@@ -26,15 +26,12 @@ Field = tuple[int, int | bytes]
 
 def sentencepiece_metadata(path: Path) -> dict[str, Any]:
     """The vocabulary under GGUF's keys. Raises ModelError."""
-    pieces, trainer, normalizer = [], {}, {}
+    parts: dict[int, list[dict[int, int | bytes]]] = {_PIECES: [], _TRAINER: [{}], _NORMALIZER: [{}]}
     try:
         for number, value in _fields(path.read_bytes()):
-            if number == _PIECES and isinstance(value, bytes):
-                pieces.append(dict(_fields(value)))
-            elif number == _TRAINER and isinstance(value, bytes):
-                trainer = dict(_fields(value))
-            elif number == _NORMALIZER and isinstance(value, bytes):
-                normalizer = dict(_fields(value))
+            if number in parts and isinstance(value, bytes):
+                parts[number].append(dict(_fields(value)))
+        pieces, trainer, normalizer = parts[_PIECES], parts[_TRAINER][-1], parts[_NORMALIZER][-1]
         tokens = [bytes(piece[_TEXT]).decode() for piece in pieces]
         scores = [struct.unpack("<f", piece.get(_SCORE, bytes(4)))[0] for piece in pieces]  # type: ignore[arg-type]
     except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error) as error:

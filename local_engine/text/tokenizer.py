@@ -11,13 +11,13 @@ from __future__ import annotations
 import codecs
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from local_engine.config import ModelError
 from local_engine.messages import CallPart, GenerateRequest, Grammar, InvalidRequest, TokenLogprob
-from local_engine.text.calls import DEFAULT, MARKS, THINKING, Format, Reader, calls_grammar
+from local_engine.text.calls import DEFAULT, MARKS, THINKING, Format, Reader, begun, calls_grammar
 from local_engine.text.chat import Chat
 
 if TYPE_CHECKING:
@@ -206,19 +206,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these tokens without special ones; bytes that are no character become
         U+FFFD."""
-        data = b"".join(self.spell(id) for id in ids if id not in self._special)
-        if self.strips_first_space and data.startswith(b" "):
-            data = data[1:]
-        return data.decode("utf-8", errors="replace")
+        return self._decoded(id for id in ids if id not in self._special)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """As `decode`, with special tokens. Raises InvalidRequest for an id without a token."""
         for id in ids:
             self.token(id)
-        data = b"".join(map(self.spell, ids))
-        if self.strips_first_space and data.startswith(b" "):
-            data = data[1:]
-        return data.decode("utf-8", errors="replace")
+        return self._decoded(ids)
+
+    def _decoded(self, ids: Iterable[int]) -> str:
+        return self.first(b"".join(map(self.spell, ids))).decode("utf-8", errors="replace")
+
+    def first(self, data: bytes) -> bytes:
+        """The beginning of a text as decoding leaves it."""
+        return data.removeprefix(b" ") if self.strips_first_space else data
 
     def token(self, id: int) -> str:
         """The vocabulary's spelling of a token. Raises InvalidRequest for an id without one."""
@@ -332,44 +333,27 @@ class TextStream:
             data = self.tokenizer.spell(id)
             if self.is_at_start and data:
                 self.is_at_start = False
-                if self.tokenizer.strips_first_space and data.startswith(b" "):
-                    data = data[1:]
+                data = self.tokenizer.first(data)
             self._text += self._utf8.decode(data)
         if self.stop and can_stop:
             found = [at for at in (self._text.find(stop) for stop in self.stop) if at >= 0]
             if found:
                 return self._emit(min(found), is_stopped=True)
-        kept = self._kept() if can_stop else 0
-        return self._emit(len(self._text) - kept, is_stopped=False)
+        kept = max((begun(self._text, stop) for stop in self.stop if can_stop), default=0)
+        return self._emit(len(self._text) - kept)
 
     def finish(self) -> Piece:
         """The end without a stop string: everything held is final, but for the bytes of an
         unfinished character."""
-        piece = self._emit(len(self._text), is_stopped=False)
-        rest = tuple(self._held)
-        self._held.clear()
-        return Piece(
-            piece.text,
-            piece.token_ids + tuple(held.id for held in rest),
-            piece.logprobs + tuple(held.logprob for held in rest if held.logprob is not None),
-        )
+        return self._emit(len(self._text), is_last=True)
 
-    def _kept(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = 0
-        for stop in self.stop:
-            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
-    def _emit(self, length: int, *, is_stopped: bool) -> Piece:
+    def _emit(self, length: int, *, is_stopped: bool = False, is_last: bool = False) -> Piece:
         text, self._text = self._text[:length], self._text[length:]
         self._emitted += length
         final: list[_Held] = []
         has_half, _ = self._utf8.getstate()
-        while self._held and (self._held[0].start < self._emitted or not (self._text or has_half or is_stopped)):
+        has_rest = not is_last and (self._text or has_half or is_stopped)
+        while self._held and (self._held[0].start < self._emitted or not has_rest):
             final.append(self._held.popleft())
         return Piece(
             text,

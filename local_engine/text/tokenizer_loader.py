@@ -7,7 +7,6 @@ reference tokenizer; a vocabulary of a kind that cannot be rebuilt exactly is re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,26 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, Unigram
 
-from local_engine.config import ModelError
+from local_engine.config import ModelError, read_json, require_among
 from local_engine.text.sentencepiece import sentencepiece_metadata
 from local_engine.text.tokenizer import Tokenizer, Vocabulary, byte_of_character
 
 # How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models'
 # own (tokenizer.json).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_TEKKEN_REST = r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = "|".join((*_TEKKEN_WORDS, _TEKKEN_REST))
+_GPT4O = "|".join((*(f"{word}{_SHORT}?" for word in _TEKKEN_WORDS), _TEKKEN_REST.replace(r"\p{N}", r"\p{N}{1,3}", 1)))
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"  # as DeepSeek has it
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _DEEPSEEK_V3 = (
@@ -49,7 +48,8 @@ _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe", "mellum", "a.x-4.0"), (_GPT2,)
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe", "mellum", "a.x-4.0", "granite-docling"),
+        (_GPT2,),
     ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
@@ -58,6 +58,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK_V3,
     "falcon": _FALCON,
@@ -68,7 +69,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """From a Hugging Face checkpoint folder. Raises ModelError."""
-    config = _json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json", is_needed=False)
     path = folder / "tokenizer.json"
     if not path.is_file():
         return _from_sentencepiece(folder, config)
@@ -117,18 +118,6 @@ def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(backend, vocabulary)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return content
-
-
 def _token_text(token: Any) -> str:
     """A special token's spelling: a string, or an object with `content`."""
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
@@ -140,7 +129,9 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
-    template = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    template = read_json(folder / "chat_template.json", is_needed=False).get("chat_template") or config.get(
+        "chat_template"
+    )
     if isinstance(template, list):
         named = {str(entry.get("name")): str(entry.get("template")) for entry in template}
         template = named.get("default") or next(iter(named.values()), None)
@@ -177,21 +168,17 @@ def _backend(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Backend
     """The backend, from a vocabulary under GGUF's keys. Raises ModelError for a kind that cannot be
     rebuilt."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
-    if kind == "gpt2":
-        backend = _byte_level(metadata, tokens)
-    elif kind in ("llama", "t5"):
-        backend = _sentencepiece(metadata, tokens, is_legacy=is_legacy)
-    else:
-        raise ModelError(f"tokenizer {kind!r} in a GGUF file is not supported; supported: gpt2, llama, t5")
-    _add_marked_tokens(backend, metadata, tokens, is_byte_level=kind == "gpt2")
+    require_among(kind, ("gpt2", "llama", "t5"), "a GGUF file's tokenizer")
+    is_byte_level = kind == "gpt2"
+    backend = _byte_level(metadata, tokens) if is_byte_level else _sentencepiece(metadata, tokens, is_legacy=is_legacy)
+    _add_marked_tokens(backend, metadata, tokens, is_byte_level=is_byte_level)
     return backend
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    splits = _SPLITS.get(pre)
-    if splits is None:
-        raise ModelError(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(sorted(_SPLITS))}")
+    require_among(pre, sorted(_SPLITS), "pre-tokenizer")
+    splits = _SPLITS[pre]
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     backend = Backend(BPE(vocabulary, merges, ignore_merges=splits in ((_LLAMA3,), (_TEKKEN,))))

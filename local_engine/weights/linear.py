@@ -14,13 +14,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as functional
 
-from local_engine.kernels.cpu import GROUP, PANEL, Kernels, Matrix, kind_of, native_for
+from local_engine.kernels.cpu import GROUP, PANEL, Kernels, Matrix, cpu_flags, kind_of, native_for
 from local_engine.kernels.supports import supports
 from local_engine.weights import scaled
 from local_engine.weights.quantised import Quantised, QuantisedProduct, joined, packed, packed_bfloat16, quantise
@@ -330,13 +329,10 @@ class _Torch:
 Product = NativeProduct | _Torch | QuantisedProduct | ScaledProduct
 
 
-@cache
 def has_pairs() -> bool:
     """Whether the native product is the best for bfloat16: the processor multiplies pairs, and has
     no matrix unit."""
-    info = Path("/proc/cpuinfo")
-    flags = info.read_text() if info.is_file() else ""
-    return "avx512_bf16" in flags and "amx_bf16" not in flags
+    return "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
 
 
 def _operators() -> Any:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from local_engine.config import ModelError
+from local_engine.config import ModelError, require_among
 from local_engine.kernels.cpu import GROUP
 from local_engine.weights.quantised import Quantised
 from local_engine.weights.scaled import Scaled
@@ -80,17 +81,8 @@ def packing_from(config: Mapping[str, Any], source: str) -> Packing | None:
     if not isinstance(section, Mapping):
         raise ModelError(f"{source}: quantization_config is not an object")
     method = str(section.get("quant_method") or "").lower()
-    make = _METHODS.get(method)
-    if make is None:
-        raise ModelError(
-            f"{source}: quantization_config: method {method!r} is not supported; supported: {', '.join(_METHODS)}"
-        )
-    return make(section, source)
-
-
-def _refuse(source: str, key: str, found: object, supported: tuple[object, ...]) -> ModelError:
-    listed = ", ".join(str(value) for value in supported)
-    return ModelError(f"{source}: quantization_config: {key} {found!r} is not supported; supported: {listed}")
+    require_among(method, _METHODS, f"{source}: quantization_config: method")
+    return _METHODS[method](section, f"{source}: quantization_config:")
 
 
 # -- AWQ and GPTQ ------------------------------------------------------------------------------------------------------
@@ -99,10 +91,8 @@ def _refuse(source: str, key: str, found: object, supported: tuple[object, ...])
 def _awq(section: Mapping[str, Any], source: str) -> Packing:
     version = str(section.get("version") or section.get("format") or "gemm").lower()
     bits = int(section.get("bits") or section.get("w_bit") or 4)
-    if version != "gemm":
-        raise _refuse(source, "version", version, ("gemm",))
-    if bits != 4:
-        raise _refuse(source, "bits", bits, (4,))
+    require_among(version, ("gemm",), f"{source} version")
+    require_among(bits, (4,), f"{source} bits")
     return Packing("awq", "qweight", frozenset(("qzeros", "scales")), ("scales",), _unpack_awq)
 
 
@@ -122,20 +112,16 @@ def _gptq(section: Mapping[str, Any], source: str) -> Packing:
     layout = str(section.get("checkpoint_format") or "gptq").lower()
     layout = "marlin" if section.get("is_marlin_format") else layout
     bits = int(section.get("bits") or 0)
-    if layout not in ("gptq", "gptq_v2"):
-        raise _refuse(source, "checkpoint_format", layout, ("gptq", "gptq_v2"))
-    if bits not in _PACKED_BITS:
-        raise _refuse(source, "bits", bits, _PACKED_BITS)
+    require_among(layout, ("gptq", "gptq_v2"), f"{source} checkpoint_format")
+    require_among(bits, _PACKED_BITS, f"{source} bits")
     # the first layout stores zeros less one
     missing = 1 if layout == "gptq" else 0
 
-    def unpack(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-        return _unpack_gptq(tensors, module, bits, missing)
-
+    unpack = partial(_unpack_gptq, bits=bits, missing=missing)
     return Packing(f"gptq ({layout})", "qweight", frozenset(("qzeros", "scales", "g_idx")), ("scales",), unpack)
 
 
-def _unpack_gptq(tensors: Tensors, module: str, bits: int, missing: int) -> torch.Tensor | Quantised:
+def _unpack_gptq(tensors: Tensors, module: str, *, bits: int, missing: int) -> torch.Tensor | Quantised:
     """qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
     out], g_idx int32 [in]: the group of each input. A module's own bits may differ from the
     config's, as its shapes show."""
@@ -157,22 +143,16 @@ _FP8_SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def _fp8(section: Mapping[str, Any], source: str) -> Packing:
-    expert_type = section.get("expert_dtype", "fp8")
-    if expert_type != "fp8":
-        raise _refuse(source, "expert_dtype", expert_type, ("fp8",))
+    require_among(section.get("expert_dtype", "fp8"), ("fp8",), f"{source} expert_dtype")
     block = section.get("weight_block_size")
     if block is not None and not (isinstance(block, list | tuple) and len(block) == 2):
-        raise _refuse(source, "weight_block_size", block, ("[rows, columns]",))
-    sizes = tuple(int(size) for size in block) if block else None
-
-    def unpack(tensors: Tensors, module: str) -> torch.Tensor | Scaled:
-        return _unpack_scaled(tensors, module, sizes)
-
+        raise ModelError(f"{source} weight_block_size {block!r} is not supported; supported: [rows, columns]")
+    unpack = partial(_unpack_scaled, block=tuple(map(int, block)) if block else None)
     method = str(section.get("quant_method")).lower()
     return Packing(method, "weight", frozenset(_FP8_SCALES), _FP8_SCALES, unpack)
 
 
-def _unpack_scaled(tensors: Tensors, module: str, block: tuple[int, ...] | None) -> torch.Tensor | Scaled:
+def _unpack_scaled(tensors: Tensors, module: str, *, block: tuple[int, ...] | None) -> torch.Tensor | Scaled:
     """weight float8 [out, in] times a scale: one for all, one for each row, or (dequantised) one
     for each block."""
     weight = tensors.read(f"{module}.weight")
@@ -203,27 +183,26 @@ def _compressed_tensors(section: Mapping[str, Any], source: str) -> Packing:
     found = list(groups.values()) if isinstance(groups, Mapping) else []
     formats = {str(group.get("format") or section.get("format")) for group in found}
     for name in sorted(formats or {str(section.get("format"))}):
-        if name not in _FORMATS:
-            raise _refuse(source, "format", name, _FORMATS)
+        require_among(name, _FORMATS, f"{source} format")
     for key in ("sparsity_config", "transform_config"):
         extra = section.get(key)
         if extra and extra.get("format", "") != "dense":
-            raise _refuse(source, key, extra, ("none",))
+            raise ModelError(f"{source} {key} {extra!r} is not supported; supported: none")
     blocks = {tuple(w["block_structure"]) for g in found if (w := g.get("weights") or {}).get("block_structure")}
     if len(blocks) > 1:
-        raise _refuse(source, "block_structure", sorted(blocks), ("one for all",))
+        raise ModelError(f"{source} block_structure {sorted(blocks)} is not supported; supported: one for all")
     block = next(iter(blocks), None)
     name = f"compressed-tensors ({', '.join(sorted(formats))})"
     beside = frozenset(("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"))
     if formats == {"pack-quantized"}:
         return Packing(name, "weight_packed", beside, ("weight_scale",), _unpack_packed)
     if "pack-quantized" in formats:
-        raise _refuse(source, "format", sorted(formats), _FORMATS)
+        require_among(sorted(formats), _FORMATS, f"{source} format")
 
     def unpack(tensors: Tensors, module: str) -> torch.Tensor | Quantised | Scaled:
         if tensors.read(f"{module}.weight").dtype == torch.int8:
             return _unpack_int8(tensors, module)
-        return _unpack_scaled(tensors, module, block)
+        return _unpack_scaled(tensors, module, block=block)
 
     return Packing(name, "weight", beside, ("weight_scale",), unpack)
 

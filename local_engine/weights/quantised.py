@@ -201,13 +201,9 @@ def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None
     """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types
     that don't fit. More dimensions than two are more rows."""
     reader = {
-        "Q4_0": _q4,
-        "Q4_1": _q4,
-        "Q5_0": _q5,
-        "Q5_1": _q5,
+        **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _q4_q5),
         "Q8_0": _q8,
-        "Q4_K": _qk,
-        "Q5_K": _qk,
+        **dict.fromkeys(("Q4_K", "Q5_K"), _qk),
         "Q6_K": _q6,
     }.get(kind)
     if reader is None or len(shape) < 2:
@@ -236,21 +232,15 @@ def _nibbles(packed: Bytes) -> Bytes:
     return np.concatenate((packed & 0x0F, packed >> 4), axis=-1).astype(np.uint8, copy=False)
 
 
-def _q4(raw: Bytes, kind: str) -> Blocks:
-    has_minimum = kind == "Q4_1"
-    blocks = raw.reshape(-1, 20 if has_minimum else 18)
-    scales = _halves(blocks, 0)
-    minimums: Halves = _halves(blocks, 2) if has_minimum else (scales * np.float16(-8)).astype(np.float16)
-    return _nibbles(blocks[:, -16:]), scales, minimums
-
-
-def _q5(raw: Bytes, kind: str) -> Blocks:
-    has_minimum = kind == "Q5_1"
-    blocks = raw.reshape(-1, 24 if has_minimum else 22)
-    scales = _halves(blocks, 0)
-    minimums: Halves = _halves(blocks, 2) if has_minimum else (scales * np.float16(-16)).astype(np.float16)
-    fifth = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
-    return (_nibbles(blocks[:, -16:]) | (fifth << 4)).astype(np.uint8, copy=False), scales, minimums
+def _q4_q5(raw: Bytes, kind: str) -> Blocks:
+    has_fifth, has_minimum = kind[1] == "5", kind[-1] == "1"
+    blocks = raw.reshape(-1, 18 + 4 * has_fifth + 2 * has_minimum)
+    scales, codes = _halves(blocks, 0), _nibbles(blocks[:, -16:])
+    middle = np.float16(-16 if has_fifth else -8)
+    minimums: Halves = _halves(blocks, 2) if has_minimum else (scales * middle).astype(np.float16)
+    if has_fifth:
+        codes |= np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little") << 4
+    return codes, scales, minimums
 
 
 def _q8(raw: Bytes, kind: str) -> Blocks:

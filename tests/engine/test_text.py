@@ -13,8 +13,8 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from local_engine.config import ModelError
 from local_engine.engine import Engine
@@ -146,6 +146,48 @@ def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
         assert ours.decode(ids) == theirs.decode(ids)
         stream = TextStream(ours)
         assert "".join(stream.push(id, None).text for id in ids) + stream.finish().text == ours.decode(ids)
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# as the tokenizer.json of GPT-4o has it, and Phi-4-mini's
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("pre", "split", "other"),
+    [
+        ("gpt-4o", pre_tokenizers.Split(Regex(O200K), behavior="removed", invert=True), "llama-bpe"),
+        ("granite-docling", pre_tokenizers.Split(Regex(GPT2), behavior="isolated"), "refact"),
+    ],
+)
+def test_a_byte_level_vocabulary_is_cut_as_its_tokenizer_json_has_it(pre: str, split: Any, other: str) -> None:
+    """The ids are those of the model's own pre-tokenizer, and another name for it would give others."""
+    theirs = Backend(models.BPE())
+    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_alone])
+    texts = [
+        "It'LL don'T HelloWORLD camelCase 1234567",
+        "a/b//\n\n  x = 'S; naïve東京Ω ÉTÉ'll",
+        "\t tabs  \r\nand¡So ǅon!",
+    ]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    theirs.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(theirs.to_str())["model"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": sorted(model["vocab"], key=model["vocab"].get),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+    }
+    ours, others = (tokenizer_from_gguf({**metadata, "tokenizer.ggml.pre": name}) for name in (pre, other))
+    for text in texts:
+        assert ours.encode(text) == theirs.encode(text).ids
+    assert any(others.encode(text) != ours.encode(text) for text in texts)
 
 
 def _field(number: int, value: bytes | int) -> bytes:

@@ -18,7 +18,7 @@ import sys
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +33,12 @@ _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "sw_step": [*[_POINTER] * 8, _INT, _INT], "sw_product": [_INT, *[_POINTER] * 3, _INT],
-    "sw_take_rows": [_INT, *[_POINTER] * 3, _INT], "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
-    "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT], "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
-    "sw_gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
-    "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
-    "sw_attend": [_INT, *[_POINTER] * 5, _LONG, _FLOAT, _FLOAT, _POINTER, _INT, _LONG, *[_INT] * 4, _LONG],
+    "step": [*[_POINTER] * 8, _INT, _INT], "product": [_INT, *[_POINTER] * 3, _INT],
+    "take_rows": [_INT, *[_POINTER] * 3, _INT], "pack": [_INT, *[_POINTER] * 4, _INT, _INT],
+    "pack_pairs": [_POINTER, _POINTER, _INT, _INT], "add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
+    "gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
+    "rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
+    "attend": [_INT, *[_POINTER] * 5, _LONG, _FLOAT, _FLOAT, _POINTER, _INT, _LONG, *[_INT] * 4, _LONG],
 }  # fmt: skip
 
 
@@ -64,17 +64,13 @@ class Kernels:
         # decision: kernels-in-cpp
         library = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
+            function = getattr(library, f"sw_{name}")
             function.argtypes, function.restype = arguments, None
-        self.step = library.sw_step
-        self.product = library.sw_product
-        self.take_rows = library.sw_take_rows
-        self.pack = library.sw_pack
-        self.pack_pairs = library.sw_pack_pairs
-        self.add_norm = library.sw_add_norm
-        self.gate = library.sw_gate
-        self.rotate_write = library.sw_rotate_write
-        self.attend = library.sw_attend
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for a name that `__init__` did not set."""
+        raise AttributeError(name)
 
 
 def kind_of(dtype: torch.dtype) -> int | None:
@@ -111,7 +107,7 @@ def why_no_kernels() -> str | None:
 
 def _unable() -> str | None:
     """Why they can't be compiled here."""
-    if missing := sorted(_NEEDED - _cpu_flags()):
+    if missing := sorted(_NEEDED - cpu_flags()):
         return f"the processor lacks {', '.join(missing)}"
     return None if _compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
 
@@ -145,12 +141,13 @@ def compile_kernels() -> str:
 def _library() -> Path:
     """Where the compiled file lies: with the environment it serves."""
     digest = blake2b(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS)), digest_size=8)
-    digest.update(" ".join((*_FLAGS, *sorted(_cpu_flags()))).encode())
+    digest.update(" ".join((*_FLAGS, *sorted(cpu_flags()))).encode())
     return Path(sys.prefix) / "lib" / "sameway" / f"kernels-{digest.hexdigest()}.so"
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, in the kernel's words; empty where it does not say."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
