@@ -32,7 +32,9 @@ def main() -> int:
     try:
         engine = Engine(config_from(options), progress=_show_progress)
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
-        tokens = engine.tokenizer.encode(text) if options.raw else _chat(engine, text, options.system)
+        system = [{"role": "system", "content": options.system}] if options.system else []
+        chat = [*system, {"role": "user", "content": text}]
+        tokens = engine.tokenizer.encode(text) if options.raw else engine.tokenizer.encode_chat(chat, None)
         params = SamplingParams(
             temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
         )
@@ -42,11 +44,6 @@ def main() -> int:
         print(f"local_engine: {error}", file=sys.stderr)
         return EX_CONFIG
     return _stream(engine, start)
-
-
-def _chat(engine: Engine, text: str, system: str | None) -> list[int]:
-    messages = [{"role": "system", "content": system}] if system else []
-    return engine.tokenizer.encode_chat([*messages, {"role": "user", "content": text}], None)
 
 
 def _show_progress(fraction: float, stage: str) -> None:

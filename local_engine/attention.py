@@ -25,7 +25,7 @@ import torch.nn.functional as functional
 
 from local_engine.config import ModelConfig
 from local_engine.kernels.cpu import TILE, Kernels, kind_of, native_for
-from local_engine.kernels.fused import rms_norm
+from local_engine.kernels.fused import rms_norm, softcap
 
 if TYPE_CHECKING:
     from local_engine.kernels.gpu.attention import Tiles
@@ -114,7 +114,7 @@ class KV(ABC):
         stored_tokens: int | None = None,
     ) -> None:
         """`stored_tokens`: tokens that a block has room for, where it is more than `block_tokens`."""
-        self.blocks, self.block_tokens = blocks, block_tokens
+        self.model, self.blocks, self.block_tokens = model, blocks, block_tokens
         self.windows = tuple(dict.fromkeys(model.windows))
         self.window_of = [self.windows.index(window) for window in model.windows]
         shape = (2 * model.kv_heads, blocks, stored_tokens or block_tokens, model.head_dim)
@@ -158,23 +158,20 @@ class NativeKV(KV):
             device=torch.device("cpu"),
             stored_tokens=_whole_tiles(block_tokens),
         )
-        self.native, self._epsilon = native, model.rms_epsilon
-        self._scale, self._softcap = model.attention_scale, model.attention_softcap
-        self._layer_windows = model.windows
+        self.native = native
         self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens, blocks)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
         """In two passes over the rows. `qk_norm` is float32."""
-        rows, kind, pool = step.paged, kind_of(qkv.dtype), self.pools[layer].data_ptr()
+        rows, kind, pool, model = step.paged, kind_of(qkv.dtype), self.pools[layer].data_ptr(), self.model
         assert rows is not None, "the step was not prepared for pages"
-        heads, _, size, *_ = self._sizes
         self.native.rotate_write(
             kind,
             qkv.data_ptr(),
             None if qk_norm is None else qk_norm.data_ptr(),
-            self._epsilon,
+            model.rms_epsilon,
             *(table.data_ptr() for table in angles),
             step.positions.data_ptr(),
             step.slots.data_ptr(),
@@ -182,7 +179,7 @@ class NativeKV(KV):
             len(qkv),
             *self._sizes,
         )
-        output = torch.empty(len(qkv), heads * size, dtype=qkv.dtype)
+        output = torch.empty(len(qkv), model.heads * model.head_dim, dtype=qkv.dtype)
         self.native.attend(
             kind,
             qkv.data_ptr(),
@@ -190,9 +187,9 @@ class NativeKV(KV):
             rows.blocks.data_ptr(),
             rows.starts.data_ptr(),
             step.positions.data_ptr(),
-            self._layer_windows[layer],
-            self._scale,
-            self._softcap or 0.0,
+            model.windows[layer],
+            model.attention_scale,
+            model.attention_softcap or 0.0,
             output.data_ptr(),
             rows.stop,
             rows.work,
@@ -208,9 +205,7 @@ class TorchKV(KV):
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
-        self._epsilon = model.rms_epsilon
         self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
-        self._scale, self._softcap = model.attention_scale, model.attention_softcap
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
@@ -225,7 +220,7 @@ class TorchKV(KV):
         rotated = self._heads + self._kv_heads
         qk = qkv[:, :rotated]
         if qk_norm is not None:
-            qk = rms_norm(qk, None, self._epsilon, qk_norm)
+            qk = rms_norm(qk, None, self.model.rms_epsilon, qk_norm)
         cos, sin = angles
         qk = (qk * cos).addcmul_(qk.roll(self._head_dim // 2, -1), sin)
         queries = qk[:, : self._heads]
@@ -248,7 +243,7 @@ class TorchKV(KV):
         kv = self._gather(self.pools[layer], group.blocks).view(2 * heads, count, -1, size)
         rows = queries[group.start : group.stop].reshape(count, heads, -1, size).transpose(0, 1)
         mask = group.masks[self.window_of[layer]]
-        if self._has_slow_sdpa or self._softcap is not None:
+        if self._has_slow_sdpa or self.model.attention_softcap is not None:
             found = self._by_products(rows, kv[:heads], kv[heads:], mask).transpose(0, 1)
         else:
             found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask.unsqueeze(1))
@@ -260,7 +255,7 @@ class TorchKV(KV):
         rows = queries[span.start : span.stop].view(count, heads, -1, size).permute(1, 2, 0, 3)
         rows = rows.reshape(heads, 1, -1, size)
         mask = span.masks[self.window_of[layer]]
-        if self._softcap is not None:
+        if self.model.attention_softcap is not None:
             found = self._by_products(rows, kv[:heads], kv[heads:], mask)
         else:
             found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask)
@@ -272,7 +267,7 @@ class TorchKV(KV):
         kv_heads, tokens, ...]."""
         heads = self._kv_heads
         return functional.scaled_dot_product_attention(
-            rows, kv[:, :heads], kv[:, heads:], attn_mask=mask, scale=self._scale
+            rows, kv[:, :heads], kv[:, heads:], attn_mask=mask, scale=self.model.attention_scale
         )
 
     def _by_products(
@@ -287,11 +282,9 @@ class TorchKV(KV):
         "eager" attention.
         """
         heads, count, rows, size = queries.shape
-        scaled = (queries * self._scale).reshape(heads * count, rows, size)
+        scaled = (queries * self.model.attention_scale).reshape(heads * count, rows, size)
         scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2)).view(heads, count, rows, -1)
-        if self._softcap is not None:
-            scores.div_(self._softcap).tanh_().mul_(self._softcap)
-        weights = scores.add_(mask).softmax(-1).flatten(0, 1)
+        weights = softcap(scores, self.model.attention_softcap).add_(mask).softmax(-1).flatten(0, 1)
         return torch.bmm(weights, values.flatten(0, 1)).view(heads, count, rows, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

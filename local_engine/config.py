@@ -1,6 +1,7 @@
 """The settings of an engine (EngineConfig) and the shape of a model (ModelConfig).
 
-Knows no weights and no torch. `checkpoints` reads a ModelConfig from a checkpoint.
+`checkpoints` reads a ModelConfig from a checkpoint; `read_json` and `require_among` are what its
+readers share. Knows no weights and no torch.
 """
 
 from __future__ import annotations

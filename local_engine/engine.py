@@ -267,10 +267,10 @@ class Engine:
         if not tokens:
             raise messages.InvalidRequest("the prompt is empty", param="messages")
         vocabulary = self.info.vocabulary_size
-        if not all(0 <= token < vocabulary for token in tokens):
-            raise messages.InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="prompt_token_ids")
-        if not all(0 <= token < vocabulary for token in (*params.logit_bias, *params.stop_token_ids)):
-            raise messages.InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="logit_bias")
+        named = (*params.logit_bias, *params.stop_token_ids)
+        for ids, param in ((tokens, "prompt_token_ids"), (named, "logit_bias")):
+            if not all(0 <= token < vocabulary for token in ids):
+                raise messages.InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param=param)
         context = self.info.context_tokens
         if len(tokens) + 1 > context:
             raise messages.PromptTooLong(

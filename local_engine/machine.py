@@ -62,9 +62,7 @@ def _matmul_s(dtype: torch.dtype) -> float:
 
 def choose_threads(threads: int | None) -> int:
     """The named number, or the cores this process may run on."""
-    return (
-        threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads or os.cpu_count() or 1
-    )
+    return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:

@@ -70,7 +70,7 @@ class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for one token of answer. `prompt_tokens` and `context_tokens` are
     counts."""
 
-    def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int) -> None:
+    def __init__(self, message: str, *, prompt_tokens: int = 0, context_tokens: int = 0) -> None:
         super().__init__(message, param="messages")
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
@@ -131,11 +131,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= TOP_LOGPROBS_MAX, "from 0 to 20"),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= TOP_LOGPROBS_MAX,
-                "from 0 to 20",
+            *(
+                (name, getattr(self, name) is None or 0 <= getattr(self, name) <= TOP_LOGPROBS_MAX, "from 0 to 20")
+                for name in ("logprobs", "prompt_logprobs")
             ),
             ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),
             ("stop", len(self.stop) <= 64 and all(self.stop), "at most 64 strings, none of them empty"),
@@ -403,15 +401,13 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Worker to client: the request ended in an error. `kind` is the name of an EngineError."""
+    """Worker to client: the request ended in an error. `kind` is the name of an EngineError, whose
+    attributes are the `facts`."""
 
     id: int
     kind: str
     message: str
-    param: str | None = None
-    prompt_tokens: int = 0
-    context_tokens: int = 0
-    progress: float = 0.0
+    facts: dict[str, Any] = {}
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
@@ -433,24 +429,13 @@ def error_to_wire(id: int, error: Exception) -> Failed:
     if not isinstance(error, EngineError):
         _log.error("a request failed", exc_info=error)
         error = EngineFailed(f"{type(error).__name__}: {error}")
-    return Failed(
-        id=id,
-        kind=type(error).__name__,
-        message=str(error),
-        param=getattr(error, "param", None),
-        prompt_tokens=getattr(error, "prompt_tokens", 0),
-        context_tokens=getattr(error, "context_tokens", 0),
-        progress=getattr(error, "progress", 0.0),
-    )
+    return Failed(id, type(error).__name__, str(error), vars(error))
 
 
 def error_from_wire(failed: Failed) -> EngineError:
     """The error a message carries; a kind this side does not know is EngineFailed."""
     kinds = (PromptTooLong, InvalidRequest, Overloaded, DeadlineExceeded, EngineLoading, EngineUnavailable)
     kind = next((kind for kind in kinds if kind.__name__ == failed.kind), EngineFailed)
-    fields: dict[type[EngineError], tuple[str, ...]] = {
-        PromptTooLong: ("prompt_tokens", "context_tokens"),
-        InvalidRequest: ("param",),
-        EngineLoading: ("progress",),
-    }
-    return kind(failed.message, **{name: getattr(failed, name) for name in fields.get(kind, ())})
+    error = kind(failed.message)
+    vars(error).update(failed.facts)
+    return error

@@ -57,6 +57,9 @@ _SCALES = {
     "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
 }  # fmt: skip
 
+# of two models, whose scores are divided by the root of a head's share of the width; GGUF has no key for it
+_SCALED_BY_SHARE = (("gemma2", 46), ("gemma3", 62))
+
 # Files name one end, mostly the text's; these end a turn where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|endoftext|>")
 
@@ -201,7 +204,7 @@ def model_config_from_gguf(
         "rope_scaling": _rope_scaling(found, divisors, "rope_factors_short.weight" in tensors, source),
         "rope_local_base_freq": found("rope.freq_base_swa"),
         "position_embedding_type": None if found("rope.scaling.finetuned") is False else "rope",
-        "query_pre_attn_scalar": _attention_divisor(arch, layers, hidden_size // heads, head_dim),
+        "query_pre_attn_scalar": hidden_size // heads if (arch, layers) in _SCALED_BY_SHARE else head_dim,
         "attn_logit_softcapping": found("attn_logit_softcapping"),
         "final_logit_softcapping": found("final_logit_softcapping"),
         "layer_types": None,
@@ -260,12 +263,6 @@ def _windows(found: Callable[[str], Any], arch: str, family: families.Family) ->
     return {"sliding_window": window, "sliding_window_pattern": None if isinstance(pattern, list) else pattern}
 
 
-def _attention_divisor(arch: str, layers: int, share: int, head_dim: int) -> int:
-    """Scores are divided by this number's root. GGUF has no key for it; two models scale by another
-    size."""
-    return share if (arch, layers) in (("gemma2", 46), ("gemma3", 62)) else head_dim
-
-
 def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: bool, source: str) -> dict[str, Any]:
     """`divisors`: of frequencies; those that are short hold within the original context. (As others
     files have llama3's rule.)"""
@@ -276,7 +273,7 @@ def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: 
         ends = original if is_short else found("context_length")
         scaling = {"rope_type": "longrope", "short_factor": divisors, "attention_factor": given}
         return {**scaling, "original_max_position_embeddings": ends}
-    require_among(kind, () if divisors else ("none", "linear", "yarn"), f"{source}: rope scaling")
+    require_among(kind, ("none", "longrope") if divisors else ("none", "linear", "yarn"), f"{source}: rope scaling")
     of_yarn = float(found("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
     return {
         "rope_type": "default" if kind == "none" else kind,

@@ -14,6 +14,7 @@ it; keys that no tile covers are never read.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -29,6 +30,7 @@ from local_engine.attention import KV, Angles, StepInput
 from local_engine.config import ModelConfig
 from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
+from local_engine.kernels.gpu.draw import on_device, pinned
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
 from local_engine.kernels.gpu.rows import rotate_write
 from local_engine.kernels.gpu.self_test import failures
@@ -72,12 +74,9 @@ class TritonKV(KV):
     """Pools in the layout of `TorchKV`, but nothing is gathered and nothing masked beforehand:
     kernels read pages where they lie."""
 
-    def __init__(
-        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
-        self._epsilon = model.rms_epsilon
-        self.shape = shape_of(model, block_tokens)
+    @functools.cached_property
+    def shape(self) -> Shape:
+        return shape_of(self.model, self.block_tokens)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
@@ -85,7 +84,7 @@ class TritonKV(KV):
         """In two passes over the rows."""
         assert step.tiles is not None, "the step was not prepared for tiles"
         pool = self.pools[layer]
-        rotate_write(qkv, pool, qk_norm, self._epsilon, *angles, step.positions, step.slots)
+        rotate_write(qkv, pool, qk_norm, self.model.rms_epsilon, *angles, step.positions, step.slots)
         return attend(self.shape, layer, qkv[:, : self.shape.heads], pool, step.positions, step.tiles)
 
 
@@ -149,17 +148,17 @@ class GpuExecutor:
         if is_decode and rows and len(known) <= len(self._latest):
             return self._replay(chunks, order, rows, known, places)
         longs = self._fill(order.chunks, sum(chunk.count for chunk in chunks), places)
-        on_device = self._to_device(longs)
-        tokens = on_device[TOKENS]
+        rows_there = on_device(longs, self._device)
+        tokens = rows_there[TOKENS]
         if (longs[_SOURCES] >= 0).any():
-            tokens = _known(tokens, on_device[_SOURCES], known)
+            tokens = _known(tokens, rows_there[_SOURCES], known)
         made = plan(self.kv.shape, *_spans(order), order.prefixes)
         step = StepInput(
             token_ids=tokens,
-            positions=on_device[POSITIONS],
-            slots=on_device[SLOTS],
-            logit_rows=self._to_device(logit_rows(chunks, order.chunks)),
-            tiles=made.on(self.kv.shape, self._to_device(made.numbers)),
+            positions=rows_there[POSITIONS],
+            slots=rows_there[SLOTS],
+            logit_rows=on_device(logit_rows(chunks, order.chunks), self._device),
+            tiles=made.on(self.kv.shape, on_device(made.numbers, self._device)),
         )
         return self._decoder(step, self.kv)
 
@@ -218,8 +217,8 @@ class GpuExecutor:
 
     def _put(self, longs: Longs, made: Plan) -> None:
         """Into the buffers that graphs read."""
-        self._longs[: longs.size].copy_(self._pinned(longs.reshape(-1)), non_blocking=True)
-        self._numbers[: len(made.numbers)].copy_(self._pinned(made.numbers), non_blocking=True)
+        self._longs[: longs.size].copy_(pinned(longs.reshape(-1), self._device), non_blocking=True)
+        self._numbers[: len(made.numbers)].copy_(pinned(made.numbers, self._device), non_blocking=True)
 
     def _graph(self, rows: int, has_shared: bool) -> _Graph:
         """The decode of `rows` rows as a graph, captured where it is not yet; the content of the
@@ -295,13 +294,6 @@ class GpuExecutor:
 
     def _shared_tiles(self, rows: int) -> int:
         return -(-rows // self.kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
-
-    def _pinned(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._device.type == "cuda" and array.size else tensor
-
-    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return self._pinned(array).to(self._device, non_blocking=True)
 
 
 def _known(tokens: torch.Tensor, sources: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
 
-import numpy as np
 import torch
 
 from local_engine.attention import NativeKV, PagedRows, StepInput
-from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, fill_in_drawn, fill_rows, logit_rows
+from local_engine.executors.rows import step_input
 from local_engine.kernels.cpu import Kernels, Matrix, kind_of
 from local_engine.kernels.fused import softcap
 from local_engine.models.decoder import Decoder, Layer
@@ -74,19 +73,7 @@ class NativeExecutor:
         """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
         # sequences with a common prefix become neighbours
         ordered = sorted(chunks, key=lambda chunk: chunk.sequence.blocks[:: self._prefix_blocks])
-        longs = np.empty((3, sum(chunk.count for chunk in ordered)), np.int64)
-        fill_rows(longs, ordered, self.kv.block_tokens)
-        rows = torch.from_numpy(longs)
-        step = StepInput(
-            token_ids=rows[TOKENS],
-            positions=rows[POSITIONS],
-            slots=rows[SLOTS],
-            logit_rows=torch.from_numpy(logit_rows(chunks, ordered)),
-            paged=_paged(ordered),
-        )
-        if before is not None:
-            fill_in_drawn(step.token_ids, ordered, before)
-        return self.step(step)
+        return self.step(step_input(chunks, ordered, before, self.kv, paged=_paged(ordered)))
 
 
 class NativeStep:
@@ -134,7 +121,7 @@ class NativeStep:
         return softcap(logits, config.logit_softcap)
 
     def _layer(self, index: int, layer: Layer) -> _Layer:
-        mlp, rotary = layer.mlp, self._decoder.rotary[index]
+        mlp, (cos, sin) = layer.mlp, self._decoder.rotary[index]
         assert isinstance(mlp, Mlp)
         return _Layer(
             attention_norm=_pointer(layer.attention_norm),
@@ -146,8 +133,8 @@ class NativeStep:
             output=_linear(layer.output),
             gate_up=_linear(mlp.gate_up),
             down=_linear(mlp.down),
-            cos=rotary.cos.data_ptr(),
-            sin=rotary.sin.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
             pool=self._kv.pools[index].data_ptr(),
             window=self._kv.window_of[index],
         )

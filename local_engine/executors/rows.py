@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from local_engine.attention import KV, StepInput
 from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
 
@@ -44,7 +45,25 @@ def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
     return np.array(rows, np.int64)
 
 
-def fill_in_drawn(token_ids: torch.Tensor, chunks: Many[Chunk], before: StepInFlight) -> None:
+def step_input(
+    chunks: Many[Chunk], ordered: Many[Chunk], before: StepInFlight | None, kv: KV, **attention: Any
+) -> StepInput:
+    """The step of `chunks`, whose rows are in the order of `ordered`, on the device of `kv`, with
+    what `attention` needs. Tokens that are not known yet are the draws of the step `before`."""
+    longs = np.empty((3, sum(chunk.count for chunk in ordered)), np.int64)
+    fill_rows(longs, ordered, kv.block_tokens)
+    device = kv.pools[0].device
+    rows, predicted = (
+        torch.from_numpy(own).to(device, non_blocking=True) for own in (longs, logit_rows(chunks, ordered))
+    )
+    if before is not None:
+        _fill_in_drawn(rows[TOKENS], ordered, before)
+    return StepInput(
+        token_ids=rows[TOKENS], positions=rows[POSITIONS], slots=rows[SLOTS], logit_rows=predicted, **attention
+    )
+
+
+def _fill_in_drawn(token_ids: torch.Tensor, chunks: Many[Chunk], before: StepInFlight) -> None:
     """Fill in the draws of the step `before` where the chunks' tokens are unknown: each is a decode
     of that one token."""
     places = before.places()

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from local_engine.attention import DecodeGroup, PrefillSpan, StepInput, TorchKV
-from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_in_drawn, fill_rows, logit_rows
+from local_engine.attention import DecodeGroup, PrefillSpan, TorchKV
+from local_engine.executors.rows import Longs, step_input
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
@@ -33,21 +33,9 @@ class TorchExecutor:
         """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
         # single rows first, those of the longest sequences before others
         ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, -len(chunk.sequence.blocks)))
-        longs = np.empty((3, sum(chunk.count for chunk in ordered)), np.int64)
-        fill_rows(longs, ordered, self.kv.block_tokens)
         single = [chunk for chunk in ordered if chunk.count == 1]
-        on_device = self._to_device(longs)
-        step = StepInput(
-            token_ids=on_device[TOKENS],
-            positions=on_device[POSITIONS],
-            slots=on_device[SLOTS],
-            logit_rows=self._to_device(logit_rows(chunks, ordered)),
-            decodes=self._groups(single),
-            prefills=self._spans(ordered[len(single) :], len(single)),
-        )
-        if before is not None:
-            fill_in_drawn(step.token_ids, ordered, before)
-        return self._decoder(step, self.kv)
+        decodes, prefills = self._groups(single), self._spans(ordered[len(single) :], len(single))
+        return self._decoder(step_input(chunks, ordered, before, self.kv, decodes=decodes, prefills=prefills), self.kv)
 
     def _spans(self, chunks: Many[Chunk], at: int) -> tuple[PrefillSpan, ...]:
         """Chunks of several tokens; their rows begin at `at`."""

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as functional
 
-from local_engine.attention import KV, StepInput
+from local_engine.attention import KV, Angles, StepInput
 from local_engine.config import ModelConfig, ModelError
 from local_engine.kernels.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.models.mlp import Experts, Mlp
-from local_engine.models.rope import Rotary, rotary, turning_first
+from local_engine.models.rope import rotary, turning_first
 from local_engine.weights.linear import Linear, LinearOptions
 from local_engine.weights.quantised import Quantised, bits_of
 from local_engine.weights.scaled import Scaled, rows_of
@@ -118,13 +119,14 @@ class Decoder:
         self._embedding: torch.Tensor | None = None  # none where it is the head's matrix
         self.final_norm = self._norm("model.norm.weight", hidden)
         of_head = replace(self._options_exact, is_head=True)
-        self.head = self._linear((config.vocabulary_size,), hidden, of_head, names=("lm_head",))
-        self._targets["model.embed_tokens.weight"] = Part(self.head, 0)
-        if not config.has_tied_embeddings:
+        self.head = self._linear(("lm_head",), (config.vocabulary_size,), hidden, options=of_head)
+        if config.has_tied_embeddings:
+            self._targets["model.embed_tokens.weight"] = self._targets.pop("lm_head.weight")
+        else:
             self._embedding = self._empty(config.vocabulary_size, hidden)
-            self._targets |= {"model.embed_tokens.weight": self._embedding, "lm_head.weight": Part(self.head, 0)}
+            self._targets["model.embed_tokens.weight"] = self._embedding
         self.layers = [self._make_layer(index) for index in range(config.layers)]
-        self.rotary: list[Rotary] = []
+        self.rotary: list[Angles] = []
 
     @property
     def size_bytes(self) -> int:
@@ -188,7 +190,7 @@ class Decoder:
                 _write(tensor, self._embedding)
         else:
             _write(tensor, target)
-        self.parameters += tensor.numel()
+        self.parameters += tensor.shape.numel()
 
     def finish(self, context_tokens: int) -> None:
         """After the last `load`: prepare products and rotary tables."""
@@ -216,7 +218,7 @@ class Decoder:
         x = self.embed(step.token_ids)
         more = torch.zeros_like(x)  # the layer before adds this to x
         tables = {id(table): table for table in self.rotary}
-        angles = {key: kv.angles(table.cos, table.sin, step.positions) for key, table in tables.items()}
+        angles = {key: kv.angles(*table, step.positions) for key, table in tables.items()}
         for index, layer in enumerate(self.layers):
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
             qkv = layer.qkv(y).view(-1, heads, config.head_dim)
@@ -244,26 +246,6 @@ class Decoder:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def _linear(
-        self,
-        rows: tuple[int, ...],
-        columns: int,
-        options: LinearOptions,
-        *,
-        names: tuple[str, ...] = (),
-        has_bias: bool = False,
-    ) -> Linear:
-        """`names`: of its parts, by which they are quantised; without them it stays as exact as it
-        comes."""
-        bits, layers = self._bits, self.config.layers
-        return Linear(
-            rows,
-            columns,
-            options,
-            has_bias=has_bias,
-            bits=None if bits is None or not names else [bits_of(name, bits, layers) for name in names],
-        )
-
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
         """A norm's weight; in float32 for the native kernels, and where `finish` changes it, which
         rounding to half precision would blur."""
@@ -273,26 +255,24 @@ class Decoder:
         self._norms.append(tensor)
         return tensor
 
-    def _fused(
+    def _linear(
         self,
-        prefix: str,
         names: tuple[str, ...],
         rows: tuple[int, ...],
         columns: int,
         *,
-        has_bias: bool,
+        has_bias: bool = False,
         options: LinearOptions | None = None,
+        is_exact: bool = False,
     ) -> Linear:
         """One Linear of the checkpoint's tensors of these names, one below the other. `options`: by
-        default the model's."""
-        parts = tuple(f"{prefix}.{name}" for name in names)
-        linear = self._linear(rows, columns, options or self._options, names=parts, has_bias=has_bias)
-        for index, name in enumerate(names):
-            self._targets[f"{prefix}.{name}.weight"] = Part(linear, index)
-        for name, part in zip(
-            names, torch.split(linear.bias, list(rows)) if linear.bias is not None else (), strict=False
-        ):
-            self._targets[f"{prefix}.{name}.bias"] = part
+        default the model's. `is_exact`: never quantised further."""
+        bits = None if self._bits is None or is_exact else [bits_of(n, self._bits, self.config.layers) for n in names]
+        linear = Linear(rows, columns, options or self._options, has_bias=has_bias, bits=bits)
+        self._targets |= {f"{name}.weight": Part(linear, index) for index, name in enumerate(names)}
+        if linear.bias is not None:
+            biases = torch.split(linear.bias, list(rows))
+            self._targets |= {f"{name}.bias": own for name, own in zip(names, biases, strict=True)}
         return linear
 
     def _make_layer(self, index: int) -> Layer:
@@ -300,6 +280,7 @@ class Decoder:
         hidden, size = config.hidden_size, config.head_dim
         attention = f"{prefix}.self_attn"
         qkv_rows = (config.heads * size, config.kv_heads * size, config.kv_heads * size)
+        qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
         qk_norm = None
         if config.has_qk_norm:
             qk_norm = self._norm(f"{attention}.q_norm.weight", config.heads + config.kv_heads, size)
@@ -311,9 +292,11 @@ class Decoder:
         )
         return Layer(
             attention_norm=attention_norm,
-            qkv=self._fused(attention, ("q_proj", "k_proj", "v_proj"), qkv_rows, hidden, has_bias=config.has_qkv_bias),
+            qkv=self._linear(qkv, qkv_rows, hidden, has_bias=config.has_qkv_bias),
             qk_norm=qk_norm,
-            output=self._fused(attention, ("o_proj",), (hidden,), config.heads * size, has_bias=config.has_output_bias),
+            output=self._linear(
+                (f"{attention}.o_proj",), (hidden,), config.heads * size, has_bias=config.has_output_bias
+            ),
             output_norm=output_norm,
             mlp_norm=mlp_norm,
             mlp=self._make_mlp(index, f"{prefix}.mlp"),
@@ -325,13 +308,14 @@ class Decoder:
         experts = config.experts
         if experts is None or not experts.is_sparse[index]:
             return self._dense(prefix, config.intermediate_size)
-        # not quantised: it is small, and every expert's share hangs on it
-        router = self._linear((experts.count,), config.hidden_size, self._options_exact)
-        self._targets[f"{prefix}.gate.weight"] = Part(router, 0)
+        exact = self._options_exact
         return Experts(
-            router=router,
+            # not quantised: it is small, and every expert's share hangs on it
+            router=self._linear(
+                (f"{prefix}.gate",), (experts.count,), config.hidden_size, options=exact, is_exact=True
+            ),
             experts=tuple(
-                self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size, self._options_exact)
+                self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size, exact)
                 for expert in range(experts.count)
             ),
             per_token=experts.per_token,
@@ -339,10 +323,12 @@ class Decoder:
         )
 
     def _dense(self, prefix: str, inner: int, options: LinearOptions | None = None) -> Mlp:
-        hidden, has_bias, ups = self.config.hidden_size, self.config.has_mlp_bias, ("gate_proj", "up_proj")
+        hidden = self.config.hidden_size
+        gate, up, down = (f"{prefix}.{name}_proj" for name in ("gate", "up", "down"))
+        linear = partial(self._linear, has_bias=self.config.has_mlp_bias, options=options)
         return Mlp(
-            gate_up=self._fused(prefix, ups, (inner, inner), hidden, has_bias=has_bias, options=options),
-            down=self._fused(prefix, ("down_proj",), (hidden,), inner, has_bias=has_bias, options=options),
+            gate_up=linear((gate, up), (inner, inner), hidden),
+            down=linear((down,), (hidden,), inner),
             activation=self.config.activation,
             native=self.native,
         )

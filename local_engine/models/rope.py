@@ -7,35 +7,26 @@ Knows shapes and a RopeConfig. The two halves of a head rotate together (Hugging
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
 
+from local_engine.attention import Angles
 from local_engine.config import RopeConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """cos and sin [context, 1, head_dim]; sin is negative in its first half: x * cos + roll(x) *
-    sin rotates."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-def rotary(rope: RopeConfig, head_dim: int, context_tokens: int, *, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """The tables of a model. Where only some of a head's dimensions turn, those that stand still
-    follow in each half: `turning_first` is their order."""
+def rotary(rope: RopeConfig, head_dim: int, context_tokens: int, *, dtype: torch.dtype, device: torch.device) -> Angles:
+    """The tables of a model: cos and sin [context, 1, head_dim]; sin is negative in its first half:
+    x * cos + roll(x) * sin rotates. Where only some of a head's dimensions turn, those that stand
+    still follow in each half: `turning_first` is their order."""
     dims = rope.dims or head_dim
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32), rope_frequencies(rope, dims))
     still = (0, (head_dim - dims) // 2)
     cos = functional.pad(angles.cos() * rope.attention_factor, still, value=1.0)
     sin = functional.pad(angles.sin() * rope.attention_factor, still)
-    return Rotary(
-        torch.cat((cos, cos), -1).to(dtype).to(device).unsqueeze(1),
-        torch.cat((-sin, sin), -1).to(dtype).to(device).unsqueeze(1),
-    )
+    halves = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    wide_cos, wide_sin = (table.to(dtype).to(device).unsqueeze(1) for table in halves)
+    return wide_cos, wide_sin
 
 
 def turning_first(rows: int, head_dim: int, dims: int) -> torch.Tensor:

@@ -367,9 +367,10 @@ class AsyncEngine:
         self._load = wire.EngineLoad()
         self.info = None
         self._is_changed.set()
+        why = f"the engine's process {how or 'was left'}"
         generations, self._generations = self._generations, {}
         for generation in generations.values():
-            generation._fail(wire.EngineUnavailable(f"the engine's process {how or 'was left'}", is_death=is_death))
+            generation._fail(wire.EngineUnavailable(why, is_death=is_death))
         for call in self._calls.values():
             if not call.done():
-                call.set_exception(wire.EngineUnavailable(f"the engine's process {how or 'was left'}"))
+                call.set_exception(wire.EngineUnavailable(why))

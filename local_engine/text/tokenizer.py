@@ -13,6 +13,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from local_engine.config import ModelError
@@ -256,17 +257,12 @@ def _strips_first_space(step: Mapping[str, Any]) -> bool:
     return step.get("type") == "Strip" and step.get("content") == " " and int(step.get("start") or 0) > 0
 
 
-_BYTE_OF_CHARACTER: dict[str, int] = {}
-
-
+@cache
 def byte_of_character() -> dict[str, int]:
     """GPT-2's printable spelling of the 256 bytes (byte-level BPE), inverted: character to byte."""
-    if not _BYTE_OF_CHARACTER:
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in set(printable)]
-        _BYTE_OF_CHARACTER.update({chr(byte): byte for byte in printable})
-        _BYTE_OF_CHARACTER.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return _BYTE_OF_CHARACTER
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 @dataclass(frozen=True, slots=True)

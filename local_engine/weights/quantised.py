@@ -45,9 +45,6 @@ class Quantised:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def numel(self) -> int:
-        return self.codes.numel()
-
     def rows(self, order: torch.Tensor | slice) -> Quantised:
         """These rows, in this order."""
         return Quantised(self.codes[order], self.scales[order], self.minimums[order], self.bits, self.order)
@@ -173,21 +170,14 @@ class QuantisedProduct:
             raise ValueError(f"codes of {matrix.bits} bits are not served")
         self.outputs = matrix.shape[0]
         self.bias: torch.Tensor | None = None
-        self._bits = matrix.bits
+        self._bits, self.form = matrix.bits, f"{matrix.bits} bits"
         codes = matrix.codes.to(device)
         self._codes = (codes if matrix.bits == 8 else halves(codes)).contiguous()
         self._scales = matrix.scales.contiguous().to(device)
         self._minimums = matrix.minimums.contiguous().to(device)
+        self.size_bytes = self._codes.nbytes + self._scales.nbytes + self._minimums.nbytes
         self._order = None if matrix.order is None else matrix.order.to(device)
         self._product = product
-
-    @property
-    def size_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes + self._minimums.nbytes
-
-    @property
-    def form(self) -> str:
-        return f"{self._bits} bits"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous() if self._order is None else x.index_select(1, self._order)

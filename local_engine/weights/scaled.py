@@ -34,9 +34,6 @@ class Scaled:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def numel(self) -> int:
-        return self.codes.numel()
-
     def rows(self, order: torch.Tensor | slice) -> Scaled:
         """These rows, in this order."""
         return Scaled(self.codes.view(torch.uint8)[order].view(self.codes.dtype), self.scales[order])

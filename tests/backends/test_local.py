@@ -437,7 +437,8 @@ async def test_the_engines_errors_have_their_place(
     engine: ScriptedEngine, local: LocalBackend, kind: str, expected: type[BackendError], code: str | None
 ) -> None:
     """Each error of the engine is one of the seam's; the client's own faults say so in OpenAI's shape."""
-    engine.script = lambda id, request: [Failed(id, kind, "words", param="seed", prompt_tokens=99, context_tokens=64)]
+    facts = {"param": "seed", "prompt_tokens": 99, "context_tokens": 64}
+    engine.script = lambda id, request: [Failed(id, kind, "words", facts)]
     with pytest.raises(BackendError) as caught:
         await collect(local.stream(ask()))
     assert type(caught.value) is expected

@@ -321,7 +321,7 @@ def _script(to: Sender) -> Callable[[int, Any], list[Outputs | Failed]]:
         if ended is not None:
             return [Outputs(id, (Output(index=0, text="well", finish_reason=ended),), usage)]  # type: ignore[arg-type]
         kind = {"too long": "PromptTooLong", "fails": "EngineFailed"}.get(to.engine_plays)
-        return [Failed(id, kind, "no", prompt_tokens=9, context_tokens=5)] if kind else []
+        return [Failed(id, kind, "no", {"param": None, "prompt_tokens": 9, "context_tokens": 5})] if kind else []
 
     return play
 

@@ -88,15 +88,15 @@ class Layer:
             ),
         )
         qkv = torch.cat([of.qkv[start:stop] for of, start, stop in parts]).contiguous()
-        return self.kv.attend(0, qkv, None, (self.rotary.cos, self.rotary.sin), step)
+        return self.kv.attend(0, qkv, None, self.rotary, step)
 
 
 def expected(model: ModelConfig, of: Looking) -> torch.Tensor:
     """The oracle: rotate, score, cap, mask, softmax and sum in float32, [tokens from `start` on, heads * head_dim]."""
-    tables = rotary(model.ropes[0], model.head_dim, 2048, dtype=of.qkv.dtype, device=CPU)
+    cos, sin = rotary(model.ropes[0], model.head_dim, 2048, dtype=of.qkv.dtype, device=CPU)
     qkv, group = of.qkv.float(), model.heads // model.kv_heads
     qk, v = qkv[:, : -model.kv_heads], qkv[:, -model.kv_heads :]
-    cos, sin = tables.cos[: of.tokens].float(), tables.sin[: of.tokens].float()
+    cos, sin = cos[: of.tokens].float(), sin[: of.tokens].float()
     qk = (qk * cos + qk.roll(model.head_dim // 2, -1) * sin).to(of.qkv.dtype).float()
     q, k = qk[:, : model.heads], qk[:, model.heads :].repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * model.attention_scale

@@ -17,6 +17,7 @@ however the range is split.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -249,21 +250,15 @@ def attend(
     """[rows, heads, head_dim] queries (rows may lie apart) to [rows, heads * head_dim]; `positions`
     int64 [rows]."""
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    launch = partial(_launch, shape, layer, queries, pool, positions, tiles.tables)
     if tiles.own is not None:
         assert tiles.partials is not None
-        partials = tiles.partials
-        own_rows, rows = tiles.rows_max, tiles.split_rows
-        _launch(
-            shape, layer, queries, pool, positions, tiles.tables, tiles.own, own_rows, tiles.own_splits, 0, partials
-        )
-        splits = tiles.own_splits
+        partials, splits = tiles.partials, tiles.own_splits
+        launch(tiles.own, tiles.rows_max, splits, 0, partials)
         if tiles.shared is not None:
-            shared_rows, more = shape.tile_rows, tiles.shared_splits
-            _launch(
-                shape, layer, queries, pool, positions, tiles.tables, tiles.shared, shared_rows, more, splits, partials
-            )
-            splits += more
-        _merge[(rows, shape.heads)](
+            launch(tiles.shared, shape.tile_rows, tiles.shared_splits, splits, partials)
+            splits += tiles.shared_splits
+        _merge[(tiles.split_rows, shape.heads)](
             partials.out,
             partials.lse,
             out,
@@ -277,7 +272,7 @@ def attend(
             num_warps=4,
         )
     if tiles.whole is not None:
-        _launch(shape, layer, queries, pool, positions, tiles.tables, tiles.whole, shape.tile_rows, 1, 0, out)
+        launch(tiles.whole, shape.tile_rows, 1, 0, out)
     return out.view(out.shape[0], -1)
 
 

@@ -152,8 +152,12 @@ def draw(
     return ids
 
 
-def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for: from pinned memory, which torch keeps until the
-    device has read it."""
+def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """What the device can read while the host goes on: torch keeps it until then."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" and array.size else tensor
+
+
+def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for."""
+    return pinned(array, device).to(device, non_blocking=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from local_engine.kernels.gpu.attention import TILE_FIELDS, Partials, Shape, Tiles, splits_for
+from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, Tiles, splits_for
 from local_engine.kernels.shared_prefixes import Prefix
 
 SHORT_ROWS_MAX = 16  # a span up to which its keys are split over programs instead of its rows
@@ -51,15 +52,13 @@ class Plan:
     split_rows: int
     rows_max: int
 
-    def on(self, shape: Shape, numbers: torch.Tensor, partials: Partials | None = None) -> Tiles:
-        """The tiles, views of `numbers` on its device; `partials` where there is room already."""
+    def on(self, shape: Shape, numbers: torch.Tensor) -> Tiles:
+        """The tiles, views of `numbers` on its device."""
         device = numbers.device
         counts = [TILE_FIELDS * count for count in (self.own, self.shared, self.whole)]
         own, shared, whole, tables = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
         own_splits = splits_for(self.own, shape.kv_heads, device)
         shared_splits = splits_for(self.shared, shape.kv_heads, device) if self.shared else 0
-        if partials is None and self.own:
-            partials = shape.partials(own_splits + shared_splits, self.split_rows, device)
         return Tiles(
             tables=tables,
             own=own.view(-1, TILE_FIELDS) if self.own else None,
@@ -69,7 +68,7 @@ class Plan:
             rows_max=self.rows_max,
             own_splits=own_splits,
             shared_splits=shared_splits,
-            partials=partials,
+            partials=shape.partials(own_splits + shared_splits, self.split_rows, device) if self.own else None,
         )
 
 
@@ -88,7 +87,7 @@ def plan(
     so that one captured graph fits many steps."""
     spans = [*short, *long]
     starts = np.cumsum([0, *(len(span.blocks) for span in spans)]).tolist()
-    seen_before = [0] * len(short)
+    seen_before = [0] * len(spans)
     shared: list[Tile] = []
     for prefix in prefixes:
         tokens = prefix.blocks * shape.block_tokens
@@ -97,16 +96,11 @@ def plan(
             seen_before[index] = tokens
         table, first = starts[prefix.members[0]], members[0].first
         shared += _cut(shape, first, sum(span.rows for span in members), table, [tokens])
-    own = [
-        tile
-        for span, start, before in zip(short, starts, seen_before, strict=False)
-        for tile in _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1), before)
+    tiles_of = [
+        _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1), before)
+        for span, start, before in zip(spans, starts, seen_before, strict=False)
     ]
-    whole = [
-        tile
-        for span, start in zip(long, starts[len(short) :], strict=False)
-        for tile in _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1))
-    ]
+    own, whole = (list(chain.from_iterable(some)) for some in (tiles_of[: len(short)], tiles_of[len(short) :]))
     own += [(0, 0, 0, 0, 0)] * (own_tiles - len(own))
     shared += [(0, 0, 0, 0, 0)] * (shared_tiles - len(shared))
     tiles = np.array([*own, *shared, *whole], np.int32).reshape(-1)

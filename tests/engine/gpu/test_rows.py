@@ -49,18 +49,18 @@ def test_gate_equals_torch(rows: int, width: int, activation: str, dtype: torch.
 def test_rotate_write_equals_torch(heads: int, kv_heads: int, size: int, has_norm: bool) -> None:
     """Queries turn in place, keys turn into their pages beside the values; a row without a slot stores nothing."""
     torch.manual_seed(size)
-    rope = rotary(RopeConfig(), size, 50, dtype=torch.float32, device=torch.device("cpu"))
+    cos, sin = rotary(RopeConfig(), size, 50, dtype=torch.float32, device=torch.device("cpu"))
     qkv = torch.randn(3, heads + 2 * kv_heads, size)
     positions, slots = torch.tensor([0, 7, 49]), torch.tensor([9, -1, 2])
     norm = torch.randn(heads + kv_heads, size) if has_norm else None
     qk, values = qkv[:, : heads + kv_heads].clone(), qkv[:, heads + kv_heads :].clone()
     if norm is not None:
         qk = fused.rms_norm(qk, None, 1e-6, norm)
-    qk = qk * rope.cos[positions] + qk.roll(size // 2, -1) * rope.sin[positions]
+    qk = qk * cos[positions] + qk.roll(size // 2, -1) * sin[positions]
     pool = torch.zeros(2 * kv_heads, 3, 4, size)
     wanted = pool.clone().view(2 * kv_heads, -1, size)
     for row, slot in ((0, 9), (2, 2)):
         wanted[:kv_heads, slot], wanted[kv_heads:, slot] = qk[row, heads:], values[row]
-    kernels.rotate_write(qkv, pool, norm, 1e-6, rope.cos, rope.sin, positions, slots)
+    kernels.rotate_write(qkv, pool, norm, 1e-6, cos, sin, positions, slots)
     torch.testing.assert_close(qkv[:, :heads], qk[:, :heads], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pool, wanted.view(pool.shape), atol=1e-5, rtol=1e-5)
