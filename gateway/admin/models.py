@@ -438,7 +438,7 @@ _LedgerRow = Annotated[
     LedgerRow,
     _Flat(
         "LedgerRowOut",
-        without=("kind", "charges"),
+        without=("charges",),
         usage_estimated=Annotated[bool, Field(description="the deployment did not report its tokens")],
         team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
         key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],

@@ -15,7 +15,7 @@ from typing import Any
 from gateway.accounts.errors import Invalid
 
 _GROUP_ROWS = 10_000
-_TEXTS = frozenset({"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags"})
+_TEXTS = frozenset({"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags", "kind"})
 
 
 class ParquetFile:

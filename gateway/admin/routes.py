@@ -305,7 +305,7 @@ _COLUMNS = (
     "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
     "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
     "audio_completion_tokens", "image_completion_tokens", "tool_calls", "baseline_microusd", "prefix_read_microusd",
-    "prefix_write_microusd", "mechanism", "provider_cost_microusd", "user", "tags",
+    "prefix_write_microusd", "mechanism", "provider_cost_microusd", "user", "tags", "kind",
 )  # fmt: skip
 
 

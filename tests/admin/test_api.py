@@ -439,6 +439,7 @@ async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, mo
         {None},
         {"=ann"},
     )
+    assert [{row["kind"] for row in found} for found in (rows, texts)] == [{"chat"}, {"chat"}]
     assert sorted(row["usage_estimated"] for row in rows) == [False] * 6 + [True]
     none = await client.get("/admin/api/ledger.parquet?team_id=99")
     assert parquet.read_table(io.BytesIO(none.content)).num_rows == 0
