@@ -53,7 +53,8 @@ end
 # is_hard, may_cut.
 # Replies {code, spent and held of each count as they were without this hold, 1 if the count that
 # further values share was taken}: 1 taken, 2 taken with the usual amounts, 0 refused, -1 not ready,
-# -2 closed. `may_cut`: a budget without room for the most takes the usual. The script looks for
+# -2 closed. `may_cut`: a budget without room for the most takes the usual; a repeated call gets what
+# the first one took. The script looks for
 # expired holds only if a budget would be exceeded with them; before, they change nothing. It sets a
 # key's expiry when the key begins: without members, `holds` does not exist.
 RESERVE = (
@@ -66,7 +67,7 @@ if states[2] then return {-2} end
 local id, counts = ARGV[2], tonumber(ARGV[4])
 local lease_end = string.format('%.0f', now + tonumber(ARGV[3]))
 local spends, holds, values, other, spent, held, is_new = {}, {}, {}, {}, {}, {}, {}
-local k = 3 + 2 * counts
+local k, was_cut = 3 + 2 * counts, false
 for c = 1, counts do
   local a = 7 * c - 2
   spends[c], holds[c], other[c] = KEYS[1 + 2 * c], KEYS[2 + 2 * c], 0
@@ -83,9 +84,9 @@ for c = 1, counts do
   end
   spent[c], held[c] = read(spends[c], ARGV[a + 3])
   is_new[c] = true
-  for _, amount in ipairs({ARGV[a], ARGV[a + 1]}) do
+  for place, amount in ipairs({ARGV[a], ARGV[a + 1]}) do
     if is_new[c] and redis.call('ZSCORE', holds[c], id .. '|' .. amount) then
-      is_new[c] = false
+      is_new[c], was_cut = false, was_cut or place == 2
       held[c] = held[c] - tonumber(amount)
       redis.call('ZADD', holds[c], lease_end, id .. '|' .. amount)
     end
@@ -103,7 +104,7 @@ local function fits(is_cut)
   end
   return true
 end
-local code = fits(false) and 1 or fits(true) and 2 or 0
+local code = not was_cut and fits(false) and 1 or fits(true) and 2 or 0
 local reply = {code}
 for c = 1, counts do
   local a = 7 * c - 2

@@ -173,6 +173,18 @@ async def test_overdraft_as_each_budget_says(budgets: Budgets) -> None:
         assert isinstance(await budgets.reserve(f"c{number}", 7, (budget,), Need(1), 60), Refused)
 
 
+@pytest.mark.parametrize("axis", [TEAM, USER])
+async def test_a_repeated_call_is_cut_where_the_first_was(budgets: Budgets, axis: str) -> None:
+    """A client of Redis that lost the reply and asks again gets the amounts that are held, so that it frees them."""
+    cuts = Budget(2, 7, WindowKind.DAY, 100, axis=axis, overdraft=Overdraft.TRUNCATE)
+    first, again = [await budgets.reserve("a", 7, (cuts,), of("alice", 150, usual_microusd=10), 60) for _ in range(2)]
+    assert isinstance(first, Hold)
+    assert first.is_cut
+    assert again == first
+    assert await budgets.release(first)
+    assert await used(budgets, cuts) == {}
+
+
 async def test_a_budget_that_may_not_be_cut_still_refuses(budgets: Budgets) -> None:
     """Of two budgets without room for the longest answer, one that refuses decides."""
     cuts = Budget(2, 7, WindowKind.DAY, 100, overdraft=Overdraft.TRUNCATE)
