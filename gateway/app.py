@@ -30,6 +30,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
+from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore
@@ -51,6 +52,7 @@ from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS
+from gateway.api.passthrough import Passthrough
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
 from gateway.api.tokens import Detokenize, Tokenize
@@ -433,6 +435,14 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
             for kind in KINDS
         },
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory, background)},
+        **{
+            one.route: dict.fromkeys(one.methods, one)
+            for one in (
+                Passthrough(parts.pipeline, settings, deployment, ProviderIds(parts.accounts.database))
+                for deployment in parts.fleet.deployments
+                if deployment.settings.passthrough
+            )
+        },
         "/v1/responses/input_tokens": {"POST": InputTokens(settings, parts.pipeline, memory)},
         "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
         "/v1/conversations": {"POST": conversations},

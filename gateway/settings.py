@@ -34,6 +34,10 @@ CAPABILITIES = frozenset(
 )
 
 
+_PASSED = re.compile(r"(GET|POST|DELETE|PUT|PATCH) (/(?!\.{1,2}(/|$))([A-Za-z0-9._~:@=+-]+|\*))+")
+_URL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
 class SettingsError(Exception):
     """The configuration is invalid; `str()` has one line for each wrong setting.
 
@@ -216,6 +220,11 @@ class DeploymentSettings(_Section):
         [],
         description="reserved fields and tools that clients may send to it (see [below](#reserved-fields-and-tools))",
     )
+    passthrough: list[str] = Field(
+        [],
+        description="openai, anthropic: methods and paths below `base_url` that clients may send under /passthrough/{name}/, such as "
+        "`GET /vector_stores/*`, where `*` is an id that the provider gave to the team; default: none",
+    )
     is_salted: bool = Field(
         False,
         description="openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM, SGLang), so that no team "
@@ -261,6 +270,17 @@ class DeploymentSettings(_Section):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend in ("anthropic", "litellm") and not self.model:
             wrong.append(f"{'an' if self.backend == 'anthropic' else 'a'} {self.backend} deployment needs `model`")
+        if self.passthrough and (
+            self.backend not in ("openai", "anthropic") or not _URL_NAME.fullmatch(self.name or "")
+        ):
+            wrong.append(
+                "passthrough: it needs `backend: openai` or `anthropic`, and a `name` of letters, digits and - . _ alone"
+            )
+        wrong += [
+            f"passthrough: found {one!r}, expected a method and a path such as `GET /files/*`"
+            for one in self.passthrough
+            if not _PASSED.fullmatch(one)
+        ]
         if self.is_salted and self.backend != "openai":
             wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")
         for name in self.allow_fields:

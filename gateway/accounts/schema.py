@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-VERSION = "0012"
+VERSION = "0013"
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 """The first columns of each row of the ledger that sums are made of; KINDS are the others."""
@@ -304,6 +304,14 @@ batches = sa.Table(
     sa.Column("leased_until_s", sa.Double, nullable=False),
     sa.Index(None, "team_id", "id"),
     sa.Index("ix_batches_status", "status"),
+)
+
+# Ids of objects at providers, by deployment: each belongs to the team that was first given it.
+provider_ids = sa.Table(
+    "provider_ids",
+    metadata,
+    *_key(deployment=sa.Text, id=sa.Text),
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False, index=True),
 )
 
 # Lines of a batch that one worker runs at a time; removed at the batch's end.

@@ -17,6 +17,7 @@ from cache import Entry, ExactCache
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
+from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn, turn_of
@@ -87,19 +88,23 @@ class Chat:
         `model` is the alias in the path, if it has one. Raises ApiError with the invalid field.
         """
         turn = read_turn(raw, headers, arrival, self._kind, model)
-        return turn, _Plain() if self._kind.is_plain else _Completion(self._pipeline.exact, turn.wants_usage)
+        return turn, Plain() if self._kind.is_plain else _Completion(self._pipeline.exact, turn.wants_usage)
 
     async def take(
         self,
+        scope: asgi.Scope,
         receive: asgi.Receive,
         headers: Mapping[str, str],
         arrival: Arrival,
         identity: Identity,
-        model: str | None,
     ) -> tuple[Turn, Renderer]:
         """The same, with the body that arrives. Raises ApiError."""
         raw = await asgi.read_body(receive, headers, self._body_bytes_max)
-        return await self.read(raw, headers, arrival, identity, model)
+        return await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
+
+    def own(self, turn: Turn) -> Alias | None:
+        """An alias of the endpoint's own that answers `turn`; None: the alias that it names. Raises ApiError."""
+        return None
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
@@ -116,13 +121,13 @@ class Chat:
             identity = (
                 caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
             )
-            turn, renderer = await self.take(receive, headers, arrival, identity, asgi.model_of(scope))
+            turn, renderer = await self.take(scope, receive, headers, arrival, identity)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True
                 await respond_to(scope, send)
                 return
-            reply = await self._pipeline.answer(turn, identity, watcher.attend)
+            reply = await self._pipeline.answer(turn, identity, watcher.attend, self.own(turn))
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
             else:
@@ -283,7 +288,7 @@ class _Completion(NotKept):
         return frame(error.body())
 
 
-class _Plain(NotKept):
+class Plain(NotKept):
     """A plain answer, as it came. One of bytes that fails is cut: they have no place for an error."""
 
     __slots__ = ("media",)
@@ -313,36 +318,46 @@ class Uploads(Chat):
 
     def __init__(self, pipeline: Pipeline, settings: Settings, kind: Kind) -> None:
         super().__init__(pipeline, settings.body_bytes_max, kind)
-        self._upload_bytes_max = settings.upload_bytes_max
-        self._folder = settings.data_dir
+        self._settings = settings
 
     async def take(
         self,
+        scope: asgi.Scope,
         receive: asgi.Receive,
         headers: Mapping[str, str],
         arrival: Arrival,
         identity: Identity,
-        model: str | None,
     ) -> tuple[Turn, Renderer]:
         boundary = boundary_of(headers.get("content-type", ""))
         if not boundary and self._kind is not IMAGE_EDIT:
             raise BadRequest("Expected a multipart/form-data body with a file", code="invalid_type")
         if not boundary:
-            return await super().take(receive, headers, arrival, identity, model)
-        form, upload = Form(boundary, self._body_bytes_max), FormFiles(self._folder)
+            return await super().take(scope, receive, headers, arrival, identity)
+        upload, body = await read_form(receive, headers, boundary, self._settings)
+        model = asgi.model_of(scope)
         try:
-            async for data in asgi.pieces(receive, headers, self._upload_bytes_max):
-                for part, piece in form.read(data):
-                    await upload.add(part, piece)
-            form.check()
-            body = upload.body(form)
-            turn = turn_of(
-                body if model is None else {**body, "model": model}, b"", headers, arrival, self._kind, upload=upload
-            )
+            body = body if model is None else {**body, "model": model}
+            turn = turn_of(body, b"", headers, arrival, self._kind, upload=upload)
         except BaseException:
             upload.parcel.close()
             raise
-        return turn, _Plain()
+        return turn, Plain()
+
+
+async def read_form(
+    receive: asgi.Receive, headers: Mapping[str, str], boundary: bytes, settings: Settings
+) -> tuple[FormFiles, dict[str, Any]]:
+    """The files of a form, and the body that its fields are. The caller closes the files. Raises ApiError."""
+    form, upload = Form(boundary, settings.body_bytes_max), FormFiles(settings.data_dir)
+    try:
+        async for data in asgi.pieces(receive, headers, settings.upload_bytes_max):
+            for part, piece in form.read(data):
+                await upload.add(part, piece)
+        form.check()
+        return upload, upload.body(form)
+    except BaseException:
+        upload.parcel.close()
+        raise
 
 
 def _folded(entry: Entry) -> bytes:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.wire.forms import FormFiles
-from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, prompts_of
+from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, Usage, prompts_of
 from local_engine import EngineLoad
 
 
@@ -43,6 +43,21 @@ class Native(msgspec.Struct, frozen=True):
     tokens_max: int | None = None
 
 
+class Passage(msgspec.Struct, frozen=True):
+    """The address of a request to a path of a provider's own, below the deployment's `base_url`.
+
+    `path`, `query` and `headers` have been checked. `uncounted` is its usage where the answer reports none;
+    `is_counted`: an answer's report is read.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: tuple[tuple[str, str], ...]
+    is_counted: bool
+    uncounted: Usage | None = None
+
+
 class BackendRequest(msgspec.Struct, frozen=True):
     """A request to a backend: the validated body, without the gateway's own extensions."""
 
@@ -58,6 +73,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     kind: Kind = CHAT
     model: str = ""  # the provider's name of the model, where the deployment takes every name
     native: Native | None = None
+    passage: Passage | None = None  # where it goes, if not to the path of its kind
     upload: FormFiles | None = None  # the files of a form, whose fields are the body
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
 

@@ -70,6 +70,8 @@ class Tries:
         while route.ranked:
             if await self._round(route):
                 return
+            if self._generation.turn.passage is not None:  # it may have been done
+                break
             if self._failed is None or self._done_with.issuperset(self._generation.serving.deployments):
                 break
             latest, failure = self._failed

@@ -154,6 +154,7 @@ class Generation(msgspec.Struct, eq=False):
             model=deployment.model if self.serving.is_pattern else "",
             native=native,
             upload=turn.upload,
+            passage=turn.passage,
             prefix=prefix,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")

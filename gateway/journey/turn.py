@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from cache import Controls
 from gateway.accounts import Identity
-from gateway.backends.base import Native
+from gateway.backends.base import Native, Passage
 from gateway.wire.errors import BadRequest
 from gateway.wire.forms import FormFiles
 from gateway.wire.requests import SHAPES, convert, decode_object, json_name
@@ -99,6 +99,7 @@ class Turn(msgspec.Struct, frozen=True):
     # `body` with marks of a provider's prompt cache, for deployments that keep them; None: it has none
     marked: dict[str, Any] | None = None
     upload: FormFiles | None = None
+    passage: Passage | None = None
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0

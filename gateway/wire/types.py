@@ -113,6 +113,10 @@ TRANSCRIPTION = Kind("transcriptions", "/audio/transcriptions", "file", is_plain
 TRANSLATION = Kind("translations", "/audio/translations", "file", is_plain=True, is_form=True)
 
 
+PASSAGE = Kind("passthrough", "", "", is_plain=True, is_repeatable=False)
+"""A request to a path of a provider's own."""
+
+
 MEDIA = (IMAGE, IMAGE_EDIT, VARIATION, SPEECH, TRANSCRIPTION, TRANSLATION)
 """The kinds with images or sounds, which have units of their own."""
 

@@ -8,10 +8,10 @@ without the deployment's key.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -76,15 +76,23 @@ class OpenAIBackend:
             proxy_of(url.scheme, host),
         )
         self._media = "application/json"
+        self._url, self._headers = url, dict(headers or {})
         self._heads: dict[str, bytes] = {}
         for kind, path in self.paths.items():
-            self._heads[kind], problem = self._written_head(url, path, headers or {})
+            self._heads[kind], problem = self._written_head(path)
         self._unready = unready or problem
         self._pool: Pool | None = None
 
-    def _written_head(self, url: SplitResult, path: str, headers: Mapping[str, str]) -> tuple[bytes, str]:
-        """The beginning of every request to `path`, and the reason why it cannot be sent, if any."""
-        target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{url.query}" if url.query else "")
+    def _written_head(
+        self, path: str, method: str = "POST", query: str = "", sent: Iterable[tuple[str, str]] = ()
+    ) -> tuple[bytes, str]:
+        """The beginning of every request to `path`, and the reason why it cannot be sent, if any.
+
+        `sent` are headers of the client's, which the deployment's own come before.
+        """
+        url, headers = self._url, self._headers
+        asked = "&".join(filter(None, (url.query, query)))
+        target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{asked}" if asked else "")
         if self._origin.is_forwarded:
             target = f"http://{self._origin.authority}{target}"
         fields = {
@@ -95,6 +103,7 @@ class OpenAIBackend:
             "accept-encoding": ("Accept-Encoding", "identity"),
             "user-agent": ("User-Agent", "sameway"),
         }
+        fields |= {name: (name, value) for name, value in sent}
         if url.username is not None:
             fields["authorization"] = ("Authorization", basic(url).decode())
         fields |= self._own_fields()
@@ -112,7 +121,7 @@ class OpenAIBackend:
                     else f"the header {name!r}"
                 )
                 return b"", f"{what} holds characters that no header can carry"
-        lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
         head = "\r\n".join(lines).encode()
         if self._origin.is_forwarded and self._origin.proxy is not None:
             head += proxy_authorization(self._origin.proxy)
@@ -163,6 +172,8 @@ class OpenAIBackend:
 
         Raises BackendRejected.
         """
+        if request.passage is not None:
+            return request.body
         body = {**request.body, "model": request.model or self._model}
         if request.kind.is_plain:
             body.pop("cache", None)
@@ -190,7 +201,10 @@ class OpenAIBackend:
             raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
         if self._pool is None:
             raise BackendUnavailable("The deployment is not started")
-        if request.upload is None:
+        at = request.passage
+        if at is not None and request.upload is None and not request.body:
+            media, pieces, body, size = self._media, None, b"", 0
+        elif request.upload is None:
             media, pieces, body = self._media, None, self._payload(request)
             size = len(body)
         else:
@@ -198,7 +212,12 @@ class OpenAIBackend:
         more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
         more += f"Content-Length: {size}\r\n\r\n"
         self.running += 1
-        return Exchange(self._heads[request.kind.path] + more.encode(), body, pieces=pieces)
+        head = (
+            self._heads[request.kind.path]
+            if at is None
+            else self._written_head(at.path, at.method, at.query, at.headers)[0]
+        )
+        return Exchange(head + more.encode(), body, pieces=pieces)
 
     async def _sent(self, exchange: Exchange) -> None:
         assert self._pool is not None  # `_admit` has checked it

@@ -13,6 +13,8 @@ from gateway.backends.base import BackendBroken, BackendError, BackendUnavailabl
 from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
 from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
 
+_ABSENT = (404, 405, 409, 410)
+
 
 class Translator:
     """Translates failures of a deployment whose key is `api_key`.
@@ -24,10 +26,17 @@ class Translator:
         self._api_key = api_key
         self._wall_clock = wall_clock
 
-    def refused(self, exchange: Exchange, body: bytes) -> BackendError:
-        """The error of a response with another status than 200."""
+    def refused(self, exchange: Exchange, body: bytes, *, is_passage: bool = False) -> BackendError:
+        """The error of a response with another status than 200.
+
+        `is_passage`: a path or an object that is not there is the request's fault, not the deployment's.
+        """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
         after_s = retry_after_s(headers, self._wall_clock())
+        if is_passage and exchange.status in _ABSENT:
+            error = refusal(Refused(400, body, after_s, self._api_key))
+            error.status = exchange.status
+            return error
         return refusal(Refused(exchange.status, body, after_s, self._api_key))
 
     def in_band(self, error: Any, payload: bytes) -> BackendError:

@@ -33,7 +33,7 @@ from gateway.transport.http_client import Exchange, TransportError
 from gateway.wire import plain
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
-from gateway.wire.types import Chunk
+from gateway.wire.types import Chunk, Usage
 from policies.durations import duration_s
 
 _ERROR_BYTES_MAX = 64 << 10
@@ -165,11 +165,13 @@ class OpenAIStream:
             await self._send(exchange)
         except TransportError as error:
             raise (self._error and fresh(self._error)) or self._late() or self._translate.unsent(error) from None
-        if exchange.status != 200:
-            raise self._translate.refused(exchange, await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True))
+        at = request.passage
+        if exchange.status != 200 and (at is None or exchange.status // 100 != 2):
+            refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
+            raise self._translate.refused(exchange, refused, is_passage=at is not None)
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
-        if request.kind.is_plain and not is_json_or_page:
+        if request.kind.is_plain and (at is not None or not is_json_or_page):
             self._passing = _Passing(kind)
         if (
             self._passing is not None
@@ -270,6 +272,8 @@ class OpenAIStream:
     def _take_passing(self, passing: _Passing, data: bytes) -> None:
         """Pass bytes on as they came; of events, those that are complete."""
         self._ready.append(Chunk(data, has_content=True, media=passing.media))
+        if self._request.passage is not None and not passing.is_events:
+            passing.keep(data)
         for payload in self._splitter.feed(data) if passing.is_events else ():
             try:
                 answer = mended(payload)[1]
@@ -340,7 +344,9 @@ class OpenAIStream:
         """
         if (passing := self._passing) is not None:
             if passing.is_finished:
-                usage = passing.counted.usage
+                usage, at = passing.whole_usage(), self._request.passage
+                if at is not None:
+                    usage = (usage if at.is_counted else None) or at.uncounted
                 self._ready.append(Chunk(b"", finish_reasons=("stop",), usage=usage, media=passing.media))
                 self._finish()
             else:
@@ -432,13 +438,24 @@ class OpenAIStream:
 class _Passing:
     """A plain answer that is text, bytes or events: what its events say of its end and its usage."""
 
-    __slots__ = ("counted", "is_events", "is_finished", "media")
+    __slots__ = ("_kept", "counted", "is_events", "is_finished", "media")
 
     def __init__(self, media: bytes) -> None:
         self.media = media.decode("latin-1")
         self.is_events = media.startswith(b"text/event-stream")
         self.is_finished = not self.is_events  # else its last event says so
         self.counted = plain.Counted()
+        self._kept: list[bytes] = []  # of JSON
+
+    def keep(self, data: bytes) -> None:
+        """Keep a piece of a whole answer, which is read at its end."""
+        if "json" in self.media:
+            self._kept.append(data)
+
+    def whole_usage(self) -> Usage | None:
+        if self._kept:
+            self.counted.read(b"".join(self._kept))
+        return self.counted.usage
 
     def read(self, payload: bytes) -> None:
         """Read the data of one event."""

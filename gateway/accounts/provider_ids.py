@@ -1,0 +1,41 @@
+"""Ids that providers gave to teams, by deployment: an object there is its team's alone.
+
+Knows no HTTP. Invariant: an id belongs to the team that was first given it, for as long as that team exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import sqlalchemy as sa
+
+from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.schema import provider_ids
+
+
+class ProviderIds:
+    """The ids in the accounts' database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @uncancelled
+    async def of_team(self, deployment: str, team_id: int, ids: Collection[str] | None = None) -> set[str]:
+        """Those of `ids` that are the team's at `deployment`; None: all."""
+        mine = sa.select(provider_ids.c.id).where(
+            provider_ids.c.deployment == deployment, provider_ids.c.team_id == team_id
+        )
+        if ids is not None:
+            mine = mine.where(provider_ids.c.id.in_(ids))
+        if ids is not None and not ids:
+            return set()
+        async with self._database.reading() as connection:
+            return set((await connection.execute(mine)).scalars())
+
+    @uncancelled
+    async def record(self, deployment: str, team_id: int, ids: Collection[str]) -> None:
+        """Give `ids` to the team, but those that have one."""
+        rows = [{"deployment": deployment, "id": one, "team_id": team_id} for one in sorted(ids)]
+        if rows:
+            async with self._database.writing(is_durable=False) as connection:
+                await connection.execute(self._database.insert(provider_ids).on_conflict_do_nothing(), rows)

@@ -1,0 +1,289 @@
+"""A provider's own paths, as a hostile client of one of two teams sees them, through a started gateway."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
+
+UPSTREAM_KEY = "sk-upstream-0123456789abcdef"
+ALLOWED = [
+    "POST /responses", "GET /responses/*", "DELETE /responses/*", "POST /vector_stores", "GET /vector_stores",
+    "GET /vector_stores/*", "GET /vector_stores/*/files", "POST /files", "GET /files/*/content", "GET /status",
+]  # fmt: skip
+
+
+class Provider(ThreadingHTTPServer):
+    """Remembers every request; gives objects new ids, and lists all that it gave."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.numbers = itertools.count(1)
+        self.stores: list[str] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Provider
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing."""
+
+    def answer(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.requests.append((self.command, self.path, headers, raw))
+        path, number = self.path.partition("?")[0], next(self.server.numbers)
+        kind, status, body = "application/json", 200, b"{}"
+        match self.command, path.removeprefix("/v1").split("/")[1:]:
+            case "POST", ["responses"]:
+                asked, usage = json.loads(raw), {"input_tokens": 10, "output_tokens": 5, "total_tokens": 15}
+                response = {"id": f"resp_{number:08}", "output": [{"id": f"msg_{number:08}"}], "usage": usage}
+                body = json.dumps(response).encode()
+                if asked.get("stream"):
+                    kind = "text/event-stream"
+                    events = [{"type": "response.created", "response": {"id": response["id"]}}]
+                    events.append({"type": "response.completed", "response": response})
+                    body = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
+            case "POST", ["vector_stores"]:
+                self.server.stores.append(f"vs_{number:08}")
+                body = json.dumps({"id": self.server.stores[-1], "object": "vector_store"}).encode()
+            case "GET", ["vector_stores"]:
+                data = [{"id": one} for one in self.server.stores]
+                body = json.dumps(
+                    {"object": "list", "data": data, "first_id": data[0]["id"] if data else None}
+                ).encode()
+            case "POST", ["files"]:
+                body = json.dumps({"id": f"file-{number:08}", "bytes": len(raw)}).encode()
+            case "GET", ["files", _, "content"]:
+                kind, body = "application/octet-stream", b"\x00content" * 1000
+            case _, ["responses", "resp_gone"]:
+                status, body = 404, json.dumps({"error": {"message": f"gone {UPSTREAM_KEY}"}}).encode()
+            case _, [*_, last]:
+                body = json.dumps({"id": last}).encode()
+        self.send_response(status)
+        for name, value in (("Content-Type", kind), ("Set-Cookie", "a=b"), ("X-Upstream-Key", UPSTREAM_KEY)):
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_DELETE = do_PUT = answer  # noqa: N815
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[Provider]:
+    made = Provider()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture(scope="module")
+def gateway(provider: Provider, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    url = f"http://127.0.0.1:{provider.server_port}/v1"
+    known = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0}
+    common = {"backend": "openai", "base_url": url, "api_key_env": "UP_KEY"}
+    models = {
+        "m": {"deployments": [{**common, "name": "up", "model": "m", "price": known, "passthrough": ALLOWED}]},
+        "s": {
+            "deployments": [
+                {**common, "name": "stateless", "model": "m", "price": known, "passthrough": ["POST /responses"]}
+            ]
+        },
+        "u": {"deployments": [{**common, "name": "unpriced", "model": "no-such", "passthrough": ["POST /responses"]}]},
+        "off": {"deployments": [{**common, "name": "off", "model": "m", "price": known}]},
+    }
+    folder: Path = tmp_path_factory.mktemp("passthrough")
+    with run_gateway(folder, {"models": models, "workers": 2}, env={"UP_KEY": UPSTREAM_KEY}) as started:
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def other(gateway: Gateway) -> str:
+    """The key of another team."""
+    team = gateway.admin("POST", "/teams", json={"name": "other"})["id"]
+    return str(gateway.admin("POST", f"/teams/{team}/keys", json={"name": "k"})["plaintext"])
+
+
+def ask(gateway: Gateway, method: str, path: str, key: str = API_KEY, to: str = "up", **more: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
+    return httpx.request(method, f"{gateway.root}/passthrough/{to}{path}", headers=headers, timeout=30, **more)
+
+
+def raw_status(gateway: Gateway, target: bytes) -> int:
+    """The status of a GET whose target is sent byte by byte."""
+    host, port = gateway.root.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    head = (
+        b"GET "
+        + target
+        + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        + API_KEY.encode()
+        + b"\r\nConnection: close\r\n\r\n"
+    )
+    connection.connect()
+    connection.sock.sendall(head)
+    answer = b""
+    while part := connection.sock.recv(65536):
+        answer += part
+    connection.close()
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def test_objects_belong_to_the_team_that_made_them(gateway: Gateway, provider: Provider, other: str) -> None:
+    """What one team's POST made is a 404 for another, in paths, bodies, queries and lists, whole and streamed."""
+    made = ask(gateway, "POST", "/responses", json={"model": "m", "input": "hi"}).json()["id"]
+    with httpx.stream("POST", f"{gateway.root}/passthrough/up/responses", json={"model": "m", "stream": True, "input": "x"},
+                      headers={"authorization": f"Bearer {API_KEY}"}, timeout=30) as reply:  # fmt: skip
+        events = reply.read().decode()
+        assert reply.headers["content-type"].startswith("text/event-stream")
+    streamed = json.loads(events.split("data: ")[1])["response"]["id"]
+    for id in (made, streamed):
+        assert ask(gateway, "GET", f"/responses/{id}").json() == {"id": id}
+        before = len(provider.requests)
+        for method in ("GET", "DELETE"):
+            assert ask(gateway, method, f"/responses/{id}", other).status_code == 404
+        for body in (
+            {"previous_response_id": id},
+            {"input": [{"type": "item_reference", "id": id}]},
+            {"conversation": id},
+        ):
+            assert ask(gateway, "POST", "/responses", other, json={"model": "m", **body}).status_code == 404
+        assert ask(gateway, "GET", "/vector_stores", other, params={"after": id}).status_code == 404
+        assert len(provider.requests) == before
+    assert ask(gateway, "POST", "/responses", json={"model": "m", "previous_response_id": made}).status_code == 200
+    mine, theirs = (ask(gateway, "POST", "/vector_stores", key, json={}).json()["id"] for key in (API_KEY, other))
+    assert [one["id"] for one in ask(gateway, "GET", "/vector_stores", other).json()["data"]] == [theirs]
+    found = ask(gateway, "GET", "/vector_stores").json()
+    assert ([one["id"] for one in found["data"]], found["first_id"]) == ([mine], mine)
+    file = ask(gateway, "POST", "/files", files={"file": ("a", b"a" * 300_000)}, data={"purpose": "x"}).json()["id"]
+    assert len(ask(gateway, "GET", f"/files/{file}/content").content) == 8000
+    assert ask(gateway, "GET", f"/files/{file}/content", other).status_code == 404
+
+
+def test_no_credential_passes_either_way(gateway: Gateway, provider: Provider) -> None:
+    """Of the client's headers only named ones are sent, with the deployment's key; only the content type comes back."""
+    sent = {
+        "cookie": "c=1", "x-forwarded-for": "1.2.3.4", "openai-organization": "org", "x-custom": "y", "connection": "x-custom",
+        "openai-beta": "assistants=v2", "te": "trailers", "proxy-authorization": "Basic x", "x-api-key": API_KEY,
+    }  # fmt: skip
+    reply = ask(gateway, "GET", "/status", headers=sent)
+    _, _, headers, _ = provider.requests[-1]
+    assert headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
+    assert API_KEY not in str(headers)
+    assert headers["openai-beta"] == "assistants=v2"
+    assert not {"cookie", "x-forwarded-for", "openai-organization", "x-custom", "te", "x-api-key"} & set(headers)
+    assert UPSTREAM_KEY not in str(reply.headers) + reply.text
+    assert "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("PUT", "/responses", 405, "method_not_allowed"),
+        ("DELETE", "/vector_stores", 404, "path_not_allowed"),
+        ("GET", "/models", 404, "path_not_allowed"),
+        ("GET", "/responses/resp_unknown", 404, "not_found"),
+        ("GET", "/status?key=abc", 400, "invalid_query"),
+        ("GET", "/status?api_key=abc", 400, "invalid_query"),
+        ("GET", "/status?a=%0d%0aX:1", 400, "invalid_query"),
+    ],
+)
+def test_what_is_not_listed_is_refused(
+    gateway: Gateway, provider: Provider, method: str, path: str, status: int, code: str
+) -> None:
+    """A refusal names its reason, and nothing reaches the provider."""
+    before = len(provider.requests)
+    reply = ask(gateway, method, path)
+    assert (reply.status_code, reply.json()["error"]["code"], len(provider.requests)) == (status, code, before)
+    assert ask(gateway, "POST", "/responses", to="off", json={"model": "m"}).status_code == 404
+
+
+PIECES = st.sampled_from(
+    [
+        "..",
+        ".",
+        "/",
+        "//",
+        "%2e",
+        "%2E%2e",
+        "%2f",
+        "%5c",
+        "\\",
+        "%00",
+        "%0d%0a",
+        "%252e",
+        ";",
+        "#",
+        "?",
+        "@evil",
+        "responses",
+        "vector_stores",
+        "status",
+        "*",
+        "admin",
+        "http://evil/",
+        "%c0%ae",
+        "..;",
+        "up",
+        "passthrough",
+    ]  # fmt: skip
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=st.lists(PIECES, max_size=6))
+def test_only_listed_paths_reach_the_provider(gateway: Gateway, provider: Provider, parts: list[str]) -> None:
+    """Whatever a target is made of, the provider sees a listed path or nothing."""
+    before = len(provider.requests)
+    raw_status(gateway, ("/passthrough/up/" + "".join(parts)).encode())
+    for method, path, _, _ in provider.requests[before:]:
+        assert (method, path.partition("?")[0]) in {("GET", "/v1/status"), ("GET", "/v1/vector_stores")}
+
+
+def test_money_and_models(gateway: Gateway, provider: Provider) -> None:
+    """Reported tokens are charged; another model, or one without a price, is refused; ids that no path reads are not kept."""
+    reply = ask(gateway, "POST", "/responses", json={"model": "m", "input": "hi"})
+    id = reply.headers["x-request-id"]
+    assert reply.headers["x-sameway-cost-usd"] == "0.000020"
+    wait_for(lambda: any(one["request_id"] == id for one in gateway.records()))
+    found = next(one for one in gateway.records() if one["request_id"] == id)
+    assert (found["route"], found["prompt_tokens"], found["completion_tokens"]) == ("passthrough", 10, 5)
+    assert ask(gateway, "GET", f"/responses/{reply.json()['id']}").headers["x-sameway-cost-usd"] == "0.000000"
+    other_model = ask(gateway, "POST", "/responses", json={"model": "dear", "input": "hi"})
+    assert (other_model.status_code, other_model.json()["error"]["param"]) == (400, "model")
+    unpriced = ask(gateway, "POST", "/responses", to="unpriced", json={"input": "hi"})
+    assert (unpriced.status_code, unpriced.json()["error"]["code"]) == (400, "price_unknown")
+    ask(gateway, "POST", "/responses", to="stateless", json={"model": "m", "input": "hi", "store": True})
+    assert json.loads(provider.requests[-1][3])["store"] is False
+
+
+def test_an_absent_object_is_no_fault_of_the_deployment(gateway: Gateway, provider: Provider) -> None:
+    """A provider's 404 passes as a 404, without its key, and the deployment stays in use."""
+    for _ in range(10):
+        assert (
+            ask(gateway, "POST", "/responses", content=b"[1]", headers={"content-type": "application/json"}).status_code
+            == 400
+        )
+        assert (
+            ask(gateway, "POST", "/responses", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+        )
+    assert ask(gateway, "GET", "/status").status_code == 200
