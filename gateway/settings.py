@@ -35,7 +35,13 @@ CAPABILITIES = frozenset(
 
 
 _PASSED = re.compile(r"(GET|POST|DELETE|PUT|PATCH) (/(?!\.{1,2}(/|$))([A-Za-z0-9._~:@=+-]+|\*))+")
+_REPORTS_TOKENS = re.compile(r"POST (?:/[^*]*)?/(?:responses|(?:chat/)?completions|embeddings|messages)")
 _URL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def reports_tokens(rule: str) -> bool:
+    """Whether answers to a method and path of `passthrough` say what they cost."""
+    return _REPORTS_TOKENS.fullmatch(rule) is not None
 
 
 class SettingsError(Exception):
@@ -271,15 +277,23 @@ class DeploymentSettings(_Section):
         if self.backend in ("anthropic", "litellm") and not self.model:
             wrong.append(f"{'an' if self.backend == 'anthropic' else 'a'} {self.backend} deployment needs `model`")
         if self.passthrough and (
-            self.backend not in ("openai", "anthropic") or not _URL_NAME.fullmatch(self.name or "")
+            self.backend not in ("openai", "anthropic")
+            or "*" in (self.model or "")
+            or not _URL_NAME.fullmatch(self.name or "")
         ):
             wrong.append(
-                "passthrough: it needs `backend: openai` or `anthropic`, and a `name` of letters, digits and - . _ alone"
+                "passthrough: it needs `backend: openai` or `anthropic`, one `model`, and a `name` of letters, digits and - . _ alone"
             )
         wrong += [
             f"passthrough: found {one!r}, expected a method and a path such as `GET /files/*`"
             for one in self.passthrough
-            if not _PASSED.fullmatch(one)
+            if not _PASSED.fullmatch(one) or one.endswith("/batches")  # the lines of a file can't be checked
+        ]
+        has_price = self.price is not None and "request_usd" in self.price.model_fields_set
+        wrong += [
+            f"passthrough: `{one}` reports no tokens to charge, expected `price.request_usd` (0 where it is free)"
+            for one in self.passthrough
+            if not (has_price or one.startswith(("GET ", "DELETE ")) or reports_tokens(one))
         ]
         if self.is_salted and self.backend != "openai":
             wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")

@@ -194,7 +194,8 @@ def _too_large(bytes_max: int, how: str = "") -> TooLarge:
 
 async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
     """Send a response in one piece. Adds `content-length` to `headers`."""
-    headers.append((b"content-length", str(len(body)).encode()))
+    if status != 204:
+        headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -113,7 +113,7 @@ class Chat:
         identity: Identity | None = None
         turn: Turn | None = None
         ended = Ended()
-        watcher = _DisconnectWatcher(scope, receive)
+        watcher = DisconnectWatcher(scope, receive)
         reply: Reply | None = None
         is_apart = False
         try:
@@ -154,15 +154,17 @@ class Chat:
         if renderer.is_kept:
             await renderer.keep()
         first = media_headers(reply.media) if reply.media else [JSON]
-        await asgi.send_whole(send, 200, [*first, *answer_headers(reply), *cost_header(reply)], body)
+        status = reply.reader.status if reply.reader is not None else 200
+        await asgi.send_whole(send, status, [*first, *answer_headers(reply), *cost_header(reply)], body)
 
-    async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: asgi.Send) -> Ended:
+    async def _stream(self, renderer: Renderer, reply: Reply, watcher: "DisconnectWatcher", send: asgi.Send) -> Ended:
         """Send chunks as they arrive, all that are ready at once.
 
         An error after the start is an event that ends the stream.
         """
         first = media_headers(reply.media) if reply.turn.kind.is_plain else EVENT_STREAM
-        start = {"type": "http.response.start", "status": 200, "headers": [*first, *answer_headers(reply)]}
+        status = reply.reader.status if reply.reader is not None else 200
+        start = {"type": "http.response.start", "status": status, "headers": [*first, *answer_headers(reply)]}
         if reply.entry is not None:
             body = renderer.replay(reply.entry)
             if renderer.is_kept:
@@ -382,7 +384,7 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
     return frames(payloads)
 
 
-class _DisconnectWatcher:
+class DisconnectWatcher:
     """Takes a reader out of its flight when the client leaves or its deadline passes."""
 
     def __init__(self, scope: asgi.Scope, receive: asgi.Receive) -> None:

@@ -3,13 +3,15 @@
 Only what a deployment's `passthrough` lists is sent. Knows no provider's shapes but `id`, `usage`,
 `model`, `store` and `data`. Invariants: a path is sent as it was checked, without a character that
 could be decoded; a `*` of a path, and an id in a body or a query, is an id that the provider gave to
-this team; a body is read, checked and written anew; of a client's headers only a few named ones are
+this team; a body is read, checked and written anew; a request costs the tokens that its answer
+reports, or the price of a request, which is set; of a client's headers only a few named ones are
 sent, and of a provider's only the content type comes back.
 """
 
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -19,45 +21,60 @@ from cache import Controls, Entry
 from gateway.accounts import Identity
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.api import asgi
-from gateway.api.chat import Chat, Plain, Renderer, read_form
+from gateway.api.chat import Chat, DisconnectWatcher, Plain, Renderer, read_form
 from gateway.backends.base import Passage
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
-from gateway.journey.turn import Arrival, Turn, labels_of
+from gateway.journey.flight import Reply
+from gateway.journey.turn import Arrival, Ended, Turn, labels_of
 from gateway.pipeline import Pipeline
 from gateway.reserved import reserved_names
-from gateway.settings import ModelSettings, Settings
+from gateway.settings import ModelSettings, Settings, reports_tokens
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest, Forbidden, NotFound, UnsupportedMediaType, shown
 from gateway.wire.forms import boundary_of
 from gateway.wire.requests import decode_object
 from gateway.wire.sse import Splitter
-from gateway.wire.types import PASSAGE, Chunk, Usage
+from gateway.wire.types import PASSAGE, Chunk
 from policies import Demand, RoutingPolicy
 
 PREFIX = "/passthrough/"
 _PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@=+-]{1,200}){1,20}")
-_QUERY = re.compile(r"(?:[A-Za-z0-9._~:@=+,&\[\]-]|%[2-7][0-9A-Fa-f])*")
+_QUERY = re.compile(r"(?:[A-Za-z0-9._~:@=+,&\[\]-]|%(?!25)[2-7][0-9A-Fa-f])*")
 _SECRETS = frozenset({"key", "apikey", "accesstoken", "token", "auth", "authorization", "subscriptionkey", "sig"})
-_SENT = ("accept", "openai-beta", "anthropic-version", "anthropic-beta", "idempotency-key")
-_ID_KEY = re.compile(
-    r"(?:.*_)?(?:response|file|batch|thread|vector_store|assistant|conversation|container|run|step|message|upload|part"
-    r"|item|job|video|skill|eval|checkpoint)_ids?|conversation|container|(?:training|validation)_file|id|after|before"
+_TEXT = re.compile("[ -~]*")
+_SENT = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
+_ID_KEY = re.compile(r"(?:.*_)?ids?|.*I[dD]s?|after|before|conversation|container|(?:.*_)?file|cached_?[cC]ontent")
+_NO_OBJECTS = frozenset(
+    f"{name}_id"
+    for name in [
+        "call",
+        "tool_call",
+        "tool_use",
+        "custom",
+        "user",
+        "request",
+        "organization",
+        "project",
+        "account",
+        "model",
+    ]
 )
 _IDS_MAX = 500
-_OUTPUT_TOKENS_MAX = 65_536  # of an answer without a bound
+_CHOICES_MAX = 10_000
+_TOKENS_MAX = 1 << 20  # of a prompt, or an answer, without a bound
 
 
-def ids_in(value: Any) -> Iterator[str]:
-    """The texts under names of ids, at any depth, but what `metadata` holds."""
+def ids_in(value: Any, but: Sequence[str] = ()) -> Iterator[str]:
+    """The texts under names of ids, at any depth, but what `metadata` and `but` hold."""
     left = [value]
     while left:
         match left.pop():
             case dict() as fields:
                 for name, given in fields.items():
-                    if name == "metadata":
+                    if name == "metadata" or name in but:
                         continue
-                    if _ID_KEY.fullmatch(name.removesuffix("[]")):
+                    if name not in _NO_OBJECTS and _ID_KEY.fullmatch(name):
                         yield from filter(_is_id, given if isinstance(given, list) else [given])
                     left.append(given)
             case list() as items:
@@ -67,6 +84,20 @@ def ids_in(value: Any) -> Iterator[str]:
 def _is_id(value: Any) -> bool:
     """A call of a tool has an id of its answer alone."""
     return isinstance(value, str) and len(value) > 0 and not value.startswith(("call_", "toolu_"))
+
+
+def _stores(value: Any) -> bool:
+    """Whether any part of a body asks to be stored."""
+    left = [value]
+    while left:
+        match left.pop():
+            case dict() as fields:
+                if str(fields.get("store")).lower() in ("true", "1"):
+                    return True
+                left += fields.values()
+            case list() as items:
+                left += items
+    return False
 
 
 class Passthrough(Chat):
@@ -79,46 +110,30 @@ class Passthrough(Chat):
         self._settings = settings
         self._deployment = deployment
         self._ids = ids
-        listed = [(method, path.split("/")) for method, path in map(str.split, deployment.settings.passthrough)]
-        self._listed = sorted(listed, key=lambda one: one[1].count("*"))
+        self._rules = sorted(deployment.settings.passthrough, key=lambda rule: rule.count("*"))
         self.route = f"{PREFIX}{deployment.name}/*"
-        self.methods = {method for method, _ in listed}
+        self.methods = {rule.partition(" ")[0] for rule in self._rules}
 
     def own(self, turn: Turn) -> Alias:
-        deployment, model = self._deployment, turn.body.get("model")
-        if deployment.is_any_model and isinstance(model, str):
-            deployment = deployment.for_model(model)
-        elif model is not None and model != deployment.model:
-            raise BadRequest(
-                f"`{deployment.name}` is priced for the model `{deployment.model}`: send that one, or another path",
-                param="model",
-                code="invalid_value",
-            )
-        assert turn.passage is not None
-        if turn.passage.method == "POST" and not deployment.is_price_known:
-            raise BadRequest(
-                f"`{deployment.name}` has no known price for this request: set `price` of the deployment",
-                param="model",
-                code="price_unknown",
-            )
-        settings = ModelSettings.model_construct(deployments=[deployment.settings], is_semantic=False)
-        return Alias(turn.alias, settings, RoutingPolicy(), {deployment.name: deployment})
+        settings = ModelSettings.model_construct(deployments=[self._deployment.settings], is_semantic=False)
+        return Alias(turn.alias, settings, RoutingPolicy(), {self._deployment.name: self._deployment})
 
     async def take(
         self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str], arrival: Arrival, identity: Identity
     ) -> tuple[Turn, Renderer]:
         name, team_id = self._deployment.name, identity.team.id
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        path, ids = self._path_of(scope, method)
+        path, rule, ids = self._path_of(scope, method)
+        is_counted = reports_tokens(rule)
         query, asked = _query_of(scope)
         media = headers.get("content-type", "")
         body: dict[str, Any] = {}
         upload = None
-        if boundary := boundary_of(media):
+        if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
             upload, body = await read_form(receive, headers, boundary, self._settings)
-        elif raw := await asgi.read_body(receive, headers, self._body_bytes_max):
+        elif method != "GET" and (raw := await asgi.read_body(receive, headers, self._body_bytes_max)):
             if media.partition(";")[0].strip().lower() != "application/json":
-                raise UnsupportedMediaType("Expected a body of application/json or multipart/form-data")
+                raise UnsupportedMediaType("Expected a body of application/json, or of multipart/form-data with files")
             body = decode_object(raw)
         try:
             mentioned = {*ids, *ids_in(body), *ids_in(asked)}
@@ -127,94 +142,144 @@ class Passthrough(Chat):
             unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
             if unknown:
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
-            if method == "POST" and path.endswith(("/responses", "/completions")):
-                has_owner = any(listed[:-1] == path.split("/") and listed[-1] == "*" for _, listed in self._listed)
-                if not has_owner and (path.endswith("/responses") or "store" in body):
-                    body["store"] = False
-            is_counted = method == "POST" and upload is None
-            has_price = not is_counted or self._deployment.price.request_microusd > 0
+            self._check(body, is_counted=is_counted)
+            self._complete(body, path, is_counted=is_counted)
+            sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
             turn = Turn(
                 arrival=arrival,
                 alias=f"{PASSAGE.name}/{name}",
                 body=body,
                 controls=Controls(no_cache=True, no_store=True),
                 demand=self._demand(body) if is_counted else Demand(0, 0, 0, reserved=reserved_names(body)),
-                is_stream=body.get("stream") is True or (bool(ids) and path.endswith("/content")),
+                is_stream=(method == "POST" and body.get("stream") is True)
+                or (bool(ids) and path.endswith("/content")),
                 wants_usage=False,
                 kind=PASSAGE,
                 started=time.perf_counter(),
                 labels=labels_of(headers, body.get("metadata")),
                 upload=upload,
-                passage=Passage(
-                    method,
-                    path,
-                    query,
-                    tuple((one, headers[one]) for one in _SENT if headers.get(one, "").isascii() and one in headers),
-                    is_counted=is_counted,
-                    uncounted=Usage(0, 0) if has_price else None,
-                ),
+                passage=Passage(method, path, query, tuple(sent), is_counted),
             )
             owned = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
         except BaseException:
             if upload is not None:
                 upload.parcel.close()
             raise
-        return turn, _Passed(self._ids, name, team_id, owned)
+        return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
 
-    def _path_of(self, scope: asgi.Scope, method: str) -> tuple[str, list[str]]:
-        """The path to send, and the ids in it. Raises BadRequest, NotFound."""
+    async def _stream(self, renderer: Renderer, reply: Reply, watcher: DisconnectWatcher, send: asgi.Send) -> Ended:
+        try:
+            return await super()._stream(renderer, reply, watcher, send)
+        finally:  # also where the client leaves: its objects exist
+            with suppress(Forbidden):
+                await renderer.keep()
+
+    def _path_of(self, scope: asgi.Scope, method: str) -> tuple[str, str, list[str]]:
+        """The path to send, its rule, and the ids in it. Raises BadRequest, NotFound."""
         own, raw = f"{PREFIX}{self._deployment.name}", scope.get("raw_path", b"").decode("latin-1")
         path = raw.removeprefix(own)
         if path == raw or not _PATH.fullmatch(path):
             words = "a path of letters, digits and any of - . _ ~ : @ = +, with single slashes and nothing encoded"
             raise BadRequest(f"The path can't be passed on: expected {words}", code="invalid_path")
-        parts = path.split("/")
-        for allowed, listed in self._listed:
-            pairs = list(zip(listed, parts, strict=False))
-            if allowed == method and len(listed) == len(parts) and all(one in ("*", part) for one, part in pairs):
-                return path, [part for one, part in pairs if one == "*"]
+        parts = f"{method} {path}".split("/")
+        for rule in self._rules:
+            listed = rule.split("/")
+            if len(listed) == len(parts) and all(one in ("*", part) for one, part in zip(listed, parts, strict=True)):
+                return path, rule, [part for one, part in zip(listed, parts, strict=True) if one == "*"]
         raise NotFound(f"{method} {shown(path)} is not passed on to {self._deployment.name}", code="path_not_allowed")
 
+    def _check(self, body: Mapping[str, Any], *, is_counted: bool) -> None:
+        """Raises BadRequest for a body whose cost would not be known, or whose copies no team could own."""
+        name, model = self._deployment.name, self._deployment.model
+        if body.get("model", model) != model:
+            raise BadRequest(
+                f"`{name}` is priced for the model `{model}`: send that one, or another path",
+                param="model",
+                code="invalid_value",
+            )
+        if is_counted and not self._deployment.is_price_known:
+            raise BadRequest(
+                f"`{name}` has no known price for this request: set `price` of the deployment",
+                param="model",
+                code="price_unknown",
+            )
+        if is_counted and body.get("background"):
+            raise BadRequest(
+                "An answer in the background reports no tokens to charge: leave `background` out",
+                param="background",
+                code="price_unknown",
+            )
+        if _stores([given for field, given in body.items() if field != "store"]):
+            raise BadRequest("What a part of a request stores has no owner: leave its `store` out", param="store")
+
+    def _complete(self, body: dict[str, Any], path: str, *, is_counted: bool) -> None:
+        """Add to a body what makes its cost and its owner known."""
+        if is_counted:
+            body["model"] = self._deployment.model
+            if body.get("stream") is True and path.endswith("/completions"):
+                options = body.get("stream_options")
+                body["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+        has_owner = any(rule.partition(" ")[2] == f"{path}/*" for rule in self._rules)
+        if not has_owner and (body.get("store") or (is_counted and path.endswith("/responses"))):
+            body["store"] = False
+
     def _demand(self, body: dict[str, Any]) -> Demand:
-        """The worst case of a request whose tokens may be charged: it may refer to what it does not hold."""
-        size = len(msgspec.json.encode(body))
-        limits = [body.get(name) for name in ("max_output_tokens", "max_completion_tokens", "max_tokens")]
-        output = max([one for one in limits if isinstance(one, int)], default=0)
-        choices = body.get("n")
+        """The worst case of a request whose tokens are charged: it may refer to what it does not hold."""
+        size, now = len(msgspec.json.encode(body)), self._deployment.candidate(0)
+        context = now.context_tokens_max or _TOKENS_MAX
+        prompts, many = body.get("prompt"), [body.get(name) for name in ("n", "best_of")]
+        texts = sum(isinstance(one, str | list) for one in prompts) if isinstance(prompts, list) else 1
+        choices = max(1, texts) * max([1, *(one for one in many if isinstance(one, int))])
+        reserved = reserved_names(body)
         return Demand(
             prompt_tokens=size // 4,
-            prompt_tokens_max=max(size, self._deployment.context_tokens_max or 0),
+            prompt_tokens_max=max(size, context),
             prompt_tokens_min=0,
-            output_tokens_max=output if output > 0 else self._deployment.output_tokens_max or _OUTPUT_TOKENS_MAX,
+            output_tokens_max=min(now.output_tokens_max or context, context),
             output_tokens_expected=0,
-            choices=choices if isinstance(choices, int) and 0 < choices <= 128 else 1,
-            reserved=reserved_names(body),
+            choices=min(choices, _CHOICES_MAX),
+            reserved=reserved,
+            has_audio=True,
+            has_long_writes=True,
+            tier=str(body["service_tier"])[:100] if "service_tier" in reserved else "",
         )
 
 
-def _query_of(scope: asgi.Scope) -> tuple[str, dict[str, str]]:
-    """The query to send, and its fields. Raises BadRequest."""
+def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, str]]]:
+    """The query to send, and its fields, each by all names in it. Raises BadRequest."""
     query = scope.get("query_string", b"").decode("latin-1")
-    asked = dict(parse_qsl(query, keep_blank_values=True)) if _QUERY.fullmatch(query) else None
-    if asked is None or not _SECRETS.isdisjoint(re.sub("[^a-z]", "", name.lower()) for name in asked):
+    pairs = parse_qsl(query, keep_blank_values=True) if _QUERY.fullmatch(query) else None
+    if pairs is None or not _SECRETS.isdisjoint(re.sub("[^a-z]", "", name.lower()) for name, _ in pairs):
         raise BadRequest("The query can't be passed on: it has odd characters, or a credential", code="invalid_query")
-    return query, asked
+    return query, [dict.fromkeys(re.split(r"[\[\].]+", name), value) for name, value in pairs]
 
 
 class _Passed(Plain):
-    """An answer whose ids belong to the team from then on; a list of which the team gets what is its own."""
+    """An answer whose ids belong to the team from then on; a list of which the team gets what is its own.
 
-    __slots__ = ("_deployment", "_found", "_ids", "_owned", "_splitter", "_team_id")
+    `may_share`: another team's answers may have the same ids.
+    """
+
+    __slots__ = ("_deployment", "_found", "_ids", "_may_share", "_owned", "_splitter", "_team_id")
     is_kept = True
 
-    def __init__(self, ids: ProviderIds, deployment: str, team_id: int, owned: set[str] | None) -> None:
+    def __init__(
+        self, ids: ProviderIds, deployment: str, team_id: int, owned: set[str] | None, *, may_share: bool
+    ) -> None:
         super().__init__()
         self._ids, self._deployment, self._team_id, self._owned = ids, deployment, team_id, owned
+        self._may_share = may_share
         self._found = set[str]()
         self._splitter = Splitter()
 
     async def keep(self) -> None:
-        await self._ids.record(self._deployment, self._team_id, self._found)
+        found, self._found = self._found, set()
+        if not found:
+            return
+        await self._ids.record(self._deployment, self._team_id, found)
+        asked = found if len(found) <= _IDS_MAX else None
+        if not self._may_share and found - await self._ids.of_team(self._deployment, self._team_id, asked):
+            raise _others()
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         body = super().whole(chunks, entry)
@@ -232,21 +297,32 @@ class _Passed(Plain):
 
     def _note(self, data: bytes) -> None:
         try:
-            self._found.update(ids_in(msgspec.json.decode(data)))
+            # a model writes the arguments of its calls
+            self._found.update(ids_in(msgspec.json.decode(data), ("input", "arguments")))
         except UNREADABLE:  # no JSON has no ids
             return
 
 
 def _filtered(body: bytes, owned: set[str]) -> bytes:
-    """A list without what is not `owned`; another answer as it is. Raises Forbidden for a list in another shape."""
+    """A list without what is not `owned`. Raises Forbidden for an answer that may name what belongs to others."""
     try:
-        found = msgspec.json.decode(body)
+        found = msgspec.json.decode(body or b"{}")
     except UNREADABLE:
-        return body
-    if isinstance(found, dict) and isinstance(found.get("data"), list):
-        data = [one for one in found["data"] if isinstance(one, dict) and one.get("id") in owned]
+        raise _others() from None
+    if not isinstance(found, dict):
+        raise _others()
+    listed = found.pop("data", None)
+    if isinstance(listed, list):
+        data = [one for one in listed if isinstance(one, dict) and one.get("id") in owned]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return msgspec.json.encode({**found, "data": data, "first_id": first, "last_id": last})
-    if isinstance(found, list) or (isinstance(found, dict) and any(isinstance(one, list) for one in found.values())):
-        raise Forbidden("The answer may list what belongs to other teams", code="list_not_shown")
+        found |= {"first_id": first, "last_id": last}
+        body = msgspec.json.encode({**found, "data": data})
+    elif listed is not None:
+        found["data"] = listed
+    if not owned.issuperset(ids_in(found)) or any(isinstance(one, list) for one in found.values()):
+        raise _others()
     return body
+
+
+def _others() -> Forbidden:
+    return Forbidden("The answer may name what belongs to other teams", code="list_not_shown")

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.wire.forms import FormFiles
-from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, Usage, prompts_of
+from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, prompts_of
 from local_engine import EngineLoad
 
 
@@ -46,8 +46,7 @@ class Native(msgspec.Struct, frozen=True):
 class Passage(msgspec.Struct, frozen=True):
     """The address of a request to a path of a provider's own, below the deployment's `base_url`.
 
-    `path`, `query` and `headers` have been checked. `uncounted` is its usage where the answer reports none;
-    `is_counted`: an answer's report is read.
+    `path`, `query` and `headers` have been checked. `is_counted`: it costs the tokens that its answer reports.
     """
 
     method: str
@@ -55,7 +54,6 @@ class Passage(msgspec.Struct, frozen=True):
     query: str
     headers: tuple[tuple[str, str], ...]
     is_counted: bool
-    uncounted: Usage | None = None
 
 
 class BackendRequest(msgspec.Struct, frozen=True):

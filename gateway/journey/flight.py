@@ -241,6 +241,11 @@ class Reader:
         """The type of the first chunk; empty before it has come."""
         return self._flight.chunks[0].media if self._flight.chunks else ""
 
+    @property
+    def status(self) -> int:
+        """The status of the first chunk's response, once it has come."""
+        return self._flight.chunks[0].status if self._flight.chunks else 200
+
     async def ready(self) -> None:
         """Wait until the first chunk exists. Raises the flight's error if it failed before that."""
         while not self._flight.chunks and not self._flight.is_done:

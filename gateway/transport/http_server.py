@@ -195,7 +195,7 @@ class RequestCycle(RequestResponseCycle):
             self.keep_alive = False
             headers.remove(_CLOSE)
         lines = list(map(b": ".join, (*self._state.default_headers, *headers)))
-        self._is_chunked = b"content-length" not in map(_name, headers)
+        self._is_chunked = status != 204 and b"content-length" not in map(_name, headers)
         if self.scope["http_version"] == "1.0":
             self._is_chunked = False  # HTTP/1.0 has no chunks: the body ends with the connection
         if self._is_chunked:

@@ -161,6 +161,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     # decision: chunks-in-lists
     count: int = 1
     media: str = ""
+    status: int = 200  # of the response that it belongs to
 
     def each(self) -> list[bytes]:
         """The JSON of each chunk in this piece."""

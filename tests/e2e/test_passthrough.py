@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import itertools
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from gateway.settings import DeploymentSettings
 from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
 
 UPSTREAM_KEY = "sk-upstream-0123456789abcdef"
 ALLOWED = [
     "POST /responses", "GET /responses/*", "DELETE /responses/*", "POST /vector_stores", "GET /vector_stores",
     "GET /vector_stores/*", "GET /vector_stores/*/files", "POST /files", "GET /files/*/content", "GET /status",
+    "POST /jobs", "DELETE /jobs/*", "GET /jobs/*", "GET /jobs/*/moved", "GET /jobs/*/denied", "GET /jobs/*/content", "GET /maps",
+    "POST /chat/completions", "POST /search", "POST /embeddings",
 ]  # fmt: skip
 
 
@@ -73,14 +79,46 @@ class _Handler(BaseHTTPRequestHandler):
                 body = json.dumps({"id": f"file-{number:08}", "bytes": len(raw)}).encode()
             case "GET", ["files", _, "content"]:
                 kind, body = "application/octet-stream", b"\x00content" * 1000
+            case "POST", ["jobs"]:
+                status, body = 201, json.dumps({"id": f"job-{number:08}"}).encode()
+            case "DELETE", ["jobs", _]:
+                status, body = 204, b""
+            case "GET", ["jobs", _, "moved"]:
+                status, body = 302, b"{}"
+            case "GET", ["jobs", _, "denied"]:
+                status, body = 401, json.dumps({"error": {"message": f"no scope {UPSTREAM_KEY}"}}).encode()
+            case "GET", ["jobs", _, "content"]:
+                body = gzip.compress(b'{"big": "' + b"a" * 1_000_000 + b'"}')
+            case "GET", ["jobs", _]:
+                status, body = 404, json.dumps({"error": {"message": f"gone {UPSTREAM_KEY}"}}).encode()
+            case "GET", ["maps"]:
+                body = json.dumps({"objects": {one: {"id": one} for one in self.server.stores}}).encode()
+            case "POST", ["search"]:
+                body = json.dumps({"found": [{"id": one} for one in self.server.stores]}).encode()
+            case "POST", ["messages"]:
+                asked = json.loads(raw)
+                body = json.dumps({"id": f"msg_{number}", "usage": {"input_tokens": 7, "output_tokens": 1}}).encode()
+            case "POST", ["chat", "completions"]:
+                kind, chunk = "text/event-stream", {"id": f"c-{number}", "choices": [{"delta": {"content": "x"}}]}
+                wants = (json.loads(raw).get("stream_options") or {}).get("include_usage")
+                last = {"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 4}}
+                events = [json.dumps(one) for one in (chunk, *([last] if wants else []))]
+                body = "".join(f"data: {one}\n\n" for one in (*events, "[DONE]")).encode()
             case _, ["responses", "resp_gone"]:
                 status, body = 404, json.dumps({"error": {"message": f"gone {UPSTREAM_KEY}"}}).encode()
+            case _, ["status"]:
+                body = b'{"ok": true}'
             case _, [*_, last]:
                 body = json.dumps({"id": last}).encode()
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Set-Cookie", "a=b"), ("X-Upstream-Key", UPSTREAM_KEY)):
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        if body[:2] == b"\x1f\x8b":
+            self.send_header("Content-Encoding", "gzip")
+        if status == 302:
+            self.send_header("Location", "http://127.0.0.1:1/evil")
+        if status != 204:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -98,7 +136,7 @@ def provider() -> Iterator[Provider]:
 @pytest.fixture(scope="module")
 def gateway(provider: Provider, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     url = f"http://127.0.0.1:{provider.server_port}/v1"
-    known = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0}
+    known = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0, "request_usd": 0}
     common = {"backend": "openai", "base_url": url, "api_key_env": "UP_KEY"}
     models = {
         "m": {"deployments": [{**common, "name": "up", "model": "m", "price": known, "passthrough": ALLOWED}]},
@@ -108,6 +146,18 @@ def gateway(provider: Provider, tmp_path_factory: pytest.TempPathFactory) -> Ite
             ]
         },
         "u": {"deployments": [{**common, "name": "unpriced", "model": "no-such", "passthrough": ["POST /responses"]}]},
+        "a": {
+            "deployments": [
+                {
+                    **common,
+                    "backend": "anthropic",
+                    "name": "claude",
+                    "model": "m",
+                    "price": known,
+                    "passthrough": ["POST /v1/messages"],
+                }
+            ]
+        },
         "off": {"deployments": [{**common, "name": "off", "model": "m", "price": known}]},
     }
     folder: Path = tmp_path_factory.mktemp("passthrough")
@@ -245,7 +295,7 @@ PIECES = st.sampled_from(
         "..;",
         "up",
         "passthrough",
-    ]  # fmt: skip
+    ]
 )
 
 
@@ -276,14 +326,121 @@ def test_money_and_models(gateway: Gateway, provider: Provider) -> None:
     assert json.loads(provider.requests[-1][3])["store"] is False
 
 
-def test_an_absent_object_is_no_fault_of_the_deployment(gateway: Gateway, provider: Provider) -> None:
-    """A provider's 404 passes as a 404, without its key, and the deployment stays in use."""
-    for _ in range(10):
-        assert (
-            ask(gateway, "POST", "/responses", content=b"[1]", headers={"content-type": "application/json"}).status_code
-            == 400
-        )
-        assert (
-            ask(gateway, "POST", "/responses", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
-        )
+def test_an_absent_object_is_no_fault_of_the_deployment(gateway: Gateway) -> None:
+    """A 404, a 401 and a redirect pass as errors, without the key or the address, and the deployment stays in use."""
+    job = ask(gateway, "POST", "/jobs", json={}).json()["id"]
+    for path, status in (("", 404), ("/moved", 502), ("/denied", 424)):
+        for _ in range(10):
+            reply = ask(gateway, "GET", f"/jobs/{job}{path}", follow_redirects=False)
+            assert (reply.status_code, UPSTREAM_KEY in reply.text, "location" in reply.headers) == (
+                status,
+                False,
+                False,
+            )
     assert ask(gateway, "GET", "/status").status_code == 200
+
+
+def test_an_answer_comes_as_it_is(gateway: Gateway) -> None:
+    """Its status, of an empty one and of HEAD, too; a compressed one is plain, and the connection serves the next."""
+    with httpx.Client(
+        base_url=f"{gateway.root}/passthrough/up", headers={"authorization": f"Bearer {API_KEY}"}
+    ) as client:
+        made = client.post("/jobs", json={})
+        job = made.json()["id"]
+        assert made.status_code == 201
+        assert len(client.get(f"/jobs/{job}/content").json()["big"]) == 1_000_000
+        assert (client.head("/status").status_code, client.head("/status").content) == (200, b"")
+        gone = client.delete(f"/jobs/{job}")
+        assert (gone.status_code, gone.content, "content-length" in gone.headers) == (204, b"", False)
+        assert "transfer-encoding" not in gone.headers
+        assert client.options("/jobs").status_code == 204
+        assert client.get("/status").json() == {"ok": True}
+
+
+def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: Provider, other: str) -> None:
+    """Another team's ids under any name, twice in a query, in lists of other shapes and in answers that list them all."""
+    mine, theirs = (ask(gateway, "POST", "/vector_stores", key, json={}).json()["id"] for key in (API_KEY, other))
+    for path in ("/maps", "/maps?stream=true"):
+        assert ask(gateway, "GET", path).json()["error"]["code"] == "list_not_shown"
+    assert ask(gateway, "POST", "/search", json={}).status_code == 403
+    listed = ask(gateway, "GET", "/vector_stores", json={"stream": True}).json()["data"]
+    assert theirs not in [one["id"] for one in listed]
+    before = len(provider.requests)
+    for query in (
+        f"after={theirs}&after={mine}", f"filter[file_ids][]={theirs}", f"fileId={theirs}", f"x.after={theirs}", f"before={mine},{theirs}",
+    ):  # fmt: skip
+        assert ask(gateway, "GET", f"/vector_stores?{query}").status_code == 404, query
+    for body in ({"a": [{"dataset_id": theirs}]}, {"cachedContent": theirs}, {"x": {"vectorStoreIds": [mine, theirs]}}):
+        assert ask(gateway, "POST", "/jobs", json=body).status_code == 404, body
+    assert ask(gateway, "GET", "/status?a=%2561fter").status_code == 400
+    assert len(provider.requests) == before
+
+
+def test_every_cost_is_known_before_it_is_made(gateway: Gateway, provider: Provider) -> None:
+    """A stream reports its tokens; a missing report is an estimate and called one; what would report none is refused."""
+    spent = charged(gateway, ask(gateway, "POST", "/chat/completions", json={"messages": [], "stream": True}))
+    assert (spent["prompt_tokens"], spent["completion_tokens"], spent.get("usage_estimated", False)) == (30, 4, False)
+    assert charged(gateway, ask(gateway, "POST", "/embeddings", json={"input": "x"})).get("usage_estimated") is True
+    assert charged(gateway, ask(gateway, "POST", "/jobs", json={})).get("usage_estimated", False) is False
+    before = len(provider.requests)
+    for body, param in (({"background": True}, "background"), ({"x": [{"store": True}]}, "store")):
+        refused = ask(gateway, "POST", "/responses", json={"input": "x", **body})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert len(provider.requests) == before
+    spent = charged(gateway, ask(gateway, "POST", "/v1/messages", to="claude", json={"max_tokens": 9, "messages": []}))
+    assert (spent["prompt_tokens"], spent["completion_tokens"]) == (7, 1)
+    _, path, headers, raw = provider.requests[-1]
+    assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", UPSTREAM_KEY, "2023-06-01")
+    assert json.loads(raw) == {"max_tokens": 9, "messages": [], "model": "m"}
+
+
+def charged(gateway: Gateway, reply: httpx.Response) -> dict[str, Any]:
+    """The record of a request."""
+    assert reply.status_code < 300, reply.text
+    id = reply.headers["x-request-id"]
+    wait_for(lambda: any(one["request_id"] == id for one in gateway.records()))
+    return next(one for one in gateway.records() if one["request_id"] == id)
+
+
+def test_keys_budgets_and_operators_hold(gateway: Gateway, provider: Provider) -> None:
+    """A key for other models, a spent budget and a drained deployment are refused, and nothing is sent."""
+    team = gateway.admin("POST", "/teams", json={"name": "poor"})["id"]
+    limited = gateway.admin("POST", f"/teams/{team}/keys", json={"name": "l", "models": ["m"]})["plaintext"]
+    poor = gateway.admin("POST", f"/teams/{team}/keys", json={"name": "p"})["plaintext"]
+    gateway.admin("POST", f"/teams/{team}/budgets", json={"window": "day", "limit_microusd": 10, "is_hard": True})
+    before = len(provider.requests)
+    wait_for(
+        lambda: (
+            ask(gateway, "POST", "/responses", poor, json={"input": "x"}).json()["error"]["code"]
+            == "insufficient_quota"
+        )
+    )
+    assert ask(gateway, "GET", "/status", limited).status_code == 403
+    assert len(provider.requests) == before
+    assert ask(gateway, "GET", "/status", poor).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("rules", "price", "words"),
+    [
+        (["POST /files"], {"input_usd_per_mtok": 1}, "request_usd"),
+        (["PUT /files/*"], None, "request_usd"),
+        (["POST /threads/*/messages"], None, "request_usd"),
+        (["POST /batches"], {"request_usd": 1}, "POST /batches"),
+        (["GET /a/../b"], None, "GET /a/../b"),
+        (["POST /files"], {"request_usd": 0}, ""),
+        (["POST /responses", "GET /files/*"], None, ""),
+    ],
+)
+def test_a_rule_without_a_price_stops_the_start(rules: list[str], price: dict[str, float] | None, words: str) -> None:
+    """A path that reports no tokens needs the price of a request, and a batch's lines can't be checked."""
+    given = {
+        "backend": "openai",
+        "base_url": "http://x",
+        "model": "m",
+        "name": "up",
+        "passthrough": rules,
+        "price": price,
+    }
+    with pytest.raises(ValidationError, match=words) if words else nullcontext():
+        DeploymentSettings.model_validate(given)

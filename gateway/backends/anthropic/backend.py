@@ -60,7 +60,10 @@ class AnthropicBackend(OpenAIBackend):
     def _fields_of(self, request: BackendRequest) -> str:
         native = request.native
         version, betas = (native.version, native.betas) if native is not None else ("", "")
-        lines = "" if self._has_version else f"anthropic-version: {version or _VERSION}\r\n"
+        has_version = self._has_version or (
+            request.passage is not None and "anthropic-version" in dict(request.passage.headers)
+        )
+        lines = "" if has_version else f"anthropic-version: {version or _VERSION}\r\n"
         return f"{lines}anthropic-beta: {betas}\r\n" if betas else lines
 
     def _payload(self, request: BackendRequest) -> bytes:

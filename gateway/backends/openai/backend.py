@@ -163,7 +163,7 @@ class OpenAIBackend:
     def _payload(self, request: BackendRequest) -> bytes:
         """The body to send. Raises BackendRejected."""
         try:
-            return msgspec.json.encode(self._body(request))
+            return msgspec.json.encode(request.body if request.passage is not None else self._body(request))
         except RecursionError:  # decoding skipped a field that is too deep for encoding
             raise BackendRejected("The body is nested too deeply") from None
 
@@ -172,8 +172,6 @@ class OpenAIBackend:
 
         Raises BackendRejected.
         """
-        if request.passage is not None:
-            return request.body
         body = {**request.body, "model": request.model or self._model}
         if request.kind.is_plain:
             body.pop("cache", None)
@@ -208,7 +206,10 @@ class OpenAIBackend:
             media, pieces, body = self._media, None, self._payload(request)
             size = len(body)
         else:
-            body, (media, size, pieces) = b"", request.upload.written(self._body(request))
+            body, (media, size, pieces) = (
+                b"",
+                request.upload.written(self._body(request) if at is None else request.body),
+            )
         more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
         more += f"Content-Length: {size}\r\n\r\n"
         self.running += 1

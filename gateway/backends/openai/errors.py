@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import BackendBroken, BackendError, BackendUnavailable
+from gateway.backends.base import BackendBroken, BackendDenied, BackendError, BackendRejected, BackendUnavailable
 from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
 from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
 
@@ -29,15 +29,21 @@ class Translator:
     def refused(self, exchange: Exchange, body: bytes, *, is_passage: bool = False) -> BackendError:
         """The error of a response with another status than 200.
 
-        `is_passage`: a path or an object that is not there is the request's fault, not the deployment's.
+        `is_passage`: a path or an object that is not there, or is elsewhere, is the request's fault; no
+        refusal is one of all requests.
         """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
         after_s = retry_after_s(headers, self._wall_clock())
-        if is_passage and exchange.status in _ABSENT:
-            error = refusal(Refused(400, body, after_s, self._api_key))
+        if is_passage and exchange.status // 100 == 3:
+            words = f"The provider redirected the request (HTTP {exchange.status}), and redirects are not followed"
+            return BackendRejected(words, status=502)
+        is_absent = is_passage and exchange.status in _ABSENT
+        error = refusal(Refused(400 if is_absent else exchange.status, body, after_s, self._api_key))
+        if is_absent:
             error.status = exchange.status
-            return error
-        return refusal(Refused(exchange.status, body, after_s, self._api_key))
+        if is_passage and isinstance(error, BackendDenied):
+            error.mark = None
+        return error
 
     def in_band(self, error: Any, payload: bytes) -> BackendError:
         """The error of an error object inside a 200; `error` is None where the whole `payload` is

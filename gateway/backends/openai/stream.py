@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.backends.base import BackendBroken, BackendError, BackendRequest, BackendTimeout
+from gateway.backends.base import BackendBroken, BackendError, BackendRequest, BackendTimeout, Passage
 from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, TransportError
@@ -40,6 +40,7 @@ _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
 _WHOLE_BYTES_PER_S = 500.0
 _DRIP_SILENCES = 10.0
+_LAST_EVENTS = (".done", ".completed", ".incomplete", "message_stop")
 
 
 class State(Enum):
@@ -172,7 +173,7 @@ class OpenAIStream:
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
         if request.kind.is_plain and (at is not None or not is_json_or_page):
-            self._passing = _Passing(kind)
+            self._passing = _Passing(kind, exchange.status, at)
         if (
             self._passing is not None
             or kind.startswith(b"text/event-stream")
@@ -271,9 +272,8 @@ class OpenAIStream:
 
     def _take_passing(self, passing: _Passing, data: bytes) -> None:
         """Pass bytes on as they came; of events, those that are complete."""
-        self._ready.append(Chunk(data, has_content=True, media=passing.media))
-        if self._request.passage is not None and not passing.is_events:
-            passing.keep(data)
+        self._ready.append(Chunk(data, has_content=True, media=passing.media, status=passing.status))
+        passing.keep(data)
         for payload in self._splitter.feed(data) if passing.is_events else ():
             try:
                 answer = mended(payload)[1]
@@ -344,10 +344,10 @@ class OpenAIStream:
         """
         if (passing := self._passing) is not None:
             if passing.is_finished:
-                usage, at = passing.whole_usage(), self._request.passage
-                if at is not None:
-                    usage = (usage if at.is_counted else None) or at.uncounted
-                self._ready.append(Chunk(b"", finish_reasons=("stop",), usage=usage, media=passing.media))
+                end = Chunk(
+                    b"", finish_reasons=("stop",), usage=passing.usage, media=passing.media, status=passing.status
+                )
+                self._ready.append(end)
                 self._finish()
             else:
                 self._fail(_unfinished(self._finishes))
@@ -438,30 +438,36 @@ class OpenAIStream:
 class _Passing:
     """A plain answer that is text, bytes or events: what its events say of its end and its usage."""
 
-    __slots__ = ("_kept", "counted", "is_events", "is_finished", "media")
+    __slots__ = ("_counted", "_is_free", "_keeps", "_kept", "is_events", "is_finished", "media", "status")
 
-    def __init__(self, media: bytes) -> None:
-        self.media = media.decode("latin-1")
+    def __init__(self, media: bytes, status: int, passage: Passage | None) -> None:
+        self.media, self.status = media.decode("latin-1"), status
         self.is_events = media.startswith(b"text/event-stream")
-        self.is_finished = not self.is_events  # else its last event says so
-        self.counted = plain.Counted()
-        self._kept: list[bytes] = []  # of JSON
+        self._is_free = passage is not None and not passage.is_counted
+        self.is_finished = not self.is_events or self._is_free  # else its last event says so
+        self._counted = plain.Counted()
+        self._keeps = passage is not None and passage.is_counted and "json" in self.media
+        self._kept: list[bytes] = []
 
     def keep(self, data: bytes) -> None:
-        """Keep a piece of a whole answer, which is read at its end."""
-        if "json" in self.media:
+        """Keep a piece of a whole answer that may report its tokens."""
+        if self._keeps:
             self._kept.append(data)
 
-    def whole_usage(self) -> Usage | None:
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens, once all has been read; None where they are not known."""
+        if self._is_free:
+            return Usage(0, 0)
         if self._kept:
-            self.counted.read(b"".join(self._kept))
-        return self.counted.usage
+            self._counted.read(b"".join(self._kept))
+        return self._counted.usage
 
     def read(self, payload: bytes) -> None:
         """Read the data of one event."""
         found = msgspec.json.decode(payload, type=_Event)
-        self.is_finished = self.is_finished or str(found.type).endswith((".done", ".completed", "message_stop"))
-        self.counted.read(payload)
+        self.is_finished = self.is_finished or str(found.type).endswith(_LAST_EVENTS)
+        self._counted.read(payload)
 
 
 class _Event(msgspec.Struct):
