@@ -229,7 +229,8 @@ class DeploymentSettings(_Section):
     passthrough: list[str] = Field(
         [],
         description="openai, anthropic: methods and paths below `base_url` that clients may send under /passthrough/{name}/, such as "
-        "`GET /vector_stores/*`, where `*` is an id that the provider gave to the team; default: none",
+        "`GET /vector_stores/*`, where `*` is an id that the provider gave to the team; a path that reports no tokens needs "
+        "`price.request_usd`; default: none",
     )
     is_salted: bool = Field(
         False,

@@ -120,6 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 204:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if b'"hang"' in raw:
+            self.wfile.write(body[: body.index(b"\n\n") + 2])
+            self.wfile.flush()
+            self.connection.settimeout(20)
+            self.rfile.read(1)
+            self.close_connection = True
+            return
         self.wfile.write(body)
 
     do_GET = do_POST = do_DELETE = do_PUT = answer  # noqa: N815
@@ -418,6 +425,19 @@ def test_keys_budgets_and_operators_hold(gateway: Gateway, provider: Provider) -
     assert ask(gateway, "GET", "/status", limited).status_code == 403
     assert len(provider.requests) == before
     assert ask(gateway, "GET", "/status", poor).status_code == 200
+    for act, status in (("drain", 503), ("enable", 200)):
+        gateway.admin("POST", f"/deployments/{act}", json={"name": "up"})
+        wait_for(lambda status=status: ask(gateway, "GET", "/status").status_code == status)
+
+
+def test_a_client_that_leaves_keeps_what_it_made(gateway: Gateway, provider: Provider, other: str) -> None:
+    """The object of a stream that its client left is the team's, and is charged."""
+    with httpx.stream("POST", f"{gateway.root}/passthrough/up/responses", json={"stream": True, "input": "hang"},
+                      headers={"authorization": f"Bearer {API_KEY}"}, timeout=30) as reply:  # fmt: skip
+        id, request_id = json.loads(next(reply.iter_lines())[6:])["response"]["id"], reply.headers["x-request-id"]
+    wait_for(lambda: ask(gateway, "GET", f"/responses/{id}").status_code == 200)
+    assert ask(gateway, "GET", f"/responses/{id}", other).status_code == 404
+    wait_for(lambda: any(one["request_id"] == request_id for one in gateway.records()))
 
 
 @pytest.mark.parametrize(
