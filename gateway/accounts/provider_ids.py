@@ -26,9 +26,9 @@ class ProviderIds:
             provider_ids.c.deployment == deployment, provider_ids.c.team_id == team_id
         )
         if ids is not None:
+            if not ids:
+                return set()
             mine = mine.where(provider_ids.c.id.in_(ids))
-        if ids is not None and not ids:
-            return set()
         async with self._database.reading() as connection:
             return set((await connection.execute(mine)).scalars())
 

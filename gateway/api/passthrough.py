@@ -44,60 +44,37 @@ _QUERY = re.compile(r"(?:[A-Za-z0-9._~:@=+,&\[\]-]|%(?!25)[2-7][0-9A-Fa-f])*")
 _SECRETS = frozenset({"key", "apikey", "accesstoken", "token", "auth", "authorization", "subscriptionkey", "sig"})
 _TEXT = re.compile("[ -~]*")
 _SENT = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
-_ID_KEY = re.compile(r"(?:.*_)?ids?|.*I[dD]s?|after|before|conversation|container|(?:.*_)?file|cached_?[cC]ontent")
-_NO_OBJECTS = frozenset(
-    f"{name}_id"
-    for name in [
-        "call",
-        "tool_call",
-        "tool_use",
-        "custom",
-        "user",
-        "request",
-        "organization",
-        "project",
-        "account",
-        "model",
-    ]
+_ID_KEY = re.compile(
+    r"(?!(?:(?:tool_)?call|tool_use|custom|user|request|organization|project|account|model)_id$)"
+    r"(?:.*_)?ids?|.*I[dD]s?|after|before|conversation|container|(?:.*_)?file|cached_?[cC]ontent"
 )
 _IDS_MAX = 500
+_UNREPORTED = "An answer in the background reports no tokens to charge"
 _CHOICES_MAX = 10_000
 _TOKENS_MAX = 1 << 20  # of a prompt, or an answer, without a bound
 
 
 def ids_in(value: Any, but: Sequence[str] = ()) -> Iterator[str]:
     """The texts under names of ids, at any depth, but what `metadata` and `but` hold."""
+    for name, given in _fields_of(value, ("metadata", *but)):
+        if _ID_KEY.fullmatch(name):
+            for one in given if isinstance(given, list) else [given]:
+                # a call of a tool has an id of its answer alone
+                if isinstance(one, str) and one and not one.startswith(("call_", "toolu_")):
+                    yield one
+
+
+def _fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Each field at any depth, but those of the names in `but`."""
     left = [value]
     while left:
         match left.pop():
             case dict() as fields:
-                for name, given in fields.items():
-                    if name == "metadata" or name in but:
-                        continue
-                    if name not in _NO_OBJECTS and _ID_KEY.fullmatch(name):
-                        yield from filter(_is_id, given if isinstance(given, list) else [given])
-                    left.append(given)
+                found = [(name, given) for name, given in fields.items() if name not in but]
+                yield from found
+                left += [given for _, given in found]
             case list() as items:
                 left += items
-
-
-def _is_id(value: Any) -> bool:
-    """A call of a tool has an id of its answer alone."""
-    return isinstance(value, str) and len(value) > 0 and not value.startswith(("call_", "toolu_"))
-
-
-def _stores(value: Any) -> bool:
-    """Whether any part of a body asks to be stored."""
-    left = [value]
-    while left:
-        match left.pop():
-            case dict() as fields:
-                if str(fields.get("store")).lower() in ("true", "1"):
-                    return True
-                left += fields.values()
-            case list() as items:
-                left += items
-    return False
 
 
 class Passthrough(Chat):
@@ -191,26 +168,22 @@ class Passthrough(Chat):
     def _check(self, body: Mapping[str, Any], *, is_counted: bool) -> None:
         """Raises BadRequest for a body whose cost would not be known, or whose copies no team could own."""
         name, model = self._deployment.name, self._deployment.model
-        if body.get("model", model) != model:
-            raise BadRequest(
-                f"`{name}` is priced for the model `{model}`: send that one, or another path",
-                param="model",
-                code="invalid_value",
-            )
-        if is_counted and not self._deployment.is_price_known:
-            raise BadRequest(
-                f"`{name}` has no known price for this request: set `price` of the deployment",
-                param="model",
-                code="price_unknown",
-            )
-        if is_counted and body.get("background"):
-            raise BadRequest(
-                "An answer in the background reports no tokens to charge: leave `background` out",
-                param="background",
-                code="price_unknown",
-            )
-        if _stores([given for field, given in body.items() if field != "store"]):
-            raise BadRequest("What a part of a request stores has no owner: leave its `store` out", param="store")
+        parts = _fields_of([given for field, given in body.items() if field != "store"])
+        stores = any(field == "store" and str(given).lower() in ("true", "1") for field, given in parts)
+        other, no_price = body.get("model", model) != model, is_counted and not self._deployment.is_price_known
+        for is_wrong, words, param, code in (
+            (other, f"`{name}` is priced for the model `{model}`: send that one", "model", "invalid_value"),
+            (no_price, f"`{name}` has no known price: set `price` of the deployment", "model", "price_unknown"),
+            (
+                is_counted and body.get("background"),
+                f"{_UNREPORTED}: leave `background` out",
+                "background",
+                "price_unknown",
+            ),
+            (stores, "What a part of a request stores has no owner: leave its `store` out", "store", "invalid_value"),
+        ):
+            if is_wrong:
+                raise BadRequest(words, param=param, code=code)
 
     def _complete(self, body: dict[str, Any], path: str, *, is_counted: bool) -> None:
         """Add to a body what makes its cost and its owner known."""

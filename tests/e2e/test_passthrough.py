@@ -316,6 +316,20 @@ def test_only_listed_paths_reach_the_provider(gateway: Gateway, provider: Provid
         assert (method, path.partition("?")[0]) in {("GET", "/v1/status"), ("GET", "/v1/vector_stores")}
 
 
+def test_no_other_target_gets_past_the_address(gateway: Gateway, provider: Provider) -> None:
+    """Absolute targets, doubled slashes and encoded names reach a listed path of this provider, or nothing."""
+    before = len(provider.requests)
+    for target in (
+        b"http://evil/passthrough/up/status", b"//passthrough/up/status", b"/v1/../passthrough/up/status", b"/passthrough/u%70/status",
+        b"/passthrough/up%2fstatus", b"/passthrough/up/%2e%2e/admin", b"/passthrough//up/status", b"/passthrough/up/status/",
+        b"/passthrough/up/status#x", b"/passthrough/up/status?a=b%23", b"/passthrough/up\\..\\status", b"/passthrough/off/status",
+    ):  # fmt: skip
+        raw_status(gateway, target)
+    for method, path, headers, _ in provider.requests[before:]:
+        assert (method, path.partition("?")[0]) == ("GET", "/v1/status")
+        assert headers["host"] == f"127.0.0.1:{provider.server_port}"
+
+
 def test_money_and_models(gateway: Gateway, provider: Provider) -> None:
     """Reported tokens are charged; another model, or one without a price, is refused; ids that no path reads are not kept."""
     reply = ask(gateway, "POST", "/responses", json={"model": "m", "input": "hi"})
