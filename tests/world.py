@@ -721,6 +721,10 @@ class World:
         async with self._accounts.database.reading() as connection:
             return list((await connection.execute(sa.select(schema.responses.c.size_bytes))).scalars())
 
+    async def room(self) -> tuple[int, int]:
+        """How many conversations the first team has, and their bytes."""
+        return (await self.stored_responses.room(1))["conversations"]
+
     async def conversation_items(self) -> int:
         """How many items of conversations are in the database."""
         async with self._accounts.database.reading() as connection:

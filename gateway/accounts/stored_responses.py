@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.conversations import Added, Conversations, HistoryTooLong
 from gateway.accounts.database import Database, uncancelled
-from gateway.accounts.schema import conversations, responses, teams
+from gateway.accounts.schema import conversations, responses
 from gateway.loggers import get_logger
 
 _QUEUE_BYTES_MAX = 64 << 20
@@ -104,25 +104,29 @@ class ResponseStore:
             await self._writing
 
     async def _write(self) -> None:
-        """Write until nothing waits; while the database fails, try again."""
+        """Write until nothing waits; while the database fails, try again. A row that it refuses is lost alone."""
+        at_once = _ROWS_AT_ONCE
         while self._waiting:
-            batch = self._waiting[:_ROWS_AT_ONCE]
+            batch = self._waiting[:at_once]
             rows = [row for row, _ in batch]
             try:
-                written = await self._insert(rows)
+                await self._insert(rows)
                 self._is_failing = False
-                self._count("stored", written)
-                if written < len(rows):  # their teams are gone
-                    self._count("lost", len(rows) - written)
+                self._count("stored", len(rows))
             except (SQLAlchemyError, OSError) as error:
-                if not self._is_failing:
+                is_refused = _is_refused(error)
+                if is_refused and len(rows) > 1:
+                    at_once = 1
+                    continue
+                at_once = _ROWS_AT_ONCE
+                if not (is_refused or self._is_failing):
                     _log.warning("responses_not_written", reason=type(error).__name__, waiting=len(self._waiting))
-                self._is_failing = True
-                if not self._is_closing:
+                self._is_failing = not is_refused
+                if self._is_failing and not self._is_closing:
                     self._release(batch)
                     await asyncio.sleep(_RETRY_S)
                     continue
-                self._lost(rows, "the gateway was stopped while the database failed")
+                self._lost(rows, _why(error))
             del self._waiting[: len(batch)]
             self._waiting_bytes -= sum(row.size_bytes for row in rows)
             self._release(batch)
@@ -138,23 +142,12 @@ class ResponseStore:
         _log.warning("responses_lost", responses=len(rows), first=rows[0].id, reason=reason)
 
     @uncancelled
-    async def _insert(self, rows: Sequence[StoredResponse]) -> int:
-        """Insert the rows of teams that exist; returns their number."""
-        try:
-            return await self._insert_all(rows)
-        except IntegrityError:  # a team was deleted meanwhile
-            async with self._database.reading() as connection:
-                wanted = {row.team_id for row in rows}
-                known = set((await connection.execute(sa.select(teams.c.id).where(teams.c.id.in_(wanted)))).scalars())
-            return await self._insert_all([row for row in rows if row.team_id in known])
-
-    async def _insert_all(self, rows: Sequence[StoredResponse]) -> int:
+    async def _insert(self, rows: Sequence[StoredResponse]) -> None:
         async with self._database.writing(is_durable=False) as connection:
             if values := [self._values(row) for row in rows if row.is_stored]:
                 await connection.execute(sa.insert(responses), values)
             for row in rows:
                 await self._join(connection, row)
-        return len(rows)
 
     async def _join(self, connection: AsyncConnection, row: StoredResponse) -> None:
         if row.conversation_id is not None:
@@ -212,8 +205,8 @@ class ResponseStore:
                 await self.change(row.id, ended=row, status=row.status, body=row.body, size_bytes=row.size_bytes)
                 return
             except (SQLAlchemyError, OSError) as error:
-                if self._is_closing:
-                    self._lost([row], "the gateway was stopped while the database failed")
+                if self._is_closing or _is_refused(error):
+                    self._lost([row], _why(error))
                     return
                 _log.warning("responses_not_written", reason=type(error).__name__, waiting=1)
                 await asyncio.sleep(_RETRY_S)
@@ -319,6 +312,20 @@ class ResponseStore:
                 for table in (responses, conversations):
                     await connection.execute(sa.delete(table).where(table.c.id.in_(ids)))
         return len(ids)
+
+
+# data exceptions, violated constraints and limits; source: PostgreSQL, "PostgreSQL Error Codes"
+_REFUSALS = ("22", "23", "54")
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether the database refused a row, as it will again: its team is gone, or it does not fit."""
+    state = str(getattr(error.orig, "sqlstate", "")) if isinstance(error, DBAPIError) else ""
+    return isinstance(error, DataError | IntegrityError) or state.startswith(_REFUSALS)
+
+
+def _why(error: Exception) -> str:
+    return "the database refused it" if _is_refused(error) else "the gateway was stopped while the database failed"
 
 
 def _response(row: Any) -> StoredResponse:

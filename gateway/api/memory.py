@@ -232,7 +232,9 @@ def _kept(item: Item, digits: str, number: int, *, is_new: bool) -> Item:
     status and parts.
     """
     kind = item.get("type") or "message"
-    given = item.get("id") if not is_new or kind == "local_shell_call_output" else None  # whose id is its call's
+    given = None if is_new else item.get("id")
+    if is_new and kind == "local_shell_call_output" and not item.get("call_id"):
+        item = {**item, "call_id": item.get("id")}  # its id is its call's
     own_id = f"{_PREFIXES.get(kind, 'item')}_{digits}_in{number}"
     item = {**item, "type": kind, "id": given if isinstance(given, str) and given else own_id}
     if kind != "message":

@@ -13,7 +13,7 @@ from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
 from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ITEMS, ResponseRequest
-from gateway.api.stored_responses import ConversationRequest
+from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S
 from gateway.journey.turn import CacheFields
@@ -26,6 +26,8 @@ _SHAPES = (
     CompletionRequest,
     ResponseRequest,
     ConversationRequest,
+    MetadataRequest,
+    ItemsRequest,
     MessageRequest,
     PromptRequest,
     *PLAIN_SHAPES.values(),
@@ -188,12 +190,12 @@ PATHS: dict[str, Any] = {
     "/v1/conversations": {"post": operation("Create a conversation", _body(ConversationRequest))},
     "/v1/conversations/{id}": {
         "get": _on("One conversation", "id"),
-        "post": _on("Change a conversation's metadata", "id", body=_body(ConversationRequest)),
+        "post": _on("Change a conversation's metadata", "id", body=_body(MetadataRequest)),
         "delete": _on("Delete a conversation with its items", "id"),
     },
     "/v1/conversations/{id}/items": {
         "get": _on("The items of a conversation", "id", "limit", "order", "after"),
-        "post": _on("Add items to a conversation", "id", body=_body(ConversationRequest)),
+        "post": _on("Add items to a conversation", "id", body=_body(ItemsRequest)),
     },
     "/v1/conversations/{id}/items/{item}": {
         "get": _on("An item of a conversation", "id", "item"),

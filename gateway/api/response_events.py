@@ -242,7 +242,8 @@ class Response(EventRenderer):
 
     def _call(self, call: Mapping[str, Any]) -> None:
         """Begin a call, or add to its arguments. Several may grow at once: `end` finishes them."""
-        id = call.get("id")
+        id = _text(call.get("id"))
+        call = {**call, "id": id}
         kind, field = ("custom", "input") if isinstance(call.get("custom"), dict) else ("function", "arguments")
         given = call.get(kind)
         index = call_index(call, self._calls, self._output[-1].get("call_id") if self._output else None)
@@ -254,7 +255,7 @@ class Response(EventRenderer):
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
                 fields |= {"type": "function_call" if kind == "function" else "custom_tool_call"}
-                fields |= {"name": given.get("name") or "", field: ""}
+                fields |= {"name": _text(given.get("name")), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
         position, pieces = self._calls[index]
@@ -279,6 +280,11 @@ class Response(EventRenderer):
     def _place(self, position: int, kind: _Kind | None = None) -> dict[str, Any]:
         place = {"item_id": self._output[position]["id"], "output_index": position % len(self._output)}
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
+
+
+def _text(value: Any) -> str:
+    """A name or an id, which a deployment may send as another type."""
+    return value if isinstance(value, str) else "" if value is None else msgspec.json.encode(value).decode()
 
 
 def framed(event: str, number: int, **fields: Any) -> bytes:

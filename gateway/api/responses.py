@@ -17,6 +17,7 @@ from msgspec import Meta
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.background import Background, send_events
+from gateway.api.batches import Metadata
 from gateway.api.chat import Chat, Renderer, Respond
 from gateway.api.endpoint import JsonEndpoint
 from gateway.api.headers import JSON, base_headers
@@ -57,6 +58,10 @@ class _Named(msgspec.Struct):
     name: str
 
 
+class _Allowed(msgspec.Struct):
+    tools: list[dict[str, Any]] | None = None
+
+
 class _Conversation(msgspec.Struct):
     id: str
 
@@ -79,12 +84,13 @@ class ResponseRequest(msgspec.Struct):
     previous_response_id: str | None = None
     conversation: str | _Conversation | None = None
     background: bool | None = None
+    metadata: Metadata | None = None
 
 
 # those that are translated; a summary of the reasoning comes with every answer
 _TEXT, _REASONING = frozenset({"format", "verbosity"}), frozenset({"effort", "summary", "generate_summary"})
 # they change no answer
-_DROPPED = frozenset({"max_tool_calls", "metadata", "stream_options"})
+_DROPPED = frozenset({"max_tool_calls", "stream_options"})
 # the fields with one supported value, and the way out of another
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
@@ -180,25 +186,26 @@ async def as_chat(
     request: ResponseRequest = convert(body, ResponseRequest)
     given, before = body.get("input"), list[Item]()
     conversation_id = _conversation_of(request)
-    if request.previous_response_id and conversation_id is not None:
+    previous_id = request.previous_response_id or None
+    if previous_id is not None and conversation_id is not None:
         raise BadRequest(
             "`conversation` and `previous_response_id` exclude each other: send one of them",
             param="conversation",
             code="mutually_exclusive_parameters",
         )
-    if request.input is None and not request.previous_response_id and conversation_id is None:
+    if request.input is None and previous_id is None and conversation_id is None:
         raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
     own: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
     items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input or []
     if any(item.id and item.type in (None, "item_reference") for item in items):
         own = await memory.resolved(identity.team, own)
-        items = msgspec.convert(own, list[_Item])
-    if request.previous_response_id or conversation_id is not None:
+        items = convert({"items": own}, _Items).items
+    if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
             before = await memory.said(identity.team, conversation_id)
         else:
-            before = await memory.before(identity.team, request.previous_response_id or "")
-        items = [*msgspec.convert(before, list[_Item]), *items]
+            before = await memory.before(identity.team, str(previous_id))
+        items = [*convert({"items": before}, _Items).items, *items]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
@@ -210,7 +217,7 @@ async def as_chat(
 
 def _conversation_of(request: ResponseRequest) -> str | None:
     named = request.conversation
-    return (named.id if isinstance(named, _Conversation) else named) or None
+    return named.id if isinstance(named, _Conversation) else named
 
 
 def checked_items(given: list[dict[str, Any]]) -> list[Item]:
@@ -298,7 +305,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         return choice
     kind = choice.get("type")
     if kind == "allowed_tools":
-        tools = [_tool(tool, f"tool_choice.tools[{number}]") for number, tool in enumerate(choice.get("tools") or ())]
+        allowed: _Allowed = convert(choice, _Allowed, "tool_choice")
+        tools = [_tool(tool, f"tool_choice.tools[{number}]") for number, tool in enumerate(allowed.tools or ())]
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind not in ("function", "custom"):
         shown = msgspec.json.encode(kind).decode()[:100]

@@ -6,9 +6,10 @@ team's own.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from gateway.accounts.conversations import Conversation
 from gateway.api import asgi
@@ -76,11 +77,26 @@ class StoredResponses(StoredEndpoint):
         await send_events(call.scope, call.send, call.out, events)
 
 
-class ConversationRequest(msgspec.Struct):
-    """The body of a new or a changed conversation."""
+_Items = Annotated[list[dict[str, Any]], Meta(max_length=_ADDED_MAX)]
+
+
+class ConversationRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a new conversation."""
 
     metadata: Metadata | None = None
-    items: list[dict[str, Any]] | None = None
+    items: _Items | None = None
+
+
+class MetadataRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a changed conversation."""
+
+    metadata: Metadata | None
+
+
+class ItemsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of items for a conversation."""
+
+    items: Annotated[_Items, Meta(min_length=1)]
 
 
 class ConversationsEndpoint(StoredEndpoint):
@@ -97,23 +113,22 @@ class ConversationsEndpoint(StoredEndpoint):
     async def answer(self, call: Call) -> Any:
         team, id, kept = call.identity.team, call.object_id, self._memory.conversations
         if (call.method, id) == ("POST", ""):
-            request = await self._read(call)
+            request = await self._read(call, ConversationRequest)
+            checked_items(request.items or [])
             return _shown(await self._memory.converse(call.identity, request.metadata or {}, request.items or ()))
         found = await self._memory.conversation(team, id)
         match call.method, *call.action.split("/"):
             case "GET", "":
                 return _shown(found)
             case "POST", "":
-                metadata = (await self._read(call)).metadata or {}
+                metadata = (await self._read(call, MetadataRequest)).metadata or {}
                 await kept.change(team.id, id, metadata)
                 return _shown(replace(found, metadata=metadata))
             case "DELETE", "":
                 await kept.delete(team.id, id)
                 return {"id": id, "object": "conversation.deleted", "deleted": True}
             case "POST", "items":
-                items = (await self._read(call)).items
-                if not items:
-                    raise BadRequest("Missing required field: items", param="items", code="missing_required_parameter")
+                items = checked_items((await self._read(call, ItemsRequest)).items)
                 return listed(await self._memory.add(team, id, items), _LISTED_MAX)
             case "GET", "items":
                 after, limit, is_ascending = _page(call.query)
@@ -133,13 +148,9 @@ class ConversationsEndpoint(StoredEndpoint):
                 return _shown(found)
         raise no_such_action(self.path, call)
 
-    async def _read(self, call: Call) -> ConversationRequest:
+    async def _read(self, call: Call, shape: type[Any]) -> Any:
         raw = await asgi.read_body(call.receive, call.headers, self._body_bytes_max)
-        request: ConversationRequest = convert(decode_object(raw) if raw else {}, ConversationRequest)
-        if len(request.items or ()) > _ADDED_MAX:
-            raise BadRequest(f"Invalid items: at most {_ADDED_MAX} at a time", param="items", code="invalid_value")
-        checked_items(request.items or [])
-        return request
+        return convert(decode_object(raw) if raw else {}, shape)
 
 
 def _shown(one: Conversation) -> dict[str, Any]:

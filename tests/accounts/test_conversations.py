@@ -17,10 +17,12 @@ _TALK = "conv_" + "0" * 32
 class Store:
     """A store of one team, and its clock."""
 
-    def __init__(self, accounts: Accounts, team_id: int) -> None:
+    def __init__(self, accounts: Accounts, team_id: int, url: str) -> None:
+        self.url = url
+        self.counted: list[tuple[str, int]] = []
         self.now_s = 1_000.0
         self.team_id = team_id
-        self.responses = ResponseStore(accounts.database, lambda: self.now_s, 60, lambda *_: None)
+        self.responses = ResponseStore(accounts.database, lambda: self.now_s, 60, lambda *one: self.counted.append(one))
         self.talks = self.responses.conversations
 
     def row(self, number: int, **fields: object) -> StoredResponse:
@@ -30,8 +32,8 @@ class Store:
 
 
 @pytest.fixture
-async def store(accounts: Accounts) -> Store:
-    made = Store(accounts, (await accounts.create_team("a team")).id)
+async def store(accounts: Accounts, database_url: str) -> Store:
+    made = Store(accounts, (await accounts.create_team("a team")).id, database_url)
     await made.talks.create(Conversation(_TALK, made.team_id, 1, made.now_s, {"a": "b"}), [("first", b"{}")])
     return made
 
@@ -55,6 +57,23 @@ async def test_items_that_come_together_stay_together(store: Store) -> None:
     await store.talks.remove(store.team_id, _TALK, "a1")
     assert await store.talks.item(_TALK, "a1") is None
     assert (await store.responses.room(store.team_id))["conversations"] == (1, 2 + 9 * 7)
+
+
+async def test_a_row_that_does_not_fit_is_lost_alone(store: Store) -> None:
+    """Those that wait with it, and those that come later, are kept; a row that ends is given up."""
+    gone = {"team_id": store.team_id + 1, "conversation_id": None}
+    rows = [store.row(number, **(gone if number == 1 else {})) for number in range(4)]
+    await asyncio.gather(*(store.responses.put(row) for row in rows))
+    odd = replace(store.row(4), added=(("\0", b"{}"),))
+    queued = store.row(5, added=odd.added, status="queued")
+    await store.responses.begin(queued)
+    await asyncio.gather(store.responses.put(odd), store.responses.end(replace(queued, status=None)))
+    await store.responses.put(store.row(6))
+    for row in (*rows, store.row(6)):
+        assert (await store.responses.find(store.team_id, row.id) is None) == (row is rows[1])
+    counted = {kind: sum(count for found, count in store.counted if found == kind) for kind in ("stored", "lost")}
+    takes_zero = "sqlite" in store.url
+    assert counted == ({"stored": 5, "lost": 1} if takes_zero else {"stored": 4, "lost": 3})
 
 
 async def test_a_response_ends_once(store: Store) -> None:

@@ -107,6 +107,8 @@ def test_an_answer_that_was_cut_is_incomplete(finish: str) -> None:
     [
         {"tool_calls": [{"function": "f"}, {"id": 7, "function": {"name": None, "arguments": {"a": 1}}}]},
         {"content": [{"type": "text"}], "reasoning": {"a": 1}},
+        {"tool_calls": [{"id": {"a": 1}, "function": {"name": 5, "arguments": "{}"}}]},
+        {"tool_calls": [{"id": ["a"], "custom": {"name": ["n"], "input": "x"}}]},
         {"content": None, "tool_calls": None},
         {},
     ],
@@ -119,6 +121,9 @@ def test_strange_deltas_break_nothing(delta: dict[str, Any]) -> None:
     streamed = response(is_stream=True)
     told = events(streamed.events([read(strange)]) + streamed.end())
     assert told[-1]["type"] == "response.completed"
+    for item in told[-1]["response"]["output"]:
+        assert isinstance(item["call_id"], str)
+        assert isinstance(item["name"], str)
 
 
 @pytest.mark.parametrize("spelled", ["Hey 👋", "Hey ?"])

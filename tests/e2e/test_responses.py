@@ -118,6 +118,12 @@ def test_what_ended_early_is_incomplete_and_what_broke_is_an_error(client: OpenA
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": 1}, "conversation"),
+        ({"metadata": "x"}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [5]}}, "tool_choice.tools[0]"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": {"a": 1}}}, "tool_choice.tools"),
         ({"background": True, "store": False}, "background"),
         ({"truncation": "middle"}, "truncation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),

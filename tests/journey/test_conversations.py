@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -85,10 +86,50 @@ async def test_calls_and_their_results_stay_together(world: World) -> None:
     assert [role for role, _ in sent(world)] == ["user", "assistant", "tool"]
 
 
+async def test_a_shells_outputs_have_ids_of_their_own(world: World) -> None:
+    """Also two with one id, or with one that no column takes: each is paged, read and deleted by itself."""
+    client = world.client()
+    odd = "a\0" + "b" * 9_000
+    calls: Any = [
+        {"type": "local_shell_call", "call_id": id, "action": {"type": "exec", "command": ["ls"]}} for id in ("c1", odd)
+    ]
+    outputs: Any = [{"type": "local_shell_call_output", "id": id, "output": "out"} for id in ("c1", odd)]
+    made = await client.conversations.create(items=[said("Go"), *calls, *outputs])
+    await client.responses.create(model="mock", conversation=made.id)
+    told = sent(world)
+    assert [role for role, _ in told] == ["user", "assistant", "tool", "tool"]
+    await client.conversations.items.create(made.id, items=[outputs[0]])
+    listed = [str(one.id) async for one in client.conversations.items.list(made.id, limit=1, order="asc")]
+    assert len(set(listed)) == 7
+    assert not {"c1", odd} & set(listed)
+    room = (await world.room())[1]
+    item = await client.conversations.items.retrieve(listed[-1], conversation_id=made.id)
+    await client.conversations.items.delete(listed[-1], conversation_id=made.id)
+    assert room - (await world.room())[1] == len(json.dumps(item.to_dict(), separators=(",", ":")))
+    await client.responses.create(model="mock", conversation=made.id, input="more")
+    assert sent(world)[: len(told)] == told
+
+
+async def test_metadata_changes_when_it_is_sent(world: World) -> None:
+    """A change without it is refused, and null empties it; an empty id is no conversation."""
+    client = world.client()
+    made = await client.conversations.create(metadata={"a": "b"})
+    for body in ({}, {"items": [said("x")]}, {"metadata": {}, "more": 1}):
+        with pytest.raises(openai.BadRequestError):
+            await client.post(f"/conversations/{made.id}", body=body, cast_to=object)
+    assert (await client.conversations.retrieve(made.id)).metadata == {"a": "b"}
+    assert (await client.conversations.update(made.id, metadata=None)).metadata == {}
+    none: Any
+    for none in ("", {"id": ""}):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model="mock", input="x", conversation=none)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"items": [said("x")] * 21}, "items"),
+        ({"items": [], "more": 1}, "more"),
         ({"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].type"),
         ({"items": [{"type": "web_search_call"}]}, "items[0].type"),
         ({"items": [said("x"), {"role": "user", "content": [{"type": "odd"}]}]}, "items[1][0]"),
@@ -98,7 +139,7 @@ async def test_calls_and_their_results_stay_together(world: World) -> None:
 )
 async def test_odd_conversations_are_refused_by_name(world: World, body: Any, param: str) -> None:
     """Nothing is kept of them."""
-    refused = await world.ask(path="/v1/conversations", **body)
+    refused = await world.ask(path="/v1/conversations", raw=json.dumps(body).encode())
     assert (refused.status, refused.error["param"]) == (400, param)
 
 
