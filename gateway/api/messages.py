@@ -28,7 +28,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
-from gateway.wire.requests import BOM, MESSAGES_MAX, ChatRequest, convert, decode_object
+from gateway.wire.requests import BOM, MESSAGES_MAX, ChatRequest, convert, decode_object, prompt_tokens_max
 from gateway.wire.types import opened
 
 _Content = str | list[dict[str, Any]]
@@ -131,7 +131,7 @@ class Messages(_InAnthropicsShape, Chat):
             "stop": request.stop_sequences or None,
             "user": request.metadata.user_id if request.metadata else None,
         }
-        marked, native = _translated(request, body, _native(self._pipeline.fleet, request, body, raw, headers))
+        marked, native = _translated(self._pipeline.fleet, request, body, raw, headers)
         marked |= {name: value for name, value in answer.items() if value is not None}
         has_marks = b'"cache_control"' in raw
         # decision: one-shape-on-the-journey
@@ -142,6 +142,11 @@ class Messages(_InAnthropicsShape, Chat):
         elif opened(turn.body)[1]:
             needs |= {"prefill"}
         demand = msgspec.structs.replace(turn.demand, needs=needs, has_long_writes=has_marks and b'"1h"' in raw)
+        if native is not None:
+            bound = prompt_tokens_max(len(raw), len(request.messages), native.media)
+            least = 0 if native.media else demand.prompt_tokens_min
+            bound = max(bound, demand.prompt_tokens_max)
+            demand = msgspec.structs.replace(demand, prompt_tokens_min=least, prompt_tokens_max=bound)
         kept = {**marked, "model": turn.alias} if has_marks else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
@@ -170,8 +175,7 @@ class CountTokens(_InAnthropicsShape, JsonEndpoint[_Prompt]):
     def read(self, body: dict[str, Any]) -> tuple[_Prompt, str]:
         raw, headers = body.pop(_SENT)
         request: PromptRequest = convert(body, PromptRequest)
-        native = _native(self._pipeline.fleet, request, body, raw, headers)
-        marked, native = _translated(request, body, native)
+        marked, native = _translated(self._pipeline.fleet, request, body, raw, headers)
         alias = request.model if request.model in self._pipeline.fleet.aliases else ""
         return (request, _unmarked(marked), native), alias
 
@@ -207,22 +211,27 @@ def _native(
     sent = (headers.get(name, "") for name in ("anthropic-version", "anthropic-beta"))
     version, betas = [value if value.isascii() and value.isprintable() else "" for value in sent]
     unsaid = [*_unsaid(request.system), *(part for turn in request.messages for part in _unsaid(turn.content))]
+    media = _media(unsaid)
     unsaid += [part for tool in request.tools or () for part in _further(tool, _TOOL_FIELDS)]
     said: dict[str, Any] = {"blocks": unsaid, "betas": betas}
     said |= {"thinking": body.get("thinking"), "context_management": body.get("context_management")}
-    return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None)
+    return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None, media)
 
 
 def _translated(
-    request: PromptRequest, body: Mapping[str, Any], native: Native | None
+    fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
 ) -> tuple[dict[str, Any], Native | None]:
-    """The chat completion for a request, with its marks, and how it goes to Anthropic's API."""
+    """The chat completion for a request, with its marks, and how it goes to Anthropic's API. Raises BadRequest."""
     try:
-        return _chat(request, body), native
-    except _BeyondChat:
-        if native is None:
-            raise
-        return _stand_in(request, body, native)
+        native = _native(fleet, request, body, raw, headers)
+        try:
+            return _chat(request, body), native
+        except _BeyondChat:
+            if native is None:
+                raise
+            return _stand_in(request, body, native)
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
 
 
 # they change no answer, or `_chat` translates them
@@ -293,7 +302,7 @@ def _unsaid(content: _Content | None) -> list[Any]:
         return []
     unsaid: list[Any] = []
     for block in content:
-        match block.get("type"):
+        match block.get("type") if isinstance(block, dict) else None:
             case "text":
                 unsaid += _further(block, ("type", "text"))
             case "tool_use":
@@ -304,6 +313,18 @@ def _unsaid(content: _Content | None) -> list[Any]:
             case _:
                 unsaid.append(_bare(block))
     return unsaid
+
+
+def _media(value: Any, name: str = "") -> int:
+    """The parts of `value`, the field `name`, that may have more tokens than bytes: what a URL or an id
+    stands for, and what is compressed.
+    """
+    if isinstance(value, list):
+        return sum(_media(item, name) for item in value)
+    if not isinstance(value, dict):
+        return 0
+    own = value.get("type") not in ("text", "content") if name == "source" else "file_id" in value
+    return own + sum(_media(item, name) for name, item in value.items())
 
 
 def _further(given: Mapping[str, Any], known: Collection[str]) -> list[Any]:

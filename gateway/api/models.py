@@ -58,6 +58,11 @@ class Models:
         now = [deployment.candidate(0) for deployment in deployments]
         # routing finds the deployment that offers what a request needs
         offers = sorted(frozenset().union(*(one.capabilities for one in now)))
+        assumed = [one.are_capabilities_assumed for one in deployments]
+        outputs = [{} if is_assumed else _OUTPUTS for is_assumed in assumed]
+        made = [
+            {known[can] for can in one.capabilities & known.keys()} for one, known in zip(now, outputs, strict=True)
+        ]
         return {
             "id": name,
             "object": "model",
@@ -66,16 +71,17 @@ class Models:
             "context_length": max((one.context_tokens_max for one in now if one.context_tokens_max), default=None),
             "architecture": {
                 "input_modalities": ["text", *(_INPUTS[one] for one in offers if one in _INPUTS)],
-                "output_modalities": [next((one for one in offers if one in _OUTPUTS), "text")],
+                "output_modalities": sorted(frozenset().union(*(one or {"text"} for one in made))),
             },
             "supported_parameters": sorted({field for one in offers for field in _FIELDS.get(one, ())}),
             "capabilities": offers,
-            "are_capabilities_assumed": any(one.are_capabilities_assumed for one in deployments),
+            "are_capabilities_assumed": any(assumed),
         }
 
 
 _INPUTS = {"vision": "image", "audio": "audio", "files": "file"}
-_OUTPUTS = ("embeddings", "rerank", "moderations")
+_OUTPUTS = {"embeddings": "embeddings", "rerank": "rerank", "moderations": "moderations", "speech": "audio"}
+_OUTPUTS |= dict.fromkeys(("images", "image_edits", "image_variations"), "image")
 _FIELDS = {
     "tools": ("tools", "tool_choice", "parallel_tool_calls"),
     "json_object": ("response_format",),

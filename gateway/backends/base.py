@@ -31,14 +31,16 @@ class Native(msgspec.Struct, frozen=True):
     """A request as a client of Anthropic's API sent it, for deployments that speak that API.
 
     `raw` is its body; `version` and `betas` are the headers `anthropic-version` and `anthropic-beta`.
-    `apart` is what the chat completion that stands for it does not say, and what the cache keeps
-    apart; None: nothing. `tokens_max` replaces the length of the answer.
+    `media` of its parts may have more tokens than bytes. `apart` is what the chat completion that
+    stands for it does not say, and what the cache keeps apart; None: nothing. `tokens_max` replaces
+    the length of the answer.
     """
 
     raw: bytes
     version: str = ""
     betas: str = ""
     apart: Any = None
+    media: int = 0
     is_needed: bool = False  # no chat completion says the same
     tokens_max: int | None = None
 

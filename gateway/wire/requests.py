@@ -55,6 +55,7 @@ class _Message(msgspec.Struct):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    audio: Any = None
 
 
 class _Tool(msgspec.Struct):
@@ -114,10 +115,12 @@ class ChatRequest(_Request, kw_only=True):
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
         media: list[str] = []
+        beyond = sum(message.audio is not None for message in self.messages)
         if {type(message.content) for message in self.messages} != _TEXTS:
             self.check_contents(body)
             lists = [message.content for message in self.messages if type(message.content) is list]
             media = [kind for parts in lists for kind in _media(parts)]
+            beyond += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
         needs = set(media)
         if self.tools or body.get("functions"):
             needs.add("tools")
@@ -131,10 +134,8 @@ class ChatRequest(_Request, kw_only=True):
             needs.add("n")
         if body.get("audio"):
             needs.add("audio")
-        # the body has at least as many bytes as its texts: an escape is never shorter than its
-        # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
-        bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
-        least = 0 if media else int(len(raw) / BYTES_PER_TOKEN_MAX)
+        bound = prompt_tokens_max(len(raw), len(self.messages), beyond)
+        least = 0 if beyond else int(len(raw) / BYTES_PER_TOKEN_MAX)
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
@@ -158,6 +159,13 @@ class ChatRequest(_Request, kw_only=True):
             if tool.get("type") is None and not is_googles(tool):
                 param = f"tools[{index}].type"
                 raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+
+
+def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
+    """A bound of the tokens of a body; `media` of its parts may have more tokens than bytes in it."""
+    # the body has at least as many bytes as its texts: an escape is never shorter than its
+    # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
+    return size_bytes + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages + _MEDIA_TOKENS_MAX * media
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -308,6 +316,7 @@ _NO_EFFORT = (None, "none", "minimal")
 _REASONING = frozenset({"reasoning"})
 
 
+_TEXT_PARTS = ("text", "refusal", "thinking", "reference")  # their bytes bound their tokens
 _PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}
 
 

@@ -32,6 +32,7 @@ async def test_models_say_what_they_can_do(world: World) -> None:
     assert engine["architecture"]["input_modalities"] == ["text"]
     assert (listed["simple"]["capabilities"], listed["simple"]["supported_parameters"]) == ([], [])
     assert listed["mock"]["are_capabilities_assumed"]
+    assert listed["mock"]["architecture"]["output_modalities"] == ["text"]
     world.backends["engine"].state = Load(may_think=True, context_tokens_max=512)
     async with world.client() as client:
         thinks = (await client.models.retrieve("engine")).model_dump()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from typing import Any
 
 import pytest
 
 from tests.journey.conftest import OpenWorld
 from tests.services import RedisServer
-from tests.world import Finish, Team, Tokens, World, rejected, timed_out, unavailable
+from tests.world import Finish, Team, Tokens, World, deployment, rejected, timed_out, unavailable
 
 
 @pytest.fixture
@@ -246,3 +248,76 @@ async def test_a_row_outlives_a_redis_that_goes_away(open_a_world: OpenWorld, ow
     own_redis.start()
     await world.settles()
     assert [row.cost_microusd for row in await world.ledger()] == [20]
+
+
+_PDF = {"type": "base64", "media_type": "application/pdf", "data": "QUFB"}
+_FILE, _URL = {"type": "file", "file_id": "file_1"}, {"type": "url", "url": "https://example.com/a"}
+
+
+def _fetched(document: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "web_fetch_tool_result", "tool_use_id": "s1", "content": {"type": "x", "content": document}}
+
+
+@pytest.mark.parametrize(
+    ("path", "role", "parts"),
+    [
+        ("messages", "assistant", [{"type": "thinking", "thinking": "T" * 20_000, "signature": "s"}]),
+        ("messages", "assistant", [{"type": "redacted_thinking", "data": "D" * 20_000}]),
+        *(
+            ("messages", "user", [{"type": kind, "source": source, **more}])
+            for kind in ("image", "document")
+            for source in (_PDF, _URL, _FILE)
+            for more in ({}, {"citations": {"enabled": True}})
+        ),
+        ("messages", "user", [{"type": "document", "source": {"type": "content", "content": [{"source": _URL}]}}]),
+        ("messages", "user", [{"type": "container_upload", "file_id": "file_1"}]),
+        (
+            "messages",
+            "user",
+            [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": _URL}]}],
+        ),
+        ("messages", "assistant", [_fetched({"type": "document", "source": _PDF})]),
+        ("messages", "assistant", [{"type": "mcp_tool_result", "content": [{"type": "text", "text": "x" * 20_000}]}]),
+        (
+            "messages",
+            "user",
+            [{"type": "search_result", "source": "s", "content": [{"type": "text", "text": "x" * 20_000}]}],
+        ),
+        ("chat/completions", "user", [{"type": "image_url", "image_url": {"url": "https://example.com/a"}}]),
+        ("chat/completions", "user", [{"type": "file", "file": {"file_id": "file_1"}}]),
+        ("chat/completions", "user", [{"type": "video_url", "video_url": {"url": "https://example.com/a"}}]),
+        ("chat/completions", "user", [{"type": "input_audio", "input_audio": {"data": "QUFB", "format": "wav"}}]),
+        ("responses", "user", [{"type": "input_image", "image_url": "https://example.com/a"}]),
+        ("responses", "user", [{"type": "input_file", "filename": "a.pdf", "file_data": _PDF["data"]}]),
+    ],
+)
+async def test_a_hold_covers_what_has_more_tokens_than_a_chat_shows(
+    open_a_world: OpenWorld, path: str, role: str, parts: list[dict[str, Any]]
+) -> None:
+    """What the deployment counted is booked whole, and a hard budget of less refuses the request before it is sent."""
+    able = deployment("able", capabilities=["messages", "vision", "files", "audio"])
+    world = await open_a_world(models={"able": {"deployments": [able]}})
+    go = {"role": "user", "content": "Go"}
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+    spoken: list[Any] = [go, *([called] if "tool_use_id" in parts[0] else []), {"role": role, "content": parts}, go]
+    body = {"model": "able", "max_tokens": 50, "messages": spoken}
+    if path == "responses":
+        body = {"model": "able", "max_output_tokens": 50, "input": spoken}
+    world.backends["able"].plays("answer", Finish(), Tokens(15_000, 5))
+    assert (await world.ask(path=f"/v1/{path}", raw=json.dumps(body).encode())).status == 200
+    assert [row.prompt_tokens for row in await world.ledger()] == [15_000]
+    team = await world.team()
+    await world.budget(team, 15_000)
+    refused = await world.ask(path=f"/v1/{path}", raw=json.dumps(body).encode(), key=team.key)
+    assert (refused.status, len(world.backends["able"].calls)) == (429, 1)
+
+
+async def test_a_sound_by_its_id_is_held_for(open_a_world: OpenWorld) -> None:
+    """An earlier answer of the assistant that is a sound has tokens of which the body shows none."""
+    world = await open_a_world(models={"able": {"deployments": [deployment("able", capabilities=["audio"])]}})
+    spoken = [{"role": "user", "content": "Go"}, {"role": "assistant", "audio": {"id": "audio_1"}}]
+    team = await world.team()
+    await world.budget(team, 15_000)
+    body = {"model": "able", "max_tokens": 50, "messages": [*spoken, spoken[0]]}
+    refused = await world.ask(path="/v1/chat/completions", raw=json.dumps(body).encode(), key=team.key)
+    assert (refused.status, len(world.backends["able"].calls)) == (429, 0)

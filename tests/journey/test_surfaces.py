@@ -229,6 +229,21 @@ async def test_a_part_of_a_field_is_never_left_out(world: World, surface: str, f
     assert param in (refused.error.get("param") or refused.error["message"])
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_message_that_no_check_expects_is_refused(open_a_world: OpenWorld, path: str) -> None:
+    """With a deployment that takes Anthropic's requests as they come: parts that are no objects, and deep ones."""
+    world = await open_a_world(models={"mock": {"deployments": [deployment("able", capabilities=["messages"])]}})
+    deep = "[" * 495 + "]" * 495
+    text = f'{{"type": "text", "text": "x", "odd": {deep}}}'
+    for more in (
+        '"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [1]}]}]',
+        f'"messages": [{{"role": "user", "content": [{text}]}}]',
+        f'"context_management": {deep}, "messages": [{{"role": "user", "content": [{{"type": "container_upload"}}]}}]',
+    ):
+        refused = await world.ask(path=path, raw=f'{{"model": "mock", "max_tokens": 5, {more}}}'.encode())
+        assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
+
+
 async def test_another_deployment_honours_what_the_first_cannot(open_a_world: OpenWorld) -> None:
     """A field that one kind of API lacks is no reason to refuse the request."""
     models = {"mock": {"policy": "cheapest", "deployments": [deployment("first", usd=(0, 0)), deployment("second")]}}
