@@ -34,7 +34,7 @@ async def open_worker(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> As
     server = server_of(app, settings)
     server.config.port = 0
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while not server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     try:
