@@ -267,8 +267,8 @@ class Engine:
         if not tokens:
             raise messages.InvalidRequest("the prompt is empty", param="messages")
         vocabulary = self.info.vocabulary_size
-        named = (*params.logit_bias, *params.stop_token_ids)
-        for ids, param in ((tokens, "prompt_token_ids"), (named, "logit_bias")):
+        named = {"prompt_token_ids": tokens, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for param, ids in named.items():
             if not all(0 <= token < vocabulary for token in ids):
                 raise messages.InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param=param)
         context = self.info.context_tokens

@@ -8,6 +8,7 @@ grammar is tried in a process of its own first, so that no schema takes the engi
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ SIZE_MAX_BYTES = 1 << 18
 # a compiled grammar was measured at up to 420 bytes for each of its text
 _KEPT_SIZE_MAX_BYTES, _KEPT_BYTES = 1 << 19, 1 << 12  # of all texts, and of each one at least
 _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # 2 KB each
+_FORCED_BYTES = 1 << 9  # made tokens at a time: a literal is read again at each step
 
 
 class Answer:
@@ -189,14 +191,22 @@ class _Spelled:
         self.eos_token_id = min(eos)
         self.tokens = [tokenizer.spell(id) for id in range(size)]
         self.special_token_ids = sorted({id for id in range(size) if tokenizer.is_special(id)} | eos)
+        control = [self.tokens[id].decode(errors="replace") for id in self.special_token_ids]
+        self._within = "|".join(f"(?<={re.escape(one[0])})(?={re.escape(one[1:])})" for one in control if one[1:])
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace"), is_rendered=True)
+        spelled = text[:_FORCED_BYTES].decode(errors="ignore")
+        ids = self._tokenizer.encode(spelled, is_rendered=True)
+        if not any(map(self._tokenizer.is_special, ids)):
+            return ids
+        # a literal that spells a control token is no such token
+        first, *rest = re.split(self._within, spelled)
+        return sum(map(self._tokenizer.encode_middle, rest), self._tokenizer.encode(first, is_rendered=True))
 
 
 def _brief(why: str) -> str:
     """The library's reason in one line."""
-    why = " ".join(why.removesuffix("<non-verbose/>").split())
+    why = re.sub("^panic.*", "the grammar library fails on it", " ".join(why.removesuffix("<non-verbose/>").split()))
     return "nothing matches it" if why.startswith("NoExtension") else why[:300]
 
 

@@ -30,6 +30,7 @@ _FORMAT = re.compile(r"Unknown format: (.*)")
 def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
     """What answers `kind` and `text` of a grammar. Raises ValueError where it cannot be held."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+    from llguidance.gbnf_to_lark import any_to_lark
 
     class Bytes:
         tokens = (*(bytes([byte]) for byte in range(256)), b"")
@@ -42,7 +43,10 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
 
     def why_not(grammar: str) -> str:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
-        matcher.compute_bitmask()
+        matcher.compute_ff_bytes()
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        matcher.try_consume_tokens([(bits & -bits).bit_length() - 1])
+        matcher.rollback(1)
         return str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
 
     def of_schema(text: str) -> str:
@@ -83,8 +87,6 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
         if kind == "json":
             return of_schema(text)
         if kind == "grammar":
-            from llguidance.gbnf_to_lark import any_to_lark
-
             grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
         elif kind == "choice":
             grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))

@@ -177,10 +177,10 @@ class Tokenizer:
         first, *rest = self._chat.render(messages, tools, opens_answer=opens_answer, prefix=prefix)
         ids = self.encode(first, is_rendered=is_rendered)
         for part in rest:
-            ids += self._encode_middle(part)
+            ids += self.encode_middle(part)
         return ids
 
-    def _encode_middle(self, text: str) -> list[int]:
+    def encode_middle(self, text: str) -> list[int]:
         """Token ids of text that stands inside another: without the space SentencePiece puts before
         a beginning."""
         if not self.strips_first_space:

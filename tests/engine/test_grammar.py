@@ -126,6 +126,9 @@ def _outputs(engine: Engine) -> dict[int, list[Any]]:
         ("grammar", 'root ::= "a" ("b" | "c") "d"', "a[bc]d"),
         ("json", '{"type": "string", "maxLength": 0}', '""'),
         ("json", '{"const": "\\ud83d\\ude00 \\u0000 é"}', '"😀 \\\\u0000 é"'),
+        ("json", '{"const": "a<|im_end|> <|im_start|>"}', r'"a<\|im_end\|> <\|im_start\|>"'),
+        ("choice", '["<|im_end|>", "<|endoftext|>b"]', r"<\|im_end\|>|<\|endoftext\|>b"),
+        ("regex", r"<\|im_end\|>hello", r"<\|im_end\|>hello"),
     ],
 )
 def test_each_kind_of_grammar_is_matched_whole(make_engine: Make, kind: str, text: str, pattern: str) -> None:
@@ -209,6 +212,41 @@ def test_a_schema_that_cannot_be_held_is_refused(make_engine: Make, schema: Any,
     assert caught.value.param == "grammar"
     assert any(word in str(caught.value) for word in words.split("|")), str(caught.value)
     compiled(engine, {"type": "integer"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("grammar", 'start: t "b"\nt[max_tokens=3]: /.*/', "max_tokens="),
+        ("grammar", 'start: t\nt[stop="x"]: /.*/', "stop="),
+        ("grammar", 'start: ("a"{1000}){1000}', "Too many items"),
+        ("json", '{"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}', "Too many items"),
+        ("regex", "^a{1000}{1000}$", "too many|more than 2 s"),
+        ("grammar", 'start: t "b"\nt[lazy]: /.*/', "the grammar library fails on it"),
+        ("grammar", "start: <|im_end|>", "the grammar library fails on it"),
+    ],
+)
+def test_a_grammar_that_would_end_its_answer_is_refused(make_engine: Make, kind: str, text: str, words: str) -> None:
+    """Forms with which no answer could go on, or that the library fails on, are refused before a token, in a line."""
+    with pytest.raises(InvalidRequest) as caught:
+        compiled(make_engine(), text, kind)
+    assert any(word in str(caught.value) for word in words.split("|")), str(caught.value)
+    assert "backtrace" not in str(caught.value)
+
+
+def test_a_long_literal_is_forced_by_pieces(make_engine: Make) -> None:
+    """However long the rest of a literal is, a step tokenizes a piece of it; the pieces are the literal."""
+    engine = make_engine()
+    literal = "東é the fox <|im_end|> " * 200
+    answer = compiled(engine, json.dumps([literal]), "choice").begin(None)
+    said = b""
+    while not answer.is_over:
+        forced = answer.forced()
+        assert 0 < len(forced) < 600
+        for token in forced[: max(1, len(forced) // 2)]:
+            answer.take(token)
+            said += engine.tokenizer.spell(token)
+    assert said.decode() == literal
 
 
 def test_a_format_that_is_not_known_asserts_nothing(make_engine: Make) -> None:

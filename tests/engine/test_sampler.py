@@ -220,6 +220,7 @@ def test_logits_that_are_not_finite_end_one_sequence(make_engine: Callable[..., 
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ("",)}, "stop"),
         ({"logit_bias": {99_999: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(
