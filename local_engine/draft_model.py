@@ -96,8 +96,7 @@ class DraftModel:
             ahead += 1
             for sequence, id in zip(ready, ids, strict=True):
                 if id is not None:
-                    own = guesses.setdefault(sequence.id, [])
-                    own.append(id)
+                    guesses.setdefault(sequence.id, []).append(id)
                     if ahead < wanted[sequence.id] and id not in sequence.stop_token_ids:
                         chunks.append(Chunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
         return guesses

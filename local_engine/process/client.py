@@ -13,7 +13,6 @@ import itertools
 import random
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import msgspec
@@ -75,9 +74,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _push(self, outputs: tuple[wire.Output, ...], usage: wire.Usage | None) -> None:

@@ -115,9 +115,7 @@ def _gptq(section: Mapping[str, Any], source: str) -> Packing:
     require_among(layout, ("gptq", "gptq_v2"), f"{source} checkpoint_format")
     require_among(bits, _PACKED_BITS, f"{source} bits")
     # the first layout stores zeros less one
-    missing = 1 if layout == "gptq" else 0
-
-    unpack = partial(_unpack_gptq, bits=bits, missing=missing)
+    unpack = partial(_unpack_gptq, bits=bits, missing=int(layout == "gptq"))
     return Packing(f"gptq ({layout})", "qweight", frozenset(("qzeros", "scales", "g_idx")), ("scales",), unpack)
 
 
