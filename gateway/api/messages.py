@@ -28,7 +28,15 @@ from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
-from gateway.wire.requests import BOM, MESSAGES_MAX, ChatRequest, convert, decode_object, prompt_tokens_max
+from gateway.wire.requests import (
+    BOM,
+    MESSAGES_MAX,
+    ChatRequest,
+    convert,
+    decode_object,
+    has_long_writes,
+    prompt_tokens_max,
+)
 from gateway.wire.types import opened
 
 _Content = str | list[dict[str, Any]]
@@ -133,21 +141,22 @@ class Messages(_InAnthropicsShape, Chat):
         }
         marked, native = _translated(self._pipeline.fleet, request, body, raw, headers)
         marked |= {name: value for name, value in answer.items() if value is not None}
-        has_marks = b'"cache_control"' in raw
+        has_marks = b'"cache_control"' in raw or b"\\u00" in raw  # a name may have escapes
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(_unmarked(marked) if has_marks else marked), headers, arrival)
+        unmarked = _unmarked(marked) if has_marks else marked
+        turn = read_turn(msgspec.json.encode(unmarked), headers, arrival)
         needs = turn.demand.needs
         if native is not None and (native.is_needed or opened(turn.body)[1]):
             needs |= {"messages"}
         elif opened(turn.body)[1]:
             needs |= {"prefill"}
-        demand = msgspec.structs.replace(turn.demand, needs=needs, has_long_writes=has_marks and b'"1h"' in raw)
+        demand = msgspec.structs.replace(turn.demand, needs=needs, has_long_writes=has_marks and has_long_writes(raw))
         if native is not None:
             bound = prompt_tokens_max(len(raw), len(request.messages), native.media)
             least = 0 if native.media else demand.prompt_tokens_min
             bound = max(bound, demand.prompt_tokens_max)
             demand = msgspec.structs.replace(demand, prompt_tokens_min=least, prompt_tokens_max=bound)
-        kept = {**marked, "model": turn.alias} if has_marks else None
+        kept = {**marked, "model": turn.alias} if marked != unmarked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
         return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id, estimated)
@@ -210,9 +219,15 @@ def _native(
         return None
     sent = (headers.get(name, "") for name in ("anthropic-version", "anthropic-beta"))
     version, betas = [value if value.isascii() and value.isprintable() else "" for value in sent]
-    unsaid = [*_unsaid(request.system), *(part for turn in request.messages for part in _unsaid(turn.content))]
+    unsaid = _unsaid(request.system, "system")
+    for number, turn in enumerate(body["messages"]):
+        unsaid += [*_unsaid(turn["content"], number), *_further(turn, ("role", "content"), number)]
+        if turn["role"] == "system" or (number and turn["role"] == body["messages"][number - 1]["role"]):
+            unsaid.append([number, turn["role"]])  # a chat completion has it in another place, or may join it
     media = _media(unsaid)
-    unsaid += [part for tool in request.tools or () for part in _further(tool, _TOOL_FIELDS)]
+    for number, tool in enumerate(request.tools or ()):
+        unsaid += _further(tool, _TOOL_FIELDS, "tools", number)
+    unsaid += _further(body.get("tool_choice") or {}, _Choice.__struct_fields__, "tool_choice")
     said: dict[str, Any] = {"blocks": unsaid, "betas": betas}
     said |= {"thinking": body.get("thinking"), "context_management": body.get("context_management")}
     return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None, media)
@@ -296,22 +311,31 @@ def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -
     return chat, msgspec.structs.replace(native, apart=[native.apart, _bare(prompt)], is_needed=True)
 
 
-def _unsaid(content: _Content | None) -> list[Any]:
-    """What a chat completion does not say of a content: all of a block but a plain text, a call or a result."""
+def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
+    """What a chat completion does not say of a content, with its place: all of a block but a plain text, a call
+    or a result, and the order where a chat completion has another.
+    """
     if not isinstance(content, list):
         return []
     unsaid: list[Any] = []
-    for block in content:
-        match block.get("type") if isinstance(block, dict) else None:
+    before: Any = None
+    for number, block in enumerate(content):
+        at, kind = (*place, number), block.get("type") if isinstance(block, dict) else None
+        match kind:
             case "text":
-                unsaid += _further(block, ("type", "text"))
+                unsaid += _further(block, ("type", "text"), *at)
+                if number:  # the translation may join texts, or have them before calls
+                    unsaid.append([*at, block.get("text")])
             case "tool_use":
-                unsaid += _further(block, ("type", "id", "name", "input"))
+                unsaid += _further(block, ("type", "id", "name", "input"), *at)
             case "tool_result":
-                unsaid += _further(block, ("type", "tool_use_id", "content"))
-                unsaid += _unsaid(block.get("content"))
+                unsaid += _further(block, ("type", "tool_use_id", "content"), *at)
+                unsaid += _unsaid(block.get("content"), *at)
+                if number and before != "tool_result":
+                    unsaid.append([*at, "tool_result"])
             case _:
-                unsaid.append(_bare(block))
+                unsaid.append([*at, _bare(block)])
+        before = kind
     return unsaid
 
 
@@ -327,19 +351,24 @@ def _media(value: Any, name: str = "") -> int:
     return own + sum(_media(item, name) for name, item in value.items())
 
 
-def _further(given: Mapping[str, Any], known: Collection[str]) -> list[Any]:
+def _further(given: Mapping[str, Any], known: Collection[str], *place: str | int) -> list[Any]:
     further = {name: value for name, value in given.items() if name not in known and value is not None}
-    return [bare] if (bare := _bare(further)) else []
+    return [[*place, bare]] if (bare := _bare(further)) else []
 
 
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict"})
 
 
-def _bare(value: Any) -> Any:
-    """`value` without `cache_control`, which changes no answer."""
+# what has blocks; elsewhere, as in a tool's input, `cache_control` is a name like another
+_HOLDERS = frozenset({"messages", "system", "tools", "content", "source"})
+
+
+def _bare(value: Any, has_marks: bool = True) -> Any:
+    """`value` without the marks `cache_control` of its blocks, which change no answer."""
     if isinstance(value, dict):
-        return {name: _bare(item) for name, item in value.items() if name != "cache_control"}
-    return [_bare(item) for item in value] if isinstance(value, list) else value
+        rest = ((name, item) for name, item in value.items() if not has_marks or name != "cache_control")
+        return {name: _bare(item, has_marks and name in _HOLDERS) for name, item in rest}
+    return [_bare(item, has_marks) for item in value] if isinstance(value, list) else value
 
 
 def _system(given: _Content | None, where: str = "system") -> list[dict[str, Any]]:
@@ -350,7 +379,7 @@ def _system(given: _Content | None, where: str = "system") -> list[dict[str, Any
 
 
 def _text(block: Mapping[str, Any], where: str, number: int) -> dict[str, Any]:
-    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+    if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise _no_such_block(block, f"{where}[{number}]", "text")
     return {"type": "text", "text": block["text"], **_mark(block)}
 
@@ -425,7 +454,7 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[dict[str, Any]]:
     """The results of tools, each a message, and then the rest as one.
 
-    Media in a result follow in the user's message, because a tool's message has text alone.
+    Media in a result follow in the user's message, because a tool's message has text alone, which refers to them.
     """
     results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):
@@ -439,8 +468,14 @@ def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[di
             raise BadRequest(words, param=f"{place}.tool_use_id", code="invalid_value")
         given = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content or []
         translated = [_part(part, f"{place}.content[{i}]") for i, part in enumerate(given)]
-        text = "\n".join(part["text"] for part in translated if part["type"] == "text")
-        parts += [part for part in translated if part["type"] != "text"]
+        texts = list[str]()
+        for part in translated:
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                texts.append(f"[{part['type'].removesuffix('_url')} {len(parts) + 1} of the next message]")
+                parts.append(part)
+        text = "\n".join(texts)
         failed = "Error: " if result.is_error and not text.lower().startswith("error") else ""
         told = {"role": "tool", "tool_call_id": result.tool_use_id, "content": failed + text}
         results.append(told | _mark(block))
@@ -484,8 +519,8 @@ def _titled(block: Mapping[str, Any], text: str) -> str:
     return "\n".join([*(head for head in heads if isinstance(head, str) and head), text])
 
 
-def _no_such_block(block: Mapping[str, Any], where: str, expected: str) -> BadRequest:
-    kind = msgspec.json.encode(block.get("type")).decode()[:100]
+def _no_such_block(block: Any, where: str, expected: str) -> BadRequest:
+    kind = msgspec.json.encode(block.get("type") if isinstance(block, dict) else None).decode()[:100]
     words = f"A content block of the type {kind}, with these fields, is not supported here: expected {expected}"
     return _unsupported(where, words)
 

@@ -135,18 +135,19 @@ class ChatRequest(_Request, kw_only=True):
         if body.get("audio"):
             needs.add("audio")
         bound = prompt_tokens_max(len(raw), len(self.messages), beyond)
-        least = 0 if beyond else int(len(raw) / BYTES_PER_TOKEN_MAX)
+        told = len(raw) if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
+        least = 0 if beyond else int(told / BYTES_PER_TOKEN_MAX)
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
         if body.get("reasoning_effort") not in _NO_EFFORT:
             demand = msgspec.structs.replace(demand, prefers=_REASONING)
-        has_audio, has_long_writes = "audio" in needs, b'"1h"' in raw
-        if not (demand.reserved or has_audio or has_long_writes):
+        has_audio, is_long = "audio" in needs, has_long_writes(raw)
+        if not (demand.reserved or has_audio or is_long):
             return demand
         tier = str(body["service_tier"])[:100] if "service_tier" in demand.reserved else ""
-        return msgspec.structs.replace(demand, has_audio=has_audio, has_long_writes=has_long_writes, tier=tier)
+        return msgspec.structs.replace(demand, has_audio=has_audio, has_long_writes=is_long, tier=tier)
 
     def check_contents(self, body: dict[str, Any]) -> None:
         """Raises BadRequest for a message that needs content and has none."""
@@ -166,6 +167,14 @@ def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
     # the body has at least as many bytes as its texts: an escape is never shorter than its
     # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
     return size_bytes + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages + _MEDIA_TOKENS_MAX * media
+
+
+def has_long_writes(raw: bytes) -> bool:
+    """Whether a body may mark its prompt for an hour in a provider's cache."""
+    return b'"1h"' in raw or (b"\\u00" in raw and _LONG.search(raw) is not None)
+
+
+_LONG = re.compile(rb'"(?:1|\\u0031)(?:h|\\u0068)"')
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -312,6 +321,10 @@ def _media(parts: list[dict[str, Any]]) -> list[str]:
 
 _NO_NEEDS: frozenset[str] = frozenset()
 _TEXTS = {str}
+# no part of the prompt, though a body may be long by them; and its parts
+_FORMS = ("response_format", "structured_outputs", "guided_choice", "guided_grammar", "guided_json", "guided_regex")
+_UNTOLD = frozenset({*_FORMS, "logit_bias", "metadata", "prediction"})
+_TOLD = ("messages", "tools", "functions")
 _NO_EFFORT = (None, "none", "minimal")
 _REASONING = frozenset({"reasoning"})
 

@@ -109,7 +109,7 @@ def test_a_tool_loop_goes_on_from_what_was_answered(claude: Anthropic, upstream:
     sent = body["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool", "user"]
     assert [call["id"] for call in sent[1]["tool_calls"]] == [call.id for call in calls]
-    assert [message["content"] for message in sent[2:4]] == ["sunny", "Error: "]
+    assert [message["content"] for message in sent[2:4]] == ["sunny", "Error: [image 1 of the next message]"]
     assert [part["type"] for part in sent[4]["content"]] == ["image_url", "text"]
     assert body["tool_choice"] == "required"
     assert body["tools"][0]["function"]["parameters"] == WEATHER["input_schema"]

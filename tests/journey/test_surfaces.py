@@ -5,7 +5,10 @@ The corpus and the expected cells are tests/surfaces.py, from which docs/api.md 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,7 +24,7 @@ from gateway.settings import CAPABILITIES, DeploymentSettings
 from gateway.wire.types import opened
 from tests.journey.conftest import OpenWorld
 from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Own, Refused
-from tests.world import Reply, World, deployment
+from tests.world import Finish, Reply, Tokens, World, deployment
 
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 _USER = [{"role": "user", "content": QUESTION}]
@@ -219,6 +222,11 @@ async def test_a_beginning_of_the_answer_goes_to_a_deployment_that_goes_on_with_
         ("responses", {"text": {"mood": "good"}}, "text.mood"),
         ("responses", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
         ("messages", {"thinking": {"type": "between_tools"}}, "thinking.type"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "search_result", "content": ["x"]}]}]},
+            "messages[0].content[0].content[0]",
+        ),
         ("messages", {"messages": [*_USER, {"role": "assistant", "content": [_CALLED]}]}, "messages[1].content"),
     ],
 )
@@ -242,6 +250,132 @@ async def test_a_message_that_no_check_expects_is_refused(open_a_world: OpenWorl
     ):
         refused = await world.ask(path=path, raw=f'{{"model": "mock", "max_tokens": 5, {more}}}'.encode())
         assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
+
+
+def _tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "description": "Looks", "input_schema": {"type": "object", "properties": {}}, **more}
+
+
+def _picture(data: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def _result(id: str, *content: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "tool_result",
+        "tool_use_id": id,
+        "content": [{"type": "text", "text": "Error rate"}, *content],
+        **more,
+    }
+
+
+_CALLS = [{"type": "tool_use", "id": id, "name": id, "input": {"cache_control": 1}} for id in ("a", "b")]
+_DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+_THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
+_WHOLE: dict[str, Any] = {
+    "system": [{"type": "text", "text": "Be kind"}, {"type": "text", "text": "Be brief"}],
+    "tools": [_tool("a", defer_loading=True), _tool("b", input_examples=[{"cache_control": 1}])],
+    "tool_choice": {"type": "any"},
+    "messages": [
+        {"role": "user", "content": [_DOCUMENT, {"type": "text", "text": QUESTION}, _picture("aGk=")]},
+        {"role": "assistant", "content": [_THOUGHT, {"type": "text", "text": "one"}, *_CALLS]},
+        {
+            "role": "user",
+            "content": [_result("a", _picture("aGk="), is_error=True), _result("b"), {"type": "text", "text": "D"}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
+        {"role": "user", "content": [{"type": "text", "text": "D"}]},
+    ],
+}
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """`value` with one difference each: a part less, another leaf, a field more, or a block moved behind the next."""
+    if isinstance(value, dict):
+        yield {**value, "further": 1}
+        for name, item in value.items():
+            if name != "content":  # no content and an empty one are the same
+                yield {key: one for key, one in value.items() if key != name}
+            yield from ({**value, name: other} for other in _others(item))
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            yield [*value[:at], *value[at + 1 :]]
+            yield [*value[:at], *value[at + 1 : at + 2], item, *value[at + 2 :]]
+            yield from ([*value[:at], other, *value[at + 1 :]] for other in _others(item))
+    else:
+        yield f"{value}b" if isinstance(value, str) else value + 1 if type(value) is int else not value
+
+
+def _moved(messages: list[Any]) -> Iterator[Any]:
+    """A block of any turn, or of a result in it, in another turn or result."""
+    for source, target in itertools.permutations(range(len(messages)), 2):
+        for at, block in enumerate(messages[source]["content"]):
+            moved = copy.deepcopy(messages)
+            del moved[source]["content"][at]
+            moved[target]["content"].insert(0, block)
+            yield moved
+    swapped = copy.deepcopy(messages)
+    first, second = swapped[2]["content"][:2]
+    second["content"].append(first["content"].pop())
+    yield swapped
+
+
+async def test_messages_that_differ_share_no_cached_answer(open_a_world: OpenWorld) -> None:
+    """Wherever they do, but in marks of a prompt's cache, also where a chat completion would say the same of both."""
+    models = {"mock": {"deployments": [deployment("able", capabilities=sorted(CAPABILITIES))]}}
+    world = await open_a_world(models=models)
+    bodies = [_WHOLE, *_others(_WHOLE), *({**_WHOLE, "messages": one} for one in _moved(_WHOLE["messages"]))]
+    bodies += [{**_WHOLE, "tools": [_tool("a"), {**_WHOLE["tools"][1], "defer_loading": True}]}]
+    plain = {**_WHOLE, "tools": [_tool("a", defer_loading=True), _tool("b")]}
+    bodies += [plain, *_others(plain), *({**plain, "messages": one} for one in _moved(plain["messages"]))]
+    told: dict[str, Any] = {}
+    for raw in dict.fromkeys(json.dumps(body, sort_keys=True) for body in bodies):
+        world.backends["able"].plays(f"Answer {len(told)}", Finish(), Tokens())
+        reply = await ask(world, "messages", json.loads(raw))
+        if reply.status == 200:
+            assert told.setdefault(said_by(reply)[0], raw) == raw
+    assert len(told) > 100
+    marked = json.dumps({"model": "mock", **_ASKED["messages"], **plain}).replace(
+        '"D"', '"D", "cache_control": {"type": "x"}', 1
+    )
+    for sent in (marked, marked.replace("cache_", "cache\\u005f")):
+        assert (await world.ask(path=PATHS["messages"], raw=sent.encode())).cache == "exact"
+
+
+async def test_a_picture_stays_with_its_result(open_a_world: OpenWorld) -> None:
+    """A chat completion has it in the next message, and the result refers to it."""
+    world = await open_a_world(models=_ABLE)
+    kept = set()
+    for first, second in (("ab", ""), ("a", "b"), ("", "ab")):
+        results = [_result("a", *map(_picture, first)), _result("b", *map(_picture, second))]
+        fields = {"messages": [*_USER, {"role": "assistant", "content": _CALLS}, {"role": "user", "content": results}]}
+        reply = await ask(world, "messages", {**fields, "tools": [_tool("a"), _tool("b")]})
+        kept.add((reply.status, reply.cache))
+    assert kept == {(200, "miss")}
+
+
+async def test_a_schema_and_biases_are_no_part_of_the_prompt(open_a_world: OpenWorld) -> None:
+    """However long they are, they fill no context."""
+    models = {"mock": {"deployments": [deployment("able", capabilities=sorted(CAPABILITIES), context_tokens_max=4000)]}}
+    world = await open_a_world(models=models)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"description": "x" * 100_000}}}
+    biases = {str(token): 1 for token in range(9_000)}
+    for fields in ({"response_format": schema}, {"logit_bias": biases}):
+        assert (await ask(world, "chat", fields)).status == 200
+    assert (await ask(world, "chat", {"messages": [{"role": "user", "content": "x" * 100_000}]})).status == 400
+
+
+@pytest.mark.parametrize("depth", [300, 500, 700, 900])
+async def test_what_is_nested_too_deeply_is_refused_or_answered(world: World, depth: int) -> None:
+    """It is never an error of the gateway's own."""
+    deep = json.loads("[" * depth + "]" * depth)
+    call = {"type": "tool_use", "id": "a", "name": "a", "input": {"a": deep}}
+    for fields in (
+        {"messages": [*_USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [_result("a")]}]},
+        {"tools": [_tool("a", input_schema={"const": deep})]},
+        {"system": [{"type": "text", "text": "x", "further": deep}]},
+    ):
+        assert (await ask(world, "messages", fields)).status in (200, 400)
 
 
 async def test_another_deployment_honours_what_the_first_cannot(open_a_world: OpenWorld) -> None:
