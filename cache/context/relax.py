@@ -46,8 +46,11 @@ def relaxed(
     messages = body.get("messages")
     if found.text is None or not isinstance(messages, list):
         return found
-    with read_for(found.partition):
-        made = _relaxed(found, body, messages, keyed, patterns)
+    try:
+        with read_for(found.partition):
+            made = _relaxed(found, body, messages, keyed, patterns)
+    except (ValueError, RecursionError):  # the arguments of a call are deeper as a value than as a text
+        return found
     context = "\n".join(text for turn in messages[:-1] for text in _texts_of(turn))
     return msgspec.structs.replace(made, context=context) if 0 < len(context) <= CONTEXT_CHARS_MAX else made
 

@@ -238,6 +238,8 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
         error = ReaderStalled(error.stall_s)
     elif isinstance(error, asyncio.CancelledError):
         error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
+    elif isinstance(error, RecursionError):  # decoded, and too deep for what reads it then
+        error = BadRequest("The body is nested too deeply", code="invalid_json")
     elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
     elif isinstance(error, SQLAlchemyError | ConnectionError):

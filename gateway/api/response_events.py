@@ -18,7 +18,7 @@ from gateway.api.memory import Keeping
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
 from gateway.wire.chunks import read
-from gateway.wire.errors import ApiError, error_object
+from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, Usage
 
 
@@ -169,8 +169,8 @@ class Response(EventRenderer):
             self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
             self._tell("response.failed", response=self._response)
             return self._taken()
-        flat = {"code": error.error_code, "message": error.message, "param": error.param}
-        self._tell("error", **flat, **error_object(error.message, error.type, error.param, error.error_code))
+        told = msgspec.json.decode(error.body())["error"]  # a deployment's own, where it has one
+        self._tell("error", **{name: told.get(name) for name in ("code", "message", "param")}, error=told)
         return self._taken()
 
     def _tell(self, event: str, **fields: Any) -> None:

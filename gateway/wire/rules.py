@@ -6,10 +6,12 @@ answers with, whose `param` and `code` these have. Pure. Knows no deployments.
 """
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from gateway.wire.errors import BadRequest
-from gateway.wire.requests import json_name
+from gateway.wire.requests import convert, json_name
 from gateway.wire.types import CHAT, Kind
 
 _STOPS_MAX = 4
@@ -68,10 +70,10 @@ def _check_tools(body: dict[str, Any]) -> None:
                     f"Invalid '{param}': another tool is named '{name}'.", param=param, code="invalid_value"
                 )
             names.add(name)
-    _check_choice(body.get("tool_choice"), names)
+    _check_choice(body.get("tool_choice"), names, tools or [])
 
 
-def _check_choice(choice: Any, names: set[Any]) -> None:
+def _check_choice(choice: Any, names: set[Any], tools: list[dict[str, Any]]) -> None:
     if isinstance(choice, str) and choice not in _CHOICES:
         raise _unknown("tool_choice", choice, _CHOICES)
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -79,6 +81,18 @@ def _check_choice(choice: Any, names: set[Any]) -> None:
         if name not in names:
             message = f"Tool choice '{name}' not found in 'tools' parameter."
             raise BadRequest(message, param="tool_choice", code="invalid_value")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed: _Allowed = convert(choice.get("allowed_tools", {}), _Allowed, "tool_choice.allowed_tools")
+        for one in allowed.tools:
+            if one.get("type") not in [tool.get("type") for tool in tools]:
+                message = "'tool_choice.allowed_tools.tools' has a tool of a type that 'tools' does not have."
+                raise BadRequest(message, param="tool_choice", code="invalid_value")
+            _check_choice(one, names, tools)
+
+
+class _Allowed(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 
 def _check_format(format: dict[str, Any] | None) -> None:

@@ -46,6 +46,18 @@ BROKEN: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function.name", "missing_required_parameter"),
     ({"tools": [_tool("look")], "tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"tools": [_tool("look")], "tool_choice": _tool("find")}, "tool_choice", "invalid_value"),
+    *(
+        ({"tools": [_tool("look")], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, param, code)
+        for allowed, param, code in (
+            (5, "tool_choice.allowed_tools", "invalid_type"),
+            ({"mode": "auto", "tools": ["x"]}, "tool_choice.allowed_tools.tools[0]", "invalid_type"),
+            ({"mode": 5, "tools": [_tool("look")]}, "tool_choice.allowed_tools.mode", "invalid_type"),
+            ({"mode": "none", "tools": [_tool("look")]}, "tool_choice.allowed_tools.mode", "invalid_value"),
+            ({"mode": "required", "tools": [_tool("find")]}, "tool_choice", "invalid_value"),
+            ({"mode": "required", "tools": [{"type": "custom"}]}, "tool_choice", "invalid_value"),
+            ({"mode": "auto", "tools": [_tool(["f"])]}, "tool_choice.function.name", "invalid_type"),
+        )
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
     (

@@ -51,7 +51,9 @@ class AnthropicBackend(OpenAIBackend):
             native=native,
         )
         (chunks,) = [chunks async for chunks in self.stream(asked)]
-        counted: int = msgspec.json.decode(chunks[0].data)["input_tokens"]
+        counted = msgspec.json.decode(chunks[0].data)["input_tokens"]
+        if type(counted) is not int or counted < 0:
+            raise KeyError("input_tokens")
         return counted
 
     def _own_fields(self) -> dict[str, tuple[str, str]]:
