@@ -98,9 +98,8 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
 async def cancel_batch(parts: AdminParts, batch_id: str, client: str, way: str) -> models.BatchOut:
     """Begin to cancel a batch of any team. Raises NotFound, InUse if it has ended, and sqlalchemy's errors."""
     batch = await parts.batches.get(None, batch_id)
-    if batch.ended_at_s is None:
-        await parts.audit.add(parts.audit_row(BATCH_CANCELLED, batch.id, client, way, batch.team_id))
-    await parts.batches.cancel(batch.team_id, batch.id)
+    row = parts.audit_row(BATCH_CANCELLED, batch.id, client, way, batch.team_id)
+    await parts.batches.cancel(batch.team_id, batch.id, row)
     return views.batch_out(await parts.batches.get(batch.team_id, batch.id), await parts.accounts.list_teams())
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import smtplib
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from email.errors import MessageError
 from email.message import EmailMessage
 from email.policy import SMTP
 from email.utils import formatdate
 from typing import Any
-
-import msgspec
 
 from gateway.alerts.webhook import DeliveryFailed
 from gateway.settings import AlertSettings
@@ -28,6 +29,7 @@ from policies.durations import duration_s
 _TIMEOUT_S = 10.0
 _PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _SUBJECT_CHARS_MAX = 200
+_REPLY_BYTES_MAX = 65_536
 
 
 class Mail:
@@ -36,16 +38,18 @@ class Mail:
     def __init__(self, settings: AlertSettings, timeout_s: float = _TIMEOUT_S) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, "mail")  # a slow server takes no thread from others
 
     async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
         """Send the alert in `body`, JSON, dated `at_s`, unix seconds. Raises DeliveryFailed."""
         talk = _Talk(self._settings, self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
-                refused = await asyncio.to_thread(talk.run, message_of(self._settings, message_id, at_s, body))
+                message = message_of(self._settings, message_id, at_s, body)
+                refused = await asyncio.get_running_loop().run_in_executor(self._thread, talk.run, message)
         except TimeoutError:
             raise DeliveryFailed(f"no answer within {duration_s(self._timeout_s)}") from None
-        except (smtplib.SMTPException, OSError, ValueError) as error:
+        except (smtplib.SMTPException, MessageError, OSError, ValueError) as error:
             raise DeliveryFailed(f"{type(error).__name__}: {error}"[:200]) from None
         finally:
             talk.end()
@@ -53,7 +57,8 @@ class Mail:
             raise DeliveryFailed(f"refused for {', '.join(refused)}; the other recipients have it"[:200], is_final=True)
 
     def aclose(self) -> None:
-        """Nothing stays open between deliveries."""
+        """Let the thread end."""
+        self._thread.shutdown(wait=False)
 
 
 class _Talk:
@@ -62,22 +67,17 @@ class _Talk:
     def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
-        self._client: smtplib.SMTP | None = None
+        self._line: socket.socket | None = None
         self._is_over = threading.Event()
 
     def run(self, message: EmailMessage) -> list[str]:
         """Send `message`. Returns the recipients that the server refused; raises if it refused all."""
         settings, host = self._settings, self._settings.smtp_host or ""
         tls = None if settings.smtp_tls == "none" else ssl.create_default_context()
-        client: smtplib.SMTP = smtplib.SMTP(timeout=self._timeout_s)
-        if tls is not None and settings.smtp_tls == "tls":
-            client = smtplib.SMTP_SSL(timeout=self._timeout_s, context=tls)
+        client = _Client(self, self._timeout_s, tls if settings.smtp_tls == "tls" else None)
         client._host = host  # type: ignore[attr-defined]  # of the certificate; its constructor would connect
-        self._client = client
         try:
             client.connect(host, settings.smtp_port or _PORTS[settings.smtp_tls])
-            if self._is_over.is_set():
-                raise TimeoutError
             if tls is not None and settings.smtp_tls == "starttls":
                 client.starttls(context=tls)
             if settings.smtp_user is not None:
@@ -89,13 +89,45 @@ class _Talk:
         finally:
             client.close()
 
+    def began(self, connection: socket.socket) -> None:
+        """`connection` is made, and not in use yet. Raises TimeoutError after `end`."""
+        self._line = connection.dup()  # TLS detaches the socket itself
+        if self._is_over.is_set():
+            raise TimeoutError
+
     def end(self) -> None:
-        """Let no call of the thread wait any longer."""
+        """Let no call of the thread wait any longer, nor send anything."""
         self._is_over.set()
-        connection = None if self._client is None else self._client.sock
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        if self._line is not None:
+            with contextlib.suppress(OSError), self._line:
+                self._line.shutdown(socket.SHUT_RDWR)
+
+
+class _Client(smtplib.SMTP):
+    """A client that shows `talk` its connection, and has a limit on the bytes of a reply. `tls`: from the start."""
+
+    def __init__(self, talk: _Talk, timeout_s: float, tls: ssl.SSLContext | None) -> None:
+        super().__init__(timeout=timeout_s)
+        self._talk = talk
+        self._tls = tls
+
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+        connection = socket.create_connection((host, port), timeout)
+        self._talk.began(connection)
+        return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=host)
+
+    def getreply(self) -> tuple[int, bytes]:
+        """The code and the text of a reply (RFC 5321, 4.2.1); -1 where it has no code. Raises SMTPServerDisconnected."""
+        if self.file is None and self.sock is not None:
+            self.file = self.sock.makefile("rb")
+        texts, left = list[bytes](), _REPLY_BYTES_MAX
+        while self.file is not None and (line := self.file.readline(left)).endswith(b"\n"):
+            left -= len(line)
+            texts.append(line[4:].strip())
+            if line[3:4] != b"-" or not line[:3].isdigit():
+                return int(line[:3]) if line[:3].isdigit() else -1, b"\n".join(texts)
+        self.close()
+        raise smtplib.SMTPServerDisconnected(f"The connection ended within a reply, or it has {_REPLY_BYTES_MAX} bytes")
 
 
 def _password(settings: AlertSettings) -> str:
@@ -107,16 +139,17 @@ def _password(settings: AlertSettings) -> str:
 
 def message_of(settings: AlertSettings, message_id: str, at_s: float, body: bytes) -> EmailMessage:
     """The e-mail of an alert; a repetition has the same Message-ID."""
-    data: dict[str, Any] = msgspec.json.decode(body)["data"]
+    data: dict[str, Any] = json.loads(body)["data"]
     sender = settings.mail_from or ""
     message = EmailMessage(policy=SMTP)
     message["From"], message["To"] = sender, ", ".join(settings.mail_to)
     message["Date"] = formatdate(at_s)
     message["Message-ID"] = f"<{message_id}@{sender.rpartition('@')[2]}>"
     message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no answers of absent recipients
-    # a control character, as a line's end is one, would begin another header
-    subject = "".join(c if c.isprintable() else " " for c in data["text"])
+    # a control character, as a line's end is one, would begin another header, and so would one in an encoded word
+    subject = "".join(c if c.isprintable() else " " for c in data["text"]).replace("=?", "= ?")
     message["Subject"] = f"Sameway: {subject}"[:_SUBJECT_CHARS_MAX]
     lines = [f"{name}: {value}" for name, value in data.items() if name != "text" and value is not None]
-    message.set_content("\n".join([data["text"], "", *lines, ""]))
+    text = "\n".join([data["text"], "", *lines, ""])
+    message.set_content(text.encode(errors="replace").decode())  # of a lone surrogate
     return message

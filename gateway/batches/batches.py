@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
+from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.batches.files import INPUT, LIVE, File, Files, completed, new_object_id
 from gateway.batches.lines import EXPIRED, LineRefused, LineSpan
@@ -187,16 +188,21 @@ class Batches:
         return count, max(0, int(lines))
 
     @uncancelled
-    async def cancel(self, team_id: int, batch_id: str) -> None:
-        """Begin to cancel a team's batch; one that is being cancelled stays so. Raises NotFound, InUse."""
+    async def cancel(self, team_id: int, batch_id: str, row: AuditRow | None = None) -> None:
+        """Begin to cancel a team's batch, which `row` records; one that is being cancelled stays so.
+
+        Raises NotFound, InUse.
+        """
         batch = await self.get(team_id, batch_id)
         async with self._database.writing() as connection:
             changed = await connection.execute(
                 sa.update(_batches)
-                .where(_batches.c.id == batch.id, _batches.c.status.in_(LIVE))
-                .values(status="cancelling", cancelling_at_s=sa.func.coalesce(_batches.c.cancelling_at_s, self.clock()))
+                .where(_batches.c.id == batch.id, _batches.c.status.in_(LIVE), _batches.c.status != "cancelling")
+                .values(status="cancelling", cancelling_at_s=self.clock())
             )
-        if not changed.rowcount:
+            if changed.rowcount and row is not None:
+                await connection.execute(inserted(row))
+        if not changed.rowcount and (batch := await self.get(team_id, batch_id)).status not in LIVE:
             raise InUse(f"The batch has ended: its status is {batch.status}")
 
     @uncancelled

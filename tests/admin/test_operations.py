@@ -120,7 +120,7 @@ async def test_an_unknown_deployment_or_act_is_refused(world: World, client: Asy
 
 
 async def test_a_batch_is_cancelled_by_an_operator(world: World, client: AsyncClient) -> None:
-    """Of any team, on the page and by the API; each is audited, and one that has ended is refused without a row."""
+    """Of any team, on the page and by the API; each is audited once, and one that has ended is refused without a row."""
     batches, ids = world.admin.batches, []
     for name in ("one", "two"):
         team = await world.admin.accounts.create_team(name)
@@ -128,6 +128,8 @@ async def test_a_batch_is_cancelled_by_an_operator(world: World, client: AsyncCl
     assert await batches.left() == (2, 2)
     reply = await client.post(f"/admin/api/batches/{ids[0]}/cancel")
     assert (reply.status_code, reply.json()["status"], reply.json()["team"]) == (200, "cancelling", "one")
+    again = await client.post(f"/admin/api/batches/{ids[0]}/cancel")
+    assert (again.status_code, again.json()["status"]) == (200, "cancelling")
     cookies, own = {COOKIE: world.session}, {"origin": "http://127.0.0.1"}
     page = (await client.get("/admin/batches", cookies=cookies)).text
     assert f"/admin/batches/{ids[1]}/cancel" in page

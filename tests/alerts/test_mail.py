@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import email
 import email.policy
 import json
+import random
 import ssl
 import subprocess
 from dataclasses import dataclass, field
 from email.message import EmailMessage
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from gateway.alerts.mail import Mail
+from gateway.alerts.mail import Mail, message_of
 from gateway.alerts.watch import DELAYED, DELIVERED, LOST
 from gateway.alerts.webhook import DeliveryFailed
 from gateway.settings import AlertSettings
@@ -44,7 +46,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Server:
-    """An SMTP server that keeps what it took. `refusals` answer RCPT; `mode` is one of `smtp_tls`, or `silent`."""
+    """An SMTP server that keeps what it took. `refusals` answer RCPT; `mode` is one of `smtp_tls`, `silent`, `flood` or `drip`."""
 
     tls: ssl.SSLContext
     mode: str = "none"
@@ -53,6 +55,7 @@ class Server:
     seen: list[bytes] = field(default_factory=list)
     mails: list[EmailMessage] = field(default_factory=list)
     logins: list[str] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> Server:
         tls = self.tls if self.mode == "tls" else None
@@ -77,13 +80,20 @@ class Server:
             await reader.read()
             return
         writer.write(b"220 here\r\n")
+        with contextlib.suppress(ConnectionError):
+            while self.mode == "flood":
+                writer.write((b"250-" + b"x" * 4000 + b"\r\n") * 20)
+                await writer.drain()
         while line := await reader.readline():
             self.seen.append(line)
             word = line.split()[0].upper()
             if word == b"EHLO":
-                more = b"250-STARTTLS\r\n" if self.mode == "starttls" else b""
+                more = b"250-STARTTLS\r\n" if self.mode in ("starttls", "drip") else b""
                 writer.write(b"250-here\r\n" + more + b"250 AUTH PLAIN\r\n")
             elif word == b"STARTTLS":
+                if self.mode == "drip":
+                    await self._drip(writer)
+                    return
                 writer.write(b"220 go\r\n")
                 await writer.start_tls(self.tls)
             elif word == b"AUTH":
@@ -101,6 +111,21 @@ class Server:
                 return
             else:
                 writer.write(b"250 ok\r\n")
+
+    async def _drip(self, writer: asyncio.StreamWriter) -> None:
+        """A handshake over the client's time-out of 0.5 s, each step within it, and then an endless reply."""
+        try:
+            await asyncio.sleep(0.3)
+            cast(asyncio.ReadTransport, writer.transport).pause_reading()  # TLS gets the client's part
+            writer.write(b"220 go\r\n")
+            await asyncio.sleep(0.4)
+            await writer.start_tls(self.tls)
+            while True:
+                writer.write(b"2")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        finally:
+            self.left.set()
 
 
 @pytest.fixture
@@ -171,6 +196,44 @@ async def test_no_text_begins_a_header(server: Server) -> None:
     assert [line for line in server.seen if line.startswith(b"rcpt")] == [b"rcpt TO:<ops@here.example>\r\n"]
 
 
+def test_any_text_leaves_the_headers_as_they_are() -> None:
+    """Encoded words (RFC 2047), controls and lone surrogates add no header, and the body has the text as given."""
+    given = AlertSettings(smtp_host="h.example", mail_from="a@b.example", mail_to=["c@d.example"])
+    chance, evil = random.Random(1), "=?utf-8?q?x=0D=0AReply-To:_evil@x.example=0D=0A=0D=0Ay?="
+    words = [
+        "=?",
+        "utf-8",
+        "?q?",
+        "?b?",
+        "?=",
+        "=0A",
+        "=",
+        "?",
+        " ",
+        "\n",
+        "é",
+        "😀",
+        "\ud800",
+        "\0",
+        '"',
+        "(",
+        "x" * 90,
+        ":",
+        "DQo=",
+    ]
+    texts = [evil, f"={evil}", f"of team {evil} and", *("".join(chance.choices(words, k=20)) for _ in range(100))]
+    for text in texts:
+        message = message_of(given, "msg_1", 0, json.dumps({"data": {"text": text, "user": text}}).encode())
+        head, _, _ = message.as_bytes().partition(b"\r\n\r\n")
+        names = [line.partition(b":")[0] for line in head.split(b"\r\n") if not line.startswith((b" ", b"\t"))]
+        assert sorted(names) == sorted(name.encode() for name in message)
+        assert len(names) == len(set(names)) == 9
+        read = email.message_from_bytes(message.as_bytes(), policy=email.policy.default)
+        shown = text.replace("\ud800", "?")
+        assert read.get_content().replace("\r\n", "\n") == f"{shown}\n\nuser: {shown}\n"  # type: ignore[attr-defined]
+        assert read["subject"].startswith("Sameway:")
+
+
 async def test_a_silent_server_delays_neither_the_loop_nor_the_webhook(
     server: Server, place: Place, receiver: Receiver
 ) -> None:
@@ -187,13 +250,38 @@ async def test_a_silent_server_delays_neither_the_loop_nor_the_webhook(
     await place.spend(500_000)
     async with server:
         ticking = asyncio.create_task(tick())
-        await place.worker(receiver.url, **settings(server, smtp_tls="none")).step()
+        worker = place.worker(receiver.url, **settings(server, smtp_tls="none"))
+        await worker.step()
         ticking.cancel()
-        await asyncio.get_running_loop().shutdown_default_executor()
-    assert ticks > 10
-    assert receiver.marks == [("budget.threshold_reached", 50)]
-    assert place.outcomes == [("webhook", DELIVERED), ("email", DELAYED)]
-    assert (await place.redis.zcard(QUEUE), await place.redis.zcard(MAIL)) == (0, 1)
+        assert ticks > 10
+        assert receiver.marks == [("budget.threshold_reached", 50)]
+        assert place.outcomes == [("webhook", DELIVERED), ("email", DELAYED)]
+        assert (await place.redis.zcard(QUEUE), await place.redis.zcard(MAIL)) == (0, 1)
+        server.mode = "none"
+        place.now_s += 5
+        await worker.step()
+    assert place.outcomes[2:] == [("email", DELIVERED)]
+
+
+async def test_nothing_goes_on_after_the_time_out(server: Server) -> None:
+    """A server that is slow in the handshake loses its connection, and the thread is free for the next e-mail."""
+    server.mode = "drip"
+    async with server:
+        one = mail(server, 0.5, smtp_tls="starttls", smtp_host="localhost")
+        with pytest.raises(DeliveryFailed, match="no answer"):
+            await one.deliver("msg_1", 0, BODY)
+        await asyncio.wait_for(server.left.wait(), 20)
+        server.mode = "starttls"
+        await mail(server, smtp_host="localhost").deliver("msg_2", 0, BODY)
+    assert [found["message-id"] for found in server.mails] == ["<msg_2@here.example>"]
+
+
+async def test_a_reply_without_an_end_is_refused(server: Server) -> None:
+    """Before it fills the memory, and before the time-out."""
+    server.mode = "flood"
+    async with server:
+        with pytest.raises(DeliveryFailed, match="65536 bytes"):
+            await mail(server, smtp_tls="none").deliver("m", 0, BODY)
 
 
 async def test_an_email_is_tried_again_for_a_day_and_is_counted(server: Server, place: Place, redis: Redis) -> None:
