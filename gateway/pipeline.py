@@ -190,7 +190,9 @@ class Pipeline:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
         partition = partition_of(self.settings.secret, identity.team.id)
         try:
-            apart = turn.kind.name if turn.kind.is_plain else None if turn.native is None else turn.native.apart
+            apart = None if turn.native is None else turn.native.apart
+            if turn.kind.is_plain:  # events and a whole answer are different bytes
+                apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
             return fingerprint(turn.body, partition, turn.controls.namespace, self.settings.cache.key_fields, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
@@ -354,9 +356,9 @@ class Pipeline:
         # decision: hits-cost-no-tokens
         taking = self.limits.take_tokens(turn.demand, identity)
         try:
-            if generation.alias.unpriced and identity.has_hard_money:
+            if identity.has_hard_money and (unpriced := generation.alias.unpriced_for(turn.demand)):
                 raise BadRequest(
-                    f"The model `{shown(generation.alias.unpriced)}` has no known price, and team {identity.team.name} "
+                    f"The model `{shown(unpriced)}` has no known price, and team {identity.team.name} "
                     "has a hard budget: ask for another model, or set `price` of its deployment",
                     param="model",
                     code="price_unknown",
@@ -402,7 +404,7 @@ class Pipeline:
                 alias.check(turn.body, turn.demand, turn.kind)
             except ApiError:
                 continue
-            if not (alias.unpriced and identity.has_hard_money):
+            if not (identity.has_hard_money and alias.unpriced_for(turn.demand)):
                 return alias
         return None
 

@@ -171,14 +171,16 @@ class PriceSettings(_Section):
     request_usd: float = Field(0.0, ge=0, description="USD for each request, in addition to its tokens")
     image_usd: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
-        description="USD for an image whose answer reports no tokens, by `quality/size`, size or quality, such as "
+        description="USD for an image whose answer reports no priced tokens, by `quality/size`, size or quality, such as "
         "`hd/1024x1024`; `default`: any other; of a size `auto` the dearest",
     )
     characters_usd_per_m: float | None = Field(
-        None, ge=0, description="USD for a million characters of speech, where its answer reports no tokens"
+        None, ge=0, description="USD for a million characters of speech, where its answer reports no priced tokens"
     )
     audio_minute_usd: float | None = Field(
-        None, ge=0, description="USD for a minute of sound that is written down, where its answer reports no tokens"
+        None,
+        ge=0,
+        description="USD for a minute of sound that is written down, where its answer reports no priced tokens",
     )
     batch_factor: float = Field(
         1.0, gt=0, le=1, description="the share of the price that a line of a batch costs here, such as 0.5"

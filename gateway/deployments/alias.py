@@ -95,7 +95,7 @@ class Alias:
         request is valid, its alias takes no other request. Raises BadRequest.
         """
         if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
-            raise self._refusal(reserved(body))
+            raise self._refusal([one for one in reserved(body) if one.name in demand.reserved])
         if self.has_engine:
             check_rules(body, kind)
 
@@ -107,6 +107,11 @@ class Alias:
         first = next(one for one in found if one.name in in_the_way)
         is_unpriced = any(first.name in map(canonical, d.settings.allow_fields) for d in self.deployments.values())
         return _not_allowed(first, self.name, is_unpriced=is_unpriced)
+
+    def unpriced_for(self, demand: Demand) -> str:
+        """The first model without a known price for a request, such as for images beside one for speech; empty: none."""
+        lacking = (d.model or d.name for d in self.deployments.values() if demand.measure and d.lacks_price(demand))
+        return self.unpriced or next(lacking, "")
 
     def worst_case_microusd(self, demand: Demand, output_tokens: int | None = None) -> int:
         """The longest answer, or one of `output_tokens`, at the highest price: what budgets hold."""

@@ -94,7 +94,7 @@ class Deployment:
         """The cost of the tokens of a request, in µUSD."""
         cost = (self._price(demand) if demand.tier else self.price).cost(tokens)
         if demand.units > 1 or demand.measure:
-            has_tokens = tokens.prompt or tokens.completion
+            has_tokens = cost > self.price.request_microusd  # tokens without a price leave that of the units
             cost += 0 if demand.measure and has_tokens else self._of_units(demand, tokens.units)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
@@ -111,6 +111,12 @@ class Deployment:
         if demand.units > 1 or demand.measure:
             cost += self._of_units(demand)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
+
+    def lacks_price(self, demand: Demand) -> bool:
+        """Whether other kinds of requests have a price here, and the units of this one have none."""
+        price = self.price
+        is_free = not (price.input_microusd_per_mtok or price.output_microusd_per_mtok or price.request_microusd)
+        return is_free and bool(price.units) and price.unit(demand.measure) is None
 
     def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
         """The cost of the units of a request beside its tokens: those `reported`, if any, and no more than it allows."""

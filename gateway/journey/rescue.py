@@ -75,7 +75,7 @@ def said_in(turn: Turn, chunks: Sequence[Chunk]) -> Said | None:
 
 def _is_continued(turn: Turn) -> bool:
     body = turn.body
-    if turn.demand.choices != 1 or any(body.get(name) for name in _UNCONTINUED):
+    if turn.kind.is_plain or turn.demand.choices != 1 or any(body.get(name) for name in _UNCONTINUED):
         return False
     if any(body.get(name) not in (None, False) for name in _LOGPROBS) or any(
         name.startswith("guided_") for name in body

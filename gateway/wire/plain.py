@@ -7,7 +7,7 @@ least its tokens and units.
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -56,6 +56,7 @@ class _Plain(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: None = None
     messages: None = None
+    own: ClassVar[frozenset[str]] = frozenset()  # fields with another meaning than the reserved ones of their names
 
     def sizes(self) -> list[tuple[float, int]]:
         """The expected tokens, and the most, of each input that a model reads apart. Raises BadRequest."""
@@ -72,7 +73,7 @@ class _Plain(msgspec.Struct, kw_only=True):
             needs=frozenset({_OF[type(self)].name}),
             prompt_tokens_min=0,  # some providers cut a long text, and the others refuse it themselves
             prompt_tokens_max=sum(most for _, most in sizes) + marks,
-            reserved=reserved_names(body),
+            reserved=reserved_names(body) - self.own,
             units=self.units,
             measure=self.measure,
         )
@@ -214,6 +215,7 @@ class SpeechRequest(_Plain, kw_only=True):
     input: Annotated[str, Meta(min_length=1)]
     voice: Any
     instructions: str | None = None
+    own = frozenset({"speed"})  # of the voice
 
     def sizes(self) -> list[tuple[float, int]]:
         return [_size(self.input), _size(self.instructions or "")]

@@ -41,6 +41,7 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
         "pair": {
             "deployments": [deployment(url, "broken", "mock?status=503", priority=1), deployment(url, "well")],
         },
+        "muddled": one("muddled", "gpt-image-1", {"image_usd": {"default": 0.02}, "audio_minute_usd": 0.006}),
         "talks": one("talk", capabilities=["tools"]),
     }
     folder: Path = tmp_path_factory.mktemp("media")
@@ -106,6 +107,20 @@ def test_images_come_as_events(client: OpenAI, gateway: Gateway) -> None:
     assert record(gateway, reply.http_response)["cost_microusd"] == 40_015
 
 
+def test_units_are_charged_where_tokens_have_no_price(client: OpenAI) -> None:
+    """An answer that counts tokens is not free beside a price of images."""
+    reply = client.images.with_raw_response.generate(model="muddled", prompt="a red fox", n=2)
+    assert reply.headers["x-sameway-cost-usd"] == "0.040000"
+
+
+def test_an_image_stream_that_breaks_off_says_so(gateway: Gateway) -> None:
+    """No deployment can go on with it: the stream ends with the deployment's failure, not the gateway's."""
+    asked = {"model": "cut", "prompt": "a red fox", "stream": True}
+    reply = httpx.post(f"{gateway.base_url}/images/generations", json=asked, headers=HEADERS, timeout=30)
+    assert "partial_image" in reply.text
+    assert '"upstream_broken"' in reply.text
+
+
 def test_speech_streams_to_a_file_and_repeats(client: OpenAI, gateway: Gateway, tmp_path: Path) -> None:
     """A text with a voice is bytes of the upstream's type; the same again is an exact hit that costs nothing."""
     asked: dict[str, Any] = {"model": "speaker", "voice": "alloy", "input": "Hello there! " * 200}
@@ -118,6 +133,8 @@ def test_speech_streams_to_a_file_and_repeats(client: OpenAI, gateway: Gateway, 
     other = client.audio.speech.with_raw_response.create(**{**asked, "voice": "onyx"})
     assert other.headers["x-sameway-cache"] == "miss"
     assert record(gateway, other.http_response)["cost_microusd"] == 39_000  # 2,600 characters at $15 a million
+    faster = client.audio.speech.with_raw_response.create(**{**asked, "speed": 1.25})  # Anthropic's means a price
+    assert faster.headers["x-sameway-cache"] == "miss"
 
 
 def test_speech_that_breaks_off_does_not_look_complete(client: OpenAI) -> None:
@@ -159,10 +176,11 @@ def test_a_form_reaches_the_upstream_as_it_came(client: OpenAI, upstream_process
 
 
 def test_words_come_as_events(client: OpenAI) -> None:
-    """A transcription that streams is passed on event by event, and recorded."""
+    """A transcription that streams is passed on event by event, and recorded; the same without a stream is no such answer."""
     for _ in range(2):
         events = client.audio.transcriptions.create(model="writer", file=("b.wav", WAVE), stream=True)
         assert [event.type for event in events] == ["transcript.text.delta", "transcript.text.done"]
+        assert client.audio.transcriptions.create(model="writer", file=("b.wav", WAVE)).text == "102400 bytes"
 
 
 def test_the_next_deployment_gets_the_same_form(client: OpenAI) -> None:
@@ -242,6 +260,8 @@ def test_a_budget_holds_the_worst_case(gateway: Gateway, client: OpenAI) -> None
     poor = client.with_options(api_key=key)
     with pytest.raises(RateLimitError, match="budget"):
         poor.images.generate(model="pictures", prompt="a red fox")
+    with pytest.raises(BadRequestError, match="no known price"):  # one for characters alone
+        poor.images.generate(model="speaker", prompt="a red fox")
     with pytest.raises(RateLimitError, match="budget"):
         poor.audio.transcriptions.create(model="writer", file=("a.wav", WAVE * 2))
     assert poor.audio.speech.create(model="speaker", voice="alloy", input="Short").content == b"".join(
