@@ -166,7 +166,8 @@ async def test_a_team_finds_nothing_of_anothers(worker: OpenWorker) -> None:
                 assert not any(id in text for id in listed.ids)
         assert [await owner.state() for owner in owners] == before
         for method, template in sorted(_routes(), key=lambda route: (route[0] == "DELETE", -len(route[1]))):
-            body = {"items": [{"role": "user", "content": "x"}], "metadata": {}} if method == "POST" else None
+            items = {"items": [{"role": "user", "content": "x"}]} if template.endswith("/items") else {"metadata": {}}
+            body = items if method == "POST" else None
             asked = [owners[0].ask(method, path, json=body) for path in paths(template, owners[0].ids)]
             statuses = [one.status_code for one in await asyncio.gather(*asked)]
             assert 200 in statuses or 409 in statuses, (method, template)
