@@ -6,11 +6,13 @@ client wrote as a name cannot end a header or a part of the form that is written
 """
 
 import asyncio
+import errno
 import hashlib
 import os
 import re
 import secrets
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
@@ -147,6 +149,8 @@ class Parcel:
         self.size = 0
         self._folder = folder
         self._file: IO[bytes] | None = None
+        self._is_closed = False
+        self._using = threading.Lock()  # a descriptor that is closed under a thread may be another file's next
 
     async def write(self, data: bytes) -> None:
         """Raises StorageFull."""
@@ -156,22 +160,36 @@ class Parcel:
             raise StorageFull(f"The upload could not be kept on the disk: {error.strerror}") from None
 
     def _write(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - `close` does
-        self._file.write(data)
-        self.size += len(data)
+        with self._using:
+            if self._is_closed:
+                return
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - `close` does
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "not all of it was written")
+            self.size += len(data)
 
     async def read(self, start: int, size: int) -> AsyncIterator[bytes]:
-        """`size` bytes from `start` on, in pieces."""
-        while size > 0 and self._file is not None:
-            piece = await asyncio.to_thread(os.pread, self._file.fileno(), min(size, _PIECE_BYTES), start)
+        """`size` bytes from `start` on, in pieces. Raises OSError where they are not there."""
+        while size > 0:
+            piece = await asyncio.to_thread(self._read, start, min(size, _PIECE_BYTES))
             start, size = start + len(piece), size - len(piece)
             yield piece
 
+    def _read(self, start: int, size: int) -> bytes:
+        with self._using:
+            piece = b"" if self._file is None else os.pread(self._file.fileno(), size, start)
+        if not piece:
+            raise OSError(errno.EIO, "the upload is not on the disk any more")
+        return piece
+
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Remove the bytes, once a thread that still uses them, for a piece at most, is done."""
+        with self._using:
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
 
 class FormFiles:
