@@ -128,6 +128,13 @@ def bodies(id: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def body_of(method: str, template: str) -> Any:
+    """A body that the route takes, so that an id is what it refuses; None: it has none."""
+    if method != "POST":
+        return None
+    return {"items": [{"role": "user", "content": "x"}]} if template.endswith("/items") else {"metadata": {}}
+
+
 def _never(text: str) -> str:
     """The text with ids that never were."""
     return _DIGITS.sub("0" * 32, text)
@@ -146,8 +153,9 @@ async def test_a_team_finds_nothing_of_anothers(worker: OpenWorker) -> None:
         before = [await owner.state() for owner in owners]
         for one, other in (owners, owners[::-1]):
             for method, template in _routes():
+                asked = body_of(method, template)
                 for path in paths(template, other.ids):
-                    theirs, never = await one.ask(method, path), await one.ask(method, _never(path))
+                    theirs, never = [await one.ask(method, place, json=asked) for place in (path, _never(path))]
                     assert theirs.status_code in (400, 404), (method, path)
                     assert (theirs.status_code, _never(theirs.text)) == (never.status_code, never.text), (method, path)
             for id in other.ids:
@@ -166,10 +174,10 @@ async def test_a_team_finds_nothing_of_anothers(worker: OpenWorker) -> None:
                 assert not any(id in text for id in listed.ids)
         assert [await owner.state() for owner in owners] == before
         for method, template in sorted(_routes(), key=lambda route: (route[0] == "DELETE", -len(route[1]))):
-            items = {"items": [{"role": "user", "content": "x"}]} if template.endswith("/items") else {"metadata": {}}
-            body = items if method == "POST" else None
-            asked = [owners[0].ask(method, path, json=body) for path in paths(template, owners[0].ids)]
-            statuses = [one.status_code for one in await asyncio.gather(*asked)]
+            asking = [
+                owners[0].ask(method, path, json=body_of(method, template)) for path in paths(template, owners[0].ids)
+            ]
+            statuses = [one.status_code for one in await asyncio.gather(*asking)]
             assert 200 in statuses or 409 in statuses, (method, template)
     finally:
         for owner in owners:
