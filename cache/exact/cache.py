@@ -199,18 +199,21 @@ class ExactCache:
         purges_before, warm, depth = self._l1.purges, b"", 0
         entry, pointer = None, None
         miss: LookupMiss | None = LookupMiss.ABSENT
+        asked = None if self._l1.was_here(fp.exact) else claims  # a script costs Redis thrice
         try:
             # no variable holds a future that may fail: its error would hold this frame, in a cycle
             if links:
                 warmed = [fp.chain[at - 1] for at in links]
                 found, labels = await asyncio.gather(
-                    self._looking(fp, claims, words), self._store.lookup_warm(fp.partition, warmed)
+                    self._looking(fp, asked, words), self._store.lookup_warm(fp.partition, warmed)
                 )
                 hints = ((label, at) for at, label in zip(links, labels, strict=True) if label)
                 warm, depth = next(hints, (b"", 0))
             else:
-                found = await self._looking(fp, claims, words)
-            look = Look(found) if claims is None else self._store.claims.read(fp, found)
+                found = await self._looking(fp, asked, words)
+            if found is None and asked is not claims:  # it is gone
+                asked, found = claims, await self._looking(fp, claims, words)
+            look = Look(found) if asked is None else self._store.claims.read(fp, found)
             if look.data is not None:
                 entry, miss = self._read(look.data, fp, max_age_s, purges_before)
                 if claims is not None and entry is None:

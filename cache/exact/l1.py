@@ -15,6 +15,7 @@ from cache.fingerprint import Partition
 
 _ENTRY_BYTES = 1_000  # of the Python objects around one entry, and around one chunk
 _CHUNK_BYTES = 150
+_LET_GO_MAX = 16_384
 
 
 @dataclass(slots=True)
@@ -37,11 +38,16 @@ class L1:
         self._entries_max = entries_max
         self._bytes_max = bytes_max
         self._entries: OrderedDict[tuple[Partition, bytes], _Held] = OrderedDict()
+        self._let_go_of: dict[bytes, None] = {}  # for want of room, the latest last
         self.size_bytes = 0
         self.purges = 0
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def was_here(self, exact: bytes) -> bool:
+        """Whether the entry was let go for want of room: Redis has it, unless it is gone since."""
+        return exact in self._let_go_of
 
     def lookup(self, partition: Partition, exact: bytes) -> Entry | None:
         found = self._entries.get((partition, exact))
@@ -54,6 +60,7 @@ class L1:
         self._remove((entry.partition, entry.exact))
         size = _ENTRY_BYTES + entry.chunks_bytes + len(entry.chunks) * _CHUNK_BYTES + len(entry.text or "")
         if size > self._bytes_max:
+            self._let_go(entry.exact)
             return
         self._entries[entry.partition, entry.exact] = _Held(entry, size)
         self.size_bytes += size
@@ -76,7 +83,9 @@ class L1:
 
     def _evict(self) -> None:
         while self.size_bytes > self._bytes_max or len(self._entries) > self._entries_max:
-            self._remove(next(iter(self._entries)))
+            key = next(iter(self._entries))
+            self._remove(key)
+            self._let_go(key[1])
 
     def purge(self, purge: Purge, now: float) -> None:
         self.purges += 1
@@ -92,6 +101,12 @@ class L1:
         self.purges += 1
         self._entries.clear()
         self.size_bytes = 0
+
+    def _let_go(self, exact: bytes) -> None:
+        self._let_go_of.pop(exact, None)
+        self._let_go_of[exact] = None
+        if len(self._let_go_of) > _LET_GO_MAX:
+            del self._let_go_of[next(iter(self._let_go_of))]
 
     def _remove(self, key: tuple[Partition, bytes]) -> None:
         found = self._entries.pop(key, None)

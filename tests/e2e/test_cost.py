@@ -22,6 +22,7 @@ from openai import OpenAI
 from redis.asyncio import Redis
 from sqlalchemy import event
 
+from cache.entry import Purge
 from gateway.app import Parts
 from gateway.settings import Settings
 from policies import WindowKind
@@ -199,11 +200,24 @@ async def test_a_long_dialogue(worker: Worker) -> None:
 
 
 async def test_a_hit_from_redis(worker: Worker) -> None:
-    """One command, whole or streamed; no generation, no money."""
+    """One command, whole or streamed; no generation, no money. A script, for another worker may have stored it."""
     await worker.ask("again")
     for stream in (False, True):
         worker.parts.exact._l1.clear()
         assert await worker.cost("again", stream=stream) == Cost(1, {"EVALSHA": 1}, TASKS_OF_A_HIT)
+
+
+@pytest.mark.parametrize("worker", [{"is_semantic": False, "l1_bytes_max": 0}], indirect=True)
+async def test_a_hit_that_memory_had_no_room_for(worker: Worker, redis: Redis) -> None:
+    """Redis reads one field and runs no script; an entry that is gone since is generated."""
+    await worker.ask("again")
+    for stream in (False, True):
+        await redis.config_resetstat()
+        assert await worker.cost("again", stream=stream) == Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)
+        assert (await redis.info("commandstats")).keys() - {"cmdstat_config", "cmdstat_info"} == {"cmdstat_hget"}
+    await worker.parts.exact.purge(Purge())
+    assert await worker.cost("again") != Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)
+    assert await worker.cost("again") == Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)
 
 
 async def test_a_hit_from_memory(worker: Worker) -> None:
