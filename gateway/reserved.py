@@ -105,6 +105,7 @@ PAID = frozenset(_DEARER.split()) | SEARCHES | (frozenset(TOOLS) - _ON_CLIENTS)
 """Those with which a request may cost more than its tokens at the deployment's price."""
 
 _CLIENTS_OWN = frozenset({"function", "custom"})
+_RESPONSES_OWN = _CLIENTS_OWN | {"local_shell", "apply_patch", "tool_search"}  # in a request of the Responses API
 _TIERS = frozenset({"auto", "default", "flex"})
 _NAMES = frozenset(FIELDS) | {"tools", "functions", "chat_template_kwargs"}
 _HEADS = _CLIENTS_OWN | {"type", "name"}
@@ -144,7 +145,7 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
         if value is None or name not in _NAMES:
             continue
         if name in ("tools", "functions"):
-            found += _tools(name, value)
+            found += _tools(name, value, is_response="input" in body)
         elif name == "chat_template_kwargs":
             if isinstance(value, dict) and value.get("chat_template") is not None:
                 found.append(Reserved("chat_template", f"{name}.chat_template", f"The field `{name}.chat_template`"))
@@ -174,15 +175,23 @@ def is_googles(tool: Mapping[str, Any]) -> bool:
     return len(tool) == 1 and _HEADS.isdisjoint(tool)
 
 
-def _tools(field: str, tools: Any) -> list[Reserved]:
-    """The reserved ones of `tools`.
+def _tools(field: str, tools: Any, *, is_response: bool) -> list[Reserved]:
+    """The reserved ones of `tools`, in namespaces too.
 
     litellm reads Google's names also in a tool that calls itself a function.
     """
     found: list[Reserved] = []
+    own = _RESPONSES_OWN if is_response else _CLIENTS_OWN
     for number, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind is not None and not (isinstance(kind, str) and kind in _CLIENTS_OWN):
+        if kind == "namespace" and is_response:
+            found += _tools(f"{field}[{number}].tools", tool.get("tools"), is_response=True)
+        elif (
+            kind == "shell" and isinstance(tool.get("environment"), dict) and tool["environment"].get("type") != "local"
+        ):
+            place = f"{field}[{number}].environment"
+            found.append(Reserved("code_execution", place, "An `environment` of a shell other than local"))
+        elif kind is not None and not (isinstance(kind, str) and kind in own):
             found.append(_tool(str(kind), f"{field}[{number}].type"))
         elif isinstance(tool, dict):
             keys = tool if is_googles(tool) else [key for key in tool if _snake(key) in _GOOGLES]

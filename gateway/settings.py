@@ -30,7 +30,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 CAPABILITIES = frozenset(
     {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
     | {"reasoning", "prefill", "messages", "cache_control", "embeddings", "rerank", "moderations"}
-    | {"images", "image_edits", "image_variations", "speech", "transcriptions", "translations"}
+    | {"responses", "images", "image_edits", "image_variations", "speech", "transcriptions", "translations"}
 )
 
 
@@ -222,7 +222,8 @@ class DeploymentSettings(_Section):
         "prefill, cache_control); default: by backend; `reasoning` ranks it first where "
         "a request sets `reasoning_effort`, and is needed by none; never assumed of a server: "
         "`prefill`, it goes on with a last message of the assistant, and `cache_control`, it takes marks of a prompt's cache; "
-        "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them",
+        "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them; and `responses`, which "
+        "OpenAI's and Azure's own addresses have: it is asked at /responses for what no chat completion can say",
     )
     allow_fields: list[str] = Field(
         [],

@@ -56,6 +56,7 @@ from gateway.backends.base import (
     Load,
     Native,
 )
+from gateway.backends.openai.backend import OpenAIBackend
 from gateway.backends.refusals import Refused, refusal
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
@@ -549,6 +550,7 @@ class World:
     _clients: list[Client] = field(default_factory=list)
     _judges: dict[tuple[str | None, int], ModelJudges] = field(default_factory=dict)
     _others: list[World] = field(default_factory=list)
+    _connected: list[OpenAIBackend] = field(default_factory=list)
     questions: list[tuple[int, str]] = field(default_factory=list)  # to judges: cost in µUSD, outcome
 
     @property
@@ -767,6 +769,16 @@ class World:
         """Generations that others may join."""
         return len(self._pipeline.flights)
 
+    async def connects(self, deployment: str, url: str) -> None:
+        """From now on a deployment is the server at `url`, with the key `sk-provider`."""
+        one = self._deployment(deployment)
+        backend = OpenAIBackend(
+            deployment, base_url=url, model=one.model, capabilities=one.capabilities, api_key="sk-provider"
+        )
+        await backend.start()
+        one.backend = backend
+        self._connected.append(backend)
+
     def takes_out(self, **uses: str) -> None:
         """What an operator makes of deployments: drained or disabled; all others are in use."""
         self._pipeline.fleet.take_uses(uses)
@@ -848,6 +860,8 @@ class World:
             client.leave()
         with contextlib.suppress(asyncio.TimeoutError):
             await self.quiet()
+        for backend in self._connected:
+            await backend.aclose()
         await self._link.aclose()
         await self.stored_responses.aclose()
         await self._accounts.close()

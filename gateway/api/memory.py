@@ -26,7 +26,8 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 _ENDED = ("completed", "incomplete")
 _LOST = "The gateway's process that generated this response has ended before it was complete: send the request again"
 _CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
-ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(in)?\d+")
+ITEM_ID = re.compile(r"([a-z]+_)([0-9a-f]{32})_(in)?\d+(?:_([\w-]{1,200}))?")
+_PROVIDERS_ID = re.compile(r"([a-z]+_)([\w-]{1,200})")
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -153,8 +154,8 @@ class Memory:
             return items
         known: dict[str, Item] = {}
         for is_input in (False, True):
-            parts = [found for found in map(ITEM_ID.fullmatch, asked) if found and bool(found[2]) is is_input]
-            owners = {found[0]: f"resp_{found[1]}" for found in parts}
+            parts = [found for found in map(ITEM_ID.fullmatch, asked) if found and bool(found[3]) is is_input]
+            owners = {found[0]: f"resp_{found[2]}" for found in parts}
             with self._bounded("input") as bytes_max:
                 ids = set(owners.values())
                 texts = await self._store.texts(team.id, ids, bytes_max, is_input=is_input) if ids else {}
@@ -213,6 +214,26 @@ class Memory:
             await self._store.begin(row)
         else:
             await self._store.end(row)
+
+
+def kept_id(id: str, digits: str) -> str:
+    """The id of the gateway's for an item of a provider's answer; one of another shape stays."""
+    return _PROVIDERS_ID.sub(rf"\g<1>{digits}_0_\g<2>", id) if _PROVIDERS_ID.fullmatch(id) else id
+
+
+def sendable(items: Sequence[Item]) -> list[Item]:
+    """`items` for a provider: with the ids that it gave, without the gateway's and without reasoning that has no text."""
+    return [_sendable(item) for item in items if item.get("type") != "reasoning" or item.get("encrypted_content")]
+
+
+def _sendable(item: Item) -> Item:
+    for name in ("id", "approval_request_id"):
+        found = ITEM_ID.fullmatch(str(item.get(name)))
+        if found and found[4]:
+            item = {**item, name: found[1] + found[4]}
+        elif found and item.get("type") != "local_shell_call_output":  # its id is its call's
+            item = {field: value for field, value in item.items() if field != name}
+    return item
 
 
 def _encoded(items: Sequence[Item]) -> Added:

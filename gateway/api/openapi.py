@@ -12,7 +12,7 @@ from gateway.api.batches import BatchRequest
 from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
 from gateway.api.messages import MessageRequest, PromptRequest
-from gateway.api.responses import ITEMS, ResponseRequest
+from gateway.api.responses import ResponseRequest
 from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S
@@ -21,6 +21,17 @@ from gateway.wire.plain import INPUTS_MAX, PLAIN_SHAPES
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
 from gateway.wire.types import KINDS, MEDIA, Kind
 
+_PLAIN = {
+    "embeddings": "Create embeddings",
+    "rerank": "Rank documents by a query",
+    "moderations": "Judge texts and images by a provider's policy",
+    "images": "Make images of a description",
+    "image_edits": "Edit images",
+    "image_variations": "Make images like another",
+    "speech": "Speak a text",
+    "transcriptions": "Write down what is said",
+    "translations": "Write down in English what is said",
+}
 _SHAPES = (
     ChatRequest,
     CompletionRequest,
@@ -30,7 +41,7 @@ _SHAPES = (
     ItemsRequest,
     MessageRequest,
     PromptRequest,
-    *PLAIN_SHAPES.values(),
+    *(shape for name, shape in PLAIN_SHAPES.items() if name in _PLAIN),
     FeedbackRequest,
     BatchRequest,
     CacheFields,
@@ -97,7 +108,6 @@ def _schemas() -> dict[str, Any]:
     found["Message"] |= _CONTENT
     found["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
     found["Tool"] |= _TYPED | {"properties": found["Tool"]["properties"] | _TYPED["properties"]}
-    found["Item"]["properties"]["type"] = {"enum": [*ITEMS, None], "default": "message"}
     found["DetokenizeRequest"]["required"] = ["tokens"]
     response["tools"] = {"anyOf": [{"type": "array", "items": _TYPED}, {"type": "null"}]}
     response["tool_choice"] = _TOOL_CHOICE
@@ -148,19 +158,6 @@ _UPLOAD: dict[str, Any] = {
 }
 
 
-_PLAIN = {
-    "embeddings": "Create embeddings",
-    "rerank": "Rank documents by a query",
-    "moderations": "Judge texts and images by a provider's policy",
-    "images": "Make images of a description",
-    "image_edits": "Edit images",
-    "image_variations": "Make images like another",
-    "speech": "Speak a text",
-    "transcriptions": "Write down what is said",
-    "translations": "Write down in English what is said",
-}
-
-
 def _plain(kind: Kind) -> dict[str, Any]:
     """The operation of a plain kind: JSON, or a form whose files are bytes."""
     shape = PLAIN_SHAPES[kind.name]
@@ -205,7 +202,7 @@ PATHS: dict[str, Any] = {
     "/v1/messages/count_tokens": {
         "post": operation("The tokens of a message's prompt, in Anthropic's shape", _body(PromptRequest))
     },
-    **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.is_plain},
+    **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
     "/detokenize": {"post": operation("The text of tokens, by a local engine", _body(DetokenizeRequest))},

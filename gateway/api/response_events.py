@@ -5,6 +5,7 @@ HTTP, no cache and no backend. Invariants: the whole response equals the one tha
 events are numbered without gaps; every item that was added is done before the end.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ import msgspec
 
 from cache import Entry
 from gateway.api.chat import EventRenderer, call_index, event_of
-from gateway.api.memory import Keeping
+from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
-from gateway.wire.chunks import read
+from gateway.wire.chunks import UNREADABLE, read
 from gateway.wire.errors import ApiError
+from gateway.wire.sse import Splitter
 from gateway.wire.types import Chunk, Usage
 
 
@@ -114,6 +116,7 @@ class Response(EventRenderer):
         self._has_shell = any(tool.get("type") == "local_shell" for tool in body.get("tools") or ())
         self._output: list[dict[str, Any]] = []
         self.id = head["id"]
+        self._head = {name: value for name, value in head.items() if name not in ("created_at", "model", "status")}
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
         self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
         self._texts: list[str] = []
@@ -280,6 +283,77 @@ class Response(EventRenderer):
     def _place(self, position: int, kind: _Kind | None = None) -> dict[str, Any]:
         place = {"item_id": self._output[position]["id"], "output_index": position % len(self._output)}
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
+
+
+class PassedResponse(Response):
+    """The renderer of a provider's own response: as it came, but under the gateway's ids where it is kept.
+
+    The last event waits for the end, so that the response is kept before it leaves.
+    """
+
+    _last: Mapping[str, Any] | None = None
+    _passed = b""
+    _splitter: Splitter | None = None
+
+    def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
+        body = b"".join([one.data for one in (chunks if entry is None else chunks_of(entry))])
+        if not self.is_kept:
+            return body
+        self._response = self._own(msgspec.json.decode(body))
+        return self.body()
+
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        data = b"".join([one.data for one in chunks])
+        if chunks[0].is_whole:
+            whole = msgspec.json.decode(data)
+            self._tell("response.created", response={**self._own(whole), "status": "in_progress", "output": []})
+            self._take(msgspec.json.encode({"type": f"response.{whole.get('status')}", "response": whole}))
+        elif not self.is_kept:
+            self._passed = data or self._passed
+            return data
+        else:
+            self._splitter = self._splitter or Splitter()
+            for payload in self._splitter.feed(data):
+                self._take(payload)
+        return self._taken()
+
+    def end(self) -> bytes:
+        if self._last is not None:
+            self._tell(**self._last)
+        return self._taken()
+
+    def failed(self, error: ApiError) -> bytes:
+        numbers = _NUMBERS.findall(self._passed)
+        self._number = int(numbers[-1]) + 1 if numbers else self._number
+        return super().failed(error)
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            event = msgspec.json.decode(payload, type=dict[str, Any])
+        except UNREADABLE:  # no event of this API
+            return
+        kind = str(event.pop("type", ""))
+        event.pop("sequence_number", None)
+        if isinstance(event.get("response"), dict):
+            event["response"] = self._response = self._own(event["response"])
+        if isinstance(event.get("item"), dict):
+            event["item"] = self._named(event["item"])
+        if isinstance(event.get("item_id"), str):
+            event["item_id"] = kept_id(event["item_id"], self._key)
+        if kind in ("response.completed", "response.incomplete"):
+            self._last = {"event": kind, **event}
+        elif not (self.is_background and kind in ("response.created", "response.queued")):  # told before
+            self._tell(kind, **event)
+
+    def _own(self, response: dict[str, Any]) -> dict[str, Any]:
+        output = [self._named(item) for item in response.get("output") or () if isinstance(item, dict)]
+        return {**response, **self._head, "output": output}
+
+    def _named(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "id": kept_id(item["id"], self._key)} if isinstance(item.get("id"), str) else item
+
+
+_NUMBERS = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
 def _text(value: Any) -> str:

@@ -1,10 +1,11 @@
-"""`POST /v1/responses`: OpenAI's Responses API, as chat completions.
+"""`POST /v1/responses`: OpenAI's Responses API, as chat completions, or as it is.
 
 Knows two shapes and no decisions: the translated request, with the items that it refers to, is
-handled as a chat completion, so both share cached answers, budgets and routes. Shapes: OpenAI API
-reference, "Create a model response" and "Create chat completion". Invariant: a field that is not
-supported, or a tool that the client does not run, is refused by its name and never ignored, unless
-a deployment allows that tool: then it is sent as it is.
+handled as a chat completion, so both share cached answers, budgets and routes. What no chat
+completion can say goes to a deployment that has the Responses API itself, with nothing stored
+there. Shapes: OpenAI API reference, "Create a model response" and "Create chat completion".
+Invariant: a field that no deployment of the alias can take is refused by its name and never
+ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +22,16 @@ from gateway.api.batches import Metadata
 from gateway.api.chat import Chat, Renderer, Respond
 from gateway.api.endpoint import JsonEndpoint
 from gateway.api.headers import JSON, base_headers
-from gateway.api.memory import Item, Keeping, Memory
-from gateway.api.response_events import Response
+from gateway.api.memory import Item, Keeping, Memory, sendable
+from gateway.api.response_events import PassedResponse, Response
 from gateway.api.tokens import counted_by_engine
+from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
-from gateway.wire.errors import BadRequest
-from gateway.wire.requests import MESSAGES_MAX, ChatRequest, convert, decode_object
+from gateway.wire.errors import BadRequest, shown
+from gateway.wire.requests import MESSAGES_MAX, SHAPES, convert, decode_object
+from gateway.wire.types import CHAT, RESPONSE, Kind
 
 _Content = str | list[dict[str, Any]]
 
@@ -69,7 +72,7 @@ class _Conversation(msgspec.Struct):
 class ResponseRequest(msgspec.Struct):
     """The fields that differ from a chat completion's; the shared ones are checked there."""
 
-    input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -125,9 +128,9 @@ class Responses(Chat):
         self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
-        request, own, chat = await as_chat(body, self._memory, identity)
+        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline.fleet)
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(chat), headers, arrival, metadata=body.get("metadata"))
+        turn = read_turn(_encoded(sent), headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
         keeping = Keeping(
             self._memory.is_kept(request.store, identity.team),
@@ -142,7 +145,8 @@ class Responses(Chat):
             turn = msgspec.structs.replace(turn, deadline=None)
         is_kept = keeping.is_stored or conversation_id is not None
         keep = partial(self._memory.put, identity, keeping, own) if is_kept else None
-        return turn, Response(body, arrival, keeping, keep)
+        renderer = Response if kind is CHAT else PassedResponse
+        return turn, renderer(body, arrival, keeping, keep)
 
 
 class InputTokens(JsonEndpoint[dict[str, Any]]):
@@ -165,20 +169,21 @@ class InputTokens(JsonEndpoint[dict[str, Any]]):
     async def answer(self, request: dict[str, Any], identity: Identity, arrival: Arrival) -> Any:
         alias = self._pipeline.fleet.alias(request["model"], identity.key.models)
         may_use(identity, request["model"], alias.name)
-        _, _, chat = await as_chat(request, self._memory, identity)
-        raw = msgspec.json.encode(chat)
-        checked: ChatRequest = convert(chat, ChatRequest)
-        tokens = await counted_by_engine(alias, chat["messages"], len(raw)) if not chat.get("tools") else None
-        estimated = checked.demand(raw, chat).prompt_tokens
+        _, _, sent, kind = await as_sent(request, self._memory, identity, self._pipeline.fleet)
+        raw, tokens = _encoded(sent), None
+        if kind is CHAT and not sent.get("tools"):
+            tokens = await counted_by_engine(alias, sent["messages"], len(raw))
+        estimated = convert(sent, SHAPES[kind.name]).demand(raw, sent).prompt_tokens
         return {"object": "response.input_tokens", "input_tokens": estimated if tokens is None else tokens}
 
 
-async def as_chat(
-    body: dict[str, Any], memory: Memory, identity: Identity
-) -> tuple[ResponseRequest, list[Item], dict[str, Any]]:
-    """A request's `body`, the items of its input without references, and the equivalent chat completion.
+async def as_sent(
+    body: dict[str, Any], memory: Memory, identity: Identity, fleet: Fleet
+) -> tuple[ResponseRequest, list[Item], dict[str, Any], Kind]:
+    """A request's `body`, the items of its input without references, and the request to send, of its kind.
 
-    Raises ApiError with the invalid field.
+    That is the equivalent chat completion, or the same request without the gateway's memory. Raises
+    ApiError with the invalid field.
     """
     for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
@@ -196,23 +201,50 @@ async def as_chat(
     if request.input is None and previous_id is None and conversation_id is None:
         raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
     own: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input or []
-    if any(item.id and item.type in (None, "item_reference") for item in items):
-        own = await memory.resolved(identity.team, own)
-        items = convert({"items": own}, _Items).items
+    own = items = await memory.resolved(identity.team, own)
     if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
             before = await memory.said(identity.team, conversation_id)
         else:
             before = await memory.before(identity.team, str(previous_id))
-        items = [*convert({"items": before}, _Items).items, *items]
+        items = [*before, *own]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
                 param="previous_response_id" if conversation_id is None else "conversation",
                 code="context_length_exceeded",
             )
-    return request, own, _chat(body, request, _messages(items, request.instructions, len(before)))
+    alias = fleet.aliases.get(fleet.configured(str(body.get("model"))))
+    may_pass = alias is not None and any("responses" in one.capabilities for one in alias.deployments.values())
+    try:
+        if not (may_pass and _is_beyond_chat(request, items)):
+            return request, own, _chat(body, request, _messages(items, request.instructions, len(before))), CHAT
+    except _BeyondChat:
+        if not may_pass:
+            raise
+    sent = {name: value for name, value in body.items() if name not in _UNSENT}
+    return request, own, {**sent, "input": sendable(items), "store": False}, RESPONSE
+
+
+# the gateway's own part, and a chat's names of the length, which would take the place of its own
+_UNSENT = frozenset({"previous_response_id", "conversation", "background", "max_tokens", "max_completion_tokens"})
+
+
+def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:
+    """Whether a chat completion says less than the request: of a tool, or of a model's reasoning."""
+    return (
+        any(tool.get("type") not in ("function", "custom") for tool in request.tools or ())
+        or "reasoning.encrypted_content" in (request.include or ())
+        or any(item.get("encrypted_content") for item in items)
+    )
+
+
+def _encoded(sent: dict[str, Any]) -> bytes:
+    """Raises BadRequest."""
+    try:
+        return msgspec.json.encode(sent)
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
 
 
 def _conversation_of(request: ResponseRequest) -> str | None:
@@ -222,17 +254,15 @@ def _conversation_of(request: ResponseRequest) -> str | None:
 
 def checked_items(given: list[dict[str, Any]]) -> list[Item]:
     """`given` items, which a conversation may have. Raises BadRequest with the invalid field."""
-    for number, item in enumerate(convert({"items": given}, _Items).items):
-        where, kind = f"items[{number}]", item.type or "message"
+    for number, one in enumerate(given):
+        where = f"items[{number}]"
+        item: _Item = convert(one, _Item, where)
+        kind = item.type or "message"
         if kind not in ITEMS or kind == "item_reference":
             raise _unsupported(f"{where}.type", f"Items of type `{kind[:100]}` are not supported here")
         if kind in ("message", *_OUTPUTS):
             _content(item.content if kind == "message" else item.output, where)
     return given
-
-
-class _Items(msgspec.Struct):
-    items: list[_Item]
 
 
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -263,8 +293,12 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
     return shared | {name: value for name, value in translated.items() if value is not None}
 
 
+class _BeyondChat(BadRequest):
+    """The request has what no chat completion can say."""
+
+
 def _unsupported(param: str, message: str) -> BadRequest:
-    return BadRequest(message, param=param, code="unsupported_parameter")
+    return _BeyondChat(message, param=param, code="unsupported_parameter")
 
 
 SHELL = "local_shell"
@@ -316,7 +350,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     return _nested(kind, {"name": named.name})
 
 
-def _messages(items: Sequence[_Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
+def _messages(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
     """`instructions` and `items` as messages; `before` of the items are not of the request's own `input`.
 
     Calls are added to the assistant's message before them, or to a new one.
@@ -325,9 +359,13 @@ def _messages(items: Sequence[_Item], instructions: str | None, before: int) -> 
     calls, answered = dict[str, str](), set[str]()  # each call's id, by it and by its item's
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    for number, item in enumerate(items, -before):
+    for number, given in enumerate(items, -before):
         where = f"input[{number}]"
-        match item.type or "message":
+        if (kind := given.get("type") or "message") not in ITEMS or kind == "item_reference":
+            words = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
+            raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
+        item: _Item = convert(given, _Item, where)
+        match kind:
             case "message":
                 messages.append({"role": item.role or "user", "content": _content(item.content, f"{where}.content")})
             case kind if kind in _CALLS:
@@ -344,11 +382,8 @@ def _messages(items: Sequence[_Item], instructions: str | None, before: int) -> 
                 answered.add(call_id)
                 output = _content(item.output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-            case "reasoning":  # chat completions have no field for it, and models do not need it
+            case _:  # reasoning: chat completions have no field for it, and models do not need it
                 continue
-            case kind:
-                words = f"Items of type `{kind[:100]}` are not supported here: there are {', '.join(ITEMS)}"
-                raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
     if not messages:
         raise BadRequest("`input` must hold more than reasoning", param="input", code="invalid_value")
     if lacking := set(calls.values()) - answered:

@@ -24,16 +24,18 @@ from policies.prices import FREE
 # before a suffix.
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs", "tools", "json_object", "json_schema", "completions", "prefill"}),
-    "openai": CAPABILITIES - {"prefill", "messages", "cache_control"},
+    "openai": CAPABILITIES - {"prefill", "messages", "cache_control", "responses"},
     "anthropic": frozenset({"tools", "json_schema", "vision", "files", "reasoning"}),
     "litellm": frozenset({"tools", "reasoning"}),
 }
 _NEVER = {
+    "local": frozenset({"responses"}),
     # litellm would turn a text completion into a chat, and renames the categories of a moderation
-    "litellm": frozenset({"completions", "moderations", *(kind.name for kind in MEDIA)}),
+    "litellm": frozenset({"completions", "moderations", "responses", *(kind.name for kind in MEDIA)}),
     "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})
     | {kind.name for kind in KINDS if kind.is_plain},
 }
+_WITH_RESPONSES = ("api.openai.com", ".openai.azure.com")
 _ALWAYS = {"anthropic": frozenset({"messages"}), "litellm": frozenset({"cache_control"})}
 
 
@@ -72,6 +74,8 @@ def describe(deployment: DeploymentSettings) -> Facts:
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
     if deployment.capabilities is not None:
         capabilities = frozenset(deployment.capabilities)
+    elif _host(deployment).endswith(_WITH_RESPONSES) and can_chat(deployment.model or "", _host(deployment)):
+        capabilities |= {"responses"}
     return Facts(
         price=price or FREE,
         capabilities=capabilities - _NEVER.get(deployment.backend, _NONE) | _ALWAYS.get(deployment.backend, _NONE),

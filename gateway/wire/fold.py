@@ -5,6 +5,7 @@ unknown fields are kept. Knows no HTTP, no cache and no backend. Invariant: `fol
 JSON-equal to `whole`, however the chunks are spelled.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 
 # fields of a choice that a model does not write
 _UNWRITTEN = frozenset({"finish_reason", "logprobs", "role", "type", "id", "audio"})
+
+
+_DELTA = re.compile(rb'"delta":\s*"((?:[^"\\]|\\.)*+)"')
 
 
 class _Text(list[str]):
@@ -46,13 +50,14 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
 def text_bytes(chunks: Sequence[Chunk]) -> int:
     """The UTF-8 bytes of all that a model wrote in `chunks`: text, reasoning, tool calls.
 
-    Chunks that cannot be read count whole.
+    Of typed events these are the deltas; chunks that cannot be read count whole.
     """
     try:
         answer = msgspec.json.decode(fold(chunks)) if chunks else {}
         return sum(_text_bytes(choice) for choice in answer.get("choices") or ())
     except (*UNREADABLE, AttributeError, TypeError):
-        return size_of(chunks)
+        typed = _DELTA.findall(b"".join(chunk.data for chunk in chunks))
+        return sum(map(len, typed)) or size_of(chunks)
 
 
 def _text_bytes(part: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.reserved import reserved_names
+from gateway.reserved import PAID, reserved_names
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest
 from gateway.wire.types import (
@@ -21,6 +21,7 @@ from gateway.wire.types import (
     IMAGE_EDIT,
     MODERATION,
     RERANK,
+    RESPONSE,
     SPEECH,
     TRANSCRIPTION,
     TRANSLATION,
@@ -34,7 +35,7 @@ from policies import Demand
 
 INPUTS_MAX = 2048
 _BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
-_IMAGE_TOKENS_MAX = 50_000  # above every provider's maximum
+_MEDIA_TOKENS_MAX = _IMAGE_TOKENS_MAX = 50_000  # above every provider's maximum
 _MARKS = 2  # tokens around a text
 _DOCUMENTS_A_UNIT = 100  # Cohere's price of a search covers so many
 _IMAGE_OUTPUT_TOKENS_MAX = 16_384  # of one image with its partial ones; above every provider's maximum
@@ -42,6 +43,8 @@ _SPEECH_TOKENS_PER_BYTE = 4  # 20 tokens are a second of speech, which has at le
 _SOUND_BYTES_PER_S = 1_000  # 8 kbit/s: hardly any recording has fewer
 _SOUND_TOKENS_PER_S = 50  # above every provider's count
 
+_OUTPUT_TOKENS_MAX = 4096  # of a response without a bound, in the worst case
+_CALLS_MAX = 10  # of the provider's tools in one response, as far as a hold foresees
 _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 
 _TokenId = Annotated[int, Meta(ge=0)]
@@ -265,10 +268,41 @@ class TranslationRequest(TranscriptionRequest, kw_only=True):
     """The same in English."""
 
 
+class _Options(msgspec.Struct):
+    include_usage: None = None
+
+
+class PassedResponseRequest(_Plain, kw_only=True):
+    """The known fields of a request to a provider's Responses API, with all that it continues."""
+
+    stream_options: _Options | None = None  # type: ignore[assignment]  # the others are never streamed with any
+    input: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+    def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
+        demand = super().demand(raw, body)
+        media = raw.count(b'"input_image"') + raw.count(b'"input_file"') + raw.count(b'"computer_screenshot"')
+        # what the provider's tools find enters the prompt
+        found = _CALLS_MAX if demand.reserved & PAID else 0
+        return msgspec.structs.replace(
+            demand,
+            prompt_tokens=len(raw) // int(_BYTES_PER_TOKEN),
+            prompt_tokens_max=len(raw) + _MEDIA_TOKENS_MAX * (media + found),
+            output_tokens_max=self.max_output_tokens or _OUTPUT_TOKENS_MAX,
+            is_output_asked=self.max_output_tokens is not None,
+            tier=str(body["service_tier"])[:100] if "service_tier" in demand.reserved else "",
+        )
+
+    def sizes(self) -> list[tuple[float, int]]:
+        return []
+
+
 _OF: dict[type[_Plain], Kind] = {
     EmbeddingsRequest: EMBEDDING,
     RerankRequest: RERANK,
     ModerationRequest: MODERATION,
+    PassedResponseRequest: RESPONSE,
     ImageRequest: IMAGE,
     ImageEditRequest: IMAGE_EDIT,
     VariationRequest: VARIATION,
@@ -290,6 +324,8 @@ class _Meta(msgspec.Struct):
 
 class _Inner(msgspec.Struct):
     usage: dict[str, Any] | None = None
+    output: Any = None
+    incomplete_details: Any = None
 
 
 class _Answer(_Inner):
@@ -310,12 +346,21 @@ _NAMES = {  # OpenAI's newer names, and Anthropic's, to those that `usage_of` re
 }
 
 
+def _is_search(item: Any) -> bool:
+    """Whether an item of a response is a search that its provider charges, and not the reading of a page."""
+    if not isinstance(item, dict) or item.get("type") != "web_search_call":
+        return False
+    action = item.get("action")
+    return not isinstance(action, dict) or action.get("type") in (None, "search")
+
+
 class Counted:
     """What the parts of a plain answer say of its tokens and units; the last word counts."""
 
     def __init__(self) -> None:
         self._usage: dict[str, Any] = {}
-        self._units = 0
+        self._units = self._searches = 0
+        self.finish_reason = "stop"
 
     def read(self, body: bytes) -> None:
         """Read a whole answer, or the data of an event."""
@@ -325,6 +370,11 @@ class Counted:
             return
         given = found.usage or next((one.usage for one in (found.response, found.message) if one and one.usage), None)
         self._usage |= {name: value for name, value in (given or {}).items() if value is not None}
+        told = found.response or found
+        if told.incomplete_details:
+            self.finish_reason = "content_filter" if b'"content_filter"' in body else "length"
+        if isinstance(told.output, list):
+            self._searches = sum(map(_is_search, told.output))
         meta = found.meta or _Meta()
         units = meta.tokens or meta.billed_units or _Units()
         if units.input_tokens:
@@ -342,6 +392,8 @@ class Counted:
         """What was counted; None where nothing was."""
         given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
         given.setdefault("prompt_tokens", given.get("total_tokens"))
+        if self._searches:
+            given["server_tool_use"] = {"web_search_requests": self._searches}
         usage = usage_of(msgspec.json.encode(given)) if given["prompt_tokens"] else None
         if usage is None and self._units:
             return Usage(0, 0, units=self._units)
@@ -352,4 +404,4 @@ def chunk_of(body: bytes) -> Chunk:
     """The chunk of a plain answer, a JSON object, which is complete."""
     counted = Counted()
     counted.read(body)
-    return Chunk(body, is_whole=True, has_content=True, finish_reasons=("stop",), usage=counted.usage)
+    return Chunk(body, is_whole=True, has_content=True, finish_reasons=(counted.finish_reason,), usage=counted.usage)

@@ -113,6 +113,10 @@ TRANSCRIPTION = Kind("transcriptions", "/audio/transcriptions", "file", is_plain
 TRANSLATION = Kind("translations", "/audio/translations", "file", is_plain=True, is_form=True)
 
 
+RESPONSE = Kind("responses", "/responses", "input", is_plain=True)
+"""A request of the Responses API as it came, for providers that have that API."""
+
+
 PASSAGE = Kind("passthrough", "", "", is_plain=True, is_repeatable=False)
 """A request to a path of a provider's own."""
 
@@ -121,7 +125,7 @@ MEDIA = (IMAGE, IMAGE_EDIT, VARIATION, SPEECH, TRANSCRIPTION, TRANSLATION)
 """The kinds with images or sounds, which have units of their own."""
 
 
-KINDS = (CHAT, COMPLETION, EMBEDDING, RERANK, MODERATION, *MEDIA)
+KINDS = (CHAT, COMPLETION, EMBEDDING, RERANK, MODERATION, *MEDIA, RESPONSE)
 
 
 def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:

@@ -22,7 +22,10 @@ def test_a_known_model_has_its_price_sizes_and_abilities() -> None:
     facts = describe(deployment(backend="openai", base_url="https://api.openai.com/v1", model="gpt-4o-mini"))
     assert facts.price == Price(150_000, 600_000, 75_000, tool_call_microusd=25_000)
     assert (facts.context_tokens_max, facts.output_tokens_max) == (128_000, 16_384)
-    assert facts.capabilities == {"tools", "json_object", "json_schema", "vision", "files", "logprobs", "n"}
+    plain = {"tools", "json_object", "json_schema", "vision", "files", "logprobs", "n"}
+    assert facts.capabilities == plain | {"responses"}  # its address has that API
+    elsewhere = describe(deployment(backend="openai", base_url="https://example.com/v1", model="gpt-4o-mini"))
+    assert elsewhere.capabilities == plain
     assert facts.is_price_known
 
 

@@ -33,7 +33,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "responses": {"input": QUESTION, "max_output_tokens": 50, "store": False},
     "messages": {"messages": _USER, "max_tokens": 50},
 }
-_ABLE = {"mock": {"deployments": [deployment("able", capabilities=sorted(CAPABILITIES - {"messages"}))]}}
+_ABLE = {"mock": {"deployments": [deployment("able", capabilities=sorted(CAPABILITIES - {"messages", "responses"}))]}}
 
 
 async def ask(world: World, surface: str, fields: Any) -> Reply:

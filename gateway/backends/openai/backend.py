@@ -20,7 +20,7 @@ from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of
-from gateway.wire.types import CHAT, KINDS
+from gateway.wire.types import CHAT, KINDS, RESPONSE
 
 _SET_ANEW = frozenset({"cache", "stream", "stream_options"})  # `cache` is Sameway's own
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
@@ -175,6 +175,9 @@ class OpenAIBackend:
         body = {**request.body, "model": request.model or self._model}
         if request.kind.is_plain:
             body.pop("cache", None)
+            for name in ("max_completion_tokens", "max_tokens") if request.kind is RESPONSE else ():
+                if (length := body.pop(name, None)) is not None:  # a budget's
+                    body["max_output_tokens"] = length
             return body
         if request.prefix:
             body |= request.prefilled

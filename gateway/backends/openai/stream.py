@@ -40,7 +40,9 @@ _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
 _WHOLE_BYTES_PER_S = 500.0
 _DRIP_SILENCES = 10.0
-_LAST_EVENTS = (".done", ".completed", ".incomplete", "message_stop")
+_LAST_EVENTS = (".done", ".completed", "message_stop")
+_LAST_OF_RESPONSES = ("response.completed", "response.incomplete")  # others of that name are of its parts
+_FIRST_OF_RESPONSES = ("response.created", "response.queued", "response.in_progress")  # no answer has begun
 
 
 class State(Enum):
@@ -246,7 +248,7 @@ class OpenAIStream:
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not self._ready and self._state is not State.OVER:
-            if self._state is State.STREAMING and self._finishes.is_complete:
+            if self._state is State.STREAMING and self._is_complete:
                 self._state = State.TAIL
                 self._arm(min(self._tail_timeout_s, self._request.idle_timeout_s))
             if self._state is not State.WAITING:
@@ -272,19 +274,21 @@ class OpenAIStream:
 
     def _take_passing(self, passing: _Passing, data: bytes) -> None:
         """Pass bytes on as they came; of events, those that are complete."""
-        self._ready.append(Chunk(data, has_content=True, media=passing.media, status=passing.status))
+        has_content = not passing.is_events or self._request.passage is not None
         passing.keep(data)
         for payload in self._splitter.feed(data) if passing.is_events else ():
             try:
-                answer = mended(payload)[1]
+                event = passing.read(payload)
             except msgspec.DecodeError:  # another server's
-                passing.is_finished = passing.is_finished or payload == b"[DONE]"
+                passing.has_ended = passing.has_ended or payload == b"[DONE]"
+                has_content = True
                 continue
-            if answer.error:
-                self._ready.pop()
-                self._fail(self._translate.in_band(answer.error, payload))
+            if event.error or event.type in ("error", "response.failed"):
+                told = event.response.get("error") if isinstance(event.response, dict) else event.error
+                self._fail(self._translate.in_band(told, payload))
                 return
-            passing.read(payload)
+            has_content = has_content or event.type not in _FIRST_OF_RESPONSES
+        self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
         """Take events that came together."""
@@ -342,13 +346,9 @@ class OpenAIStream:
         """The body ended: the answer is complete if its choices have finished, with or without
         [DONE].
         """
-        if (passing := self._passing) is not None:
-            if passing.is_finished:
-                end = Chunk(
-                    b"", finish_reasons=("stop",), usage=passing.usage, media=passing.media, status=passing.status
-                )
-                self._ready.append(end)
-                self._finish()
+        if self._passing is not None:
+            if self._passing.is_finished:
+                self._close()
             else:
                 self._fail(_unfinished(self._finishes))
             return
@@ -366,17 +366,30 @@ class OpenAIStream:
         """The connection failed, or `_watch` or `aclose` closed it."""
         if self._state is State.OVER:
             return
-        if self._finishes.is_complete:
-            self._finish()
+        if self._is_complete:
+            self._close()
         else:
             self._fail(self._late() or self._translate.cut(error))
 
     def _at_drip(self, waited_s: float) -> None:
         """The server sends bytes, and no event."""
-        if self._finishes.is_complete:
-            self._finish()
+        if self._is_complete:
+            self._close()
         else:
             self._fail(_dripped(waited_s))
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the answer has said its end."""
+        return self._finishes.is_complete if self._passing is None else self._passing.has_ended
+
+    def _close(self) -> None:
+        """End a complete answer; of bytes that were passed on, by a last chunk with what they cost."""
+        if (passing := self._passing) is not None:
+            usage, reasons = passing.usage, (passing.finish_reason,)
+            end = Chunk(b"", finish_reasons=reasons, usage=usage, media=passing.media, status=passing.status)
+            self._ready.append(end)
+        self._finish()
 
     def _finish(self) -> None:
         """End a complete answer: the rest of the body is framing, and the connection may serve
@@ -438,13 +451,13 @@ class OpenAIStream:
 class _Passing:
     """A plain answer that is text, bytes or events: what its events say of its end and its usage."""
 
-    __slots__ = ("_counted", "_is_free", "_keeps", "_kept", "is_events", "is_finished", "media", "status")
+    __slots__ = ("_counted", "_is_free", "_keeps", "_kept", "has_ended", "is_events", "media", "status")
 
     def __init__(self, media: bytes, status: int, passage: Passage | None) -> None:
         self.media, self.status = media.decode("latin-1"), status
         self.is_events = media.startswith(b"text/event-stream")
         self._is_free = passage is not None and not passage.is_counted
-        self.is_finished = not self.is_events or self._is_free  # else its last event says so
+        self.has_ended = False  # by its last event
         self._counted = plain.Counted()
         self._keeps = passage is not None and passage.is_counted and "json" in self.media
         self._kept: list[bytes] = []
@@ -455,6 +468,16 @@ class _Passing:
             self._kept.append(data)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether an end of the bytes here is one of the answer."""
+        return not self.is_events or self._is_free or self.has_ended
+
+    @property
+    def finish_reason(self) -> str:
+        """Once all has been read."""
+        return self._counted.finish_reason
+
+    @property
     def usage(self) -> Usage | None:
         """The tokens, once all has been read; None where they are not known."""
         if self._is_free:
@@ -463,15 +486,20 @@ class _Passing:
             self._counted.read(b"".join(self._kept))
         return self._counted.usage
 
-    def read(self, payload: bytes) -> None:
+    def read(self, payload: bytes) -> _Event:
         """Read the data of one event."""
         found = msgspec.json.decode(payload, type=_Event)
-        self.is_finished = self.is_finished or str(found.type).endswith(_LAST_EVENTS)
+        kind = str(found.type)
+        is_last = kind in _LAST_OF_RESPONSES if kind.startswith("response.") else kind.endswith(_LAST_EVENTS)
+        self.has_ended = self.has_ended or is_last
         self._counted.read(payload)
+        return found
 
 
 class _Event(msgspec.Struct):
     type: Any = None
+    error: Any = None
+    response: Any = None
 
 
 def _dripped(waited_s: float) -> BackendTimeout:
