@@ -153,6 +153,12 @@ class PriceSettings(_Section):
     audio_input_usd_per_mtok: float | None = Field(
         None, ge=0, description="USD for a million prompt tokens of sounds; default: the input price"
     )
+    cached_audio_input_usd_per_mtok: float | None = Field(
+        None,
+        ge=0,
+        description="USD for a million prompt tokens of sounds that the provider had cached; default: the dearer one of "
+        "cached tokens and of sounds",
+    )
     image_input_usd_per_mtok: float | None = Field(
         None, ge=0, description="USD for a million prompt tokens of images; default: the input price"
     )

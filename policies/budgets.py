@@ -34,7 +34,7 @@ import msgspec
 
 from policies import holds as keys_of
 from policies import scripts
-from policies.counters import OTHER, Counter, Need, counter_of, counters_of
+from policies.counters import OTHER, Counter, Need, counter_of, counters_of, place_of
 from policies.holds import (
     LEDGER_LOCK,
     LEDGER_SET_ASIDE,
@@ -316,7 +316,10 @@ class Budgets:
                 continue
             found = await self._redis.execute_command("HGETALL", keys_of.values_key(counter.values))
             flat = list(found.items()) if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
-            names = {digest.decode(): shown.decode("utf-8", "replace") for digest, shown in flat} | {OTHER: "*"}
+            names = {
+                digest.decode(): shown.decode("utf-8", "replace") or f"#{digest.decode()}" for digest, shown in flat
+            }
+            names[OTHER] = "*"
             for digest, shown in names.items():
                 name = counter.other if digest == OTHER else counter.name.replace(counter.digest, digest)
                 one = msgspec.structs.replace(counter, name=name)
@@ -361,12 +364,17 @@ class Budgets:
         return Restated(windows, drift)
 
     async def restate_own(self, drained: Sequence[OwnSpend], lock_token: str) -> int:
-        """As `restate`, for the counts that budgets have of their own. Returns how many it corrected."""
+        """As `restate`, for the counts that budgets have of their own and the sets of their values. Returns how
+        many counts it corrected.
+        """
         corrected = 0
         for start in range(0, len(drained), _READ_BATCH):
             batch = drained[start : start + _READ_BATCH]
-            keys = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE, *(keys_of.count_keys(one.name)[0] for one in batch)]
-            arguments = [part for one in batch for part in (one.name, one.field, one.spent, one.keep_until_ms)]
+            keys, arguments = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE], list[Any]()
+            for one in batch:
+                values, digest = place_of(one.name, one.field)
+                keys += (keys_of.count_keys(one.name)[0], keys_of.values_key(values))
+                arguments += (one.name, one.field, one.spent, one.keep_until_ms, digest)
             reply = await self._redis.eval(scripts.RESTATE_OWN, len(keys), *keys, lock_token, *arguments)
             if reply[0] == -1:
                 raise LockLost

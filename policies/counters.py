@@ -23,6 +23,7 @@ OTHER = "other"
 """The name of the count that further values share once a budget has as many as it may."""
 
 _SHOWN_CHARS = 64
+_DIGEST_BYTES = 16
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -131,8 +132,18 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
         period = str(at_ms // (budget.rolling_s * 1000))
     if budget.axis != TEAM and budget.value is None:
         text = value_of(value)
-        made.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        made.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
         made.shown = "=" + text[:_SHOWN_CHARS] if text else "-"
         made.values = f"{whole}:{period}"
     made.name, made.other = (f"{whole}:{part}:{window.id}" for part in (made.digest or "-", OTHER))
     return made
+
+
+def place_of(name: str, field: str) -> tuple[str, str]:
+    """The set of values that has the value of a count, and the value's digest; both empty where the count
+    belongs to no value of its own.
+    """
+    whole, digest, period = name.split(":", 2)
+    if len(digest) != 2 * _DIGEST_BYTES:
+        return "", ""
+    return f"{whole}:{period if field == 'spent' else int(field) // BUCKETS}", digest

@@ -43,7 +43,8 @@ class BudgetState:
     """A budget, and the amounts that counted against it when Redis was asked, in its unit.
 
     `value` is the value that they belong to: `=` and a text, `-` for requests without one, `*` for
-    those that share a count; empty where the budget has one count. `frees_at_ms` is when a rolling
+    those that share a count, `#` and a digest until a request names a value again that Redis lost;
+    empty where the budget has one count. `frees_at_ms` is when a rolling
     window has the room that was asked for.
     """
 

@@ -28,8 +28,8 @@ def dollars(microusd: MicroUSD) -> str:
 class Tokens(msgspec.Struct, frozen=True):
     """Tokens of one generation, as its provider bills them.
 
-    Parts of `prompt`, none counted twice: `cached` were read from the provider's prompt cache,
-    `cache_write` were written to it for its usual life and `cache_write_1h` for an hour,
+    Parts of `prompt`, none counted twice: `cached` were read from the provider's prompt cache, of
+    which `cached_audio` are sounds, `cache_write` were written to it for its usual life and `cache_write_1h` for an hour,
     `audio_prompt` and `image_prompt` were sounds and images. Parts of `completion`: `reasoning`,
     `audio_completion` and `image_completion`. `tool_calls` counts the calls of tools that the
     provider ran, and `units` the images or seconds that it reported instead of tokens; 0: none.
@@ -49,14 +49,21 @@ class Tokens(msgspec.Struct, frozen=True):
     image_completion: int = 0
     tool_calls: int = 0
     units: int = 0
+    cached_audio: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt >= 0 <= self.completion and _parts_of(self) == _NO_PARTS:
             return
         inside = self.cached + self.cache_write + self.cache_write_1h + self.audio_prompt + self.image_prompt
         inside_completion = self.reasoning + self.audio_completion + self.image_completion
-        if inside > self.prompt or inside_completion > self.completion or min(msgspec.structs.astuple(self)) < 0:
+        is_over = inside > self.prompt or self.cached_audio > self.cached or inside_completion > self.completion
+        if is_over or min(msgspec.structs.astuple(self)) < 0:
             raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {self}")
+
+    def unread(self) -> Tokens:
+        """As if nothing had been read from the provider's prompt cache."""
+        sounds = self.audio_prompt + self.cached_audio
+        return msgspec.structs.replace(self, cached=0, cached_audio=0, audio_prompt=sounds)
 
 
 _parts_of = attrgetter(*Tokens.__struct_fields__[2:])
@@ -71,7 +78,8 @@ class Price:
     `units` are prices in µUSD for a million of what is not billed in tokens: `characters`,
     `seconds`, `images`, and images of a quality or a size, such as `images/hd/1024x1024`.
 
-    A price that is None is that of `input` or `output`; calls of tools without one are free.
+    A price that is None is that of `input` or `output`, and of cached sounds the dearer one of
+    cached tokens and of sounds; calls of tools without one are free.
     Raises ValueError for a negative price.
     """
 
@@ -86,6 +94,7 @@ class Price:
     reasoning_microusd_per_mtok: MicroUSD | None = None
     audio_output_microusd_per_mtok: MicroUSD | None = None
     image_output_microusd_per_mtok: MicroUSD | None = None
+    cached_audio_input_microusd_per_mtok: MicroUSD | None = None
     tool_call_microusd: MicroUSD | None = None
     units: tuple[tuple[str, MicroUSD], ...] = ()
     _dearest: tuple[MicroUSD, MicroUSD] = field(init=False, repr=False, compare=False)  # input, output of any request
@@ -99,6 +108,10 @@ class Price:
         reasoning, image = self.reasoning_microusd_per_mtok or 0, self.image_output_microusd_per_mtok or 0
         outputs = self.output_microusd_per_mtok, reasoning, image
         object.__setattr__(self, "_dearest", (max(inputs), max(outputs)))
+        if self.cached_audio_input_microusd_per_mtok is None and self.audio_input_microusd_per_mtok is not None:
+            usual = self.input_microusd_per_mtok if self.cached_input_microusd_per_mtok is None else read
+            dearer = max(usual, self.audio_input_microusd_per_mtok)
+            object.__setattr__(self, "cached_audio_input_microusd_per_mtok", dearer)
 
     def cost(self, tokens: Tokens) -> MicroUSD:
         """The cost of `tokens`, rounded up to a whole µUSD once, after the sum."""
@@ -106,8 +119,10 @@ class Price:
         scaled, calls = tokens.prompt * plain + tokens.completion * answer, 0
         if _parts_of(tokens) != _NO_PARTS:
             calls = tokens.tool_calls * (self.tool_call_microusd or 0)
+            read = plain if self.cached_input_microusd_per_mtok is None else self.cached_input_microusd_per_mtok
             for count, price, usual in (
-                (tokens.cached, self.cached_input_microusd_per_mtok, plain),
+                (tokens.cached, read, plain),
+                (tokens.cached_audio, self.cached_audio_input_microusd_per_mtok, read),
                 (tokens.cache_write, self.cache_write_microusd_per_mtok, plain),
                 (tokens.cache_write_1h, self.cache_write_1h_microusd_per_mtok, plain),
                 (tokens.audio_prompt, self.audio_input_microusd_per_mtok, plain),
@@ -138,7 +153,8 @@ class Price:
         if has_long_writes:
             dearest_input = max(dearest_input, self.cache_write_1h_microusd_per_mtok or 0)
         if has_audio:
-            dearest_input = max(dearest_input, self.audio_input_microusd_per_mtok or 0)
+            sounds = self.audio_input_microusd_per_mtok or 0, self.cached_audio_input_microusd_per_mtok or 0
+            dearest_input = max(dearest_input, *sounds)
             dearest_output = max(dearest_output, self.audio_output_microusd_per_mtok or 0)
         scaled = prompt_tokens * dearest_input + completion_tokens * dearest_output
         return self.request_microusd + tool_calls * (self.tool_call_microusd or 0) - (-scaled // _PER_MTOK)

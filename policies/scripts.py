@@ -73,8 +73,9 @@ for c = 1, counts do
   spends[c], holds[c], other[c] = KEYS[1 + 2 * c], KEYS[2 + 2 * c], 0
   local most = tonumber(ARGV[a + 4])
   if most > 0 then
-    if redis.call('HEXISTS', KEYS[k], ARGV[a + 5]) == 0 then
-      if redis.call('HLEN', KEYS[k]) < most then
+    local text = redis.call('HGET', KEYS[k], ARGV[a + 5])
+    if text ~= ARGV[a + 6] then
+      if text or redis.call('HLEN', KEYS[k]) < most then
         values[c] = KEYS[k]
       else
         spends[c], holds[c], other[c] = KEYS[k + 1], KEYS[k + 2], 1
@@ -282,8 +283,9 @@ redis.call('SET', KEYS[2], '1')
 return 1
 """
 
-# KEYS lock, ledger, set aside, then the spend key of each count. ARGV token, then name, field,
-# drained amount, keep_until of each. RESTATE for the counts that budgets have of their own.
+# KEYS lock, ledger, set aside, then the spend key and the set of values of each count. ARGV token,
+# then name, field, drained amount, keep_until, digest or '' of each. RESTATE for the counts that
+# budgets have of their own: it puts their values back into their sets, without their texts.
 RESTATE_OWN = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {-1} end
 local waiting = {}
@@ -300,13 +302,16 @@ for k = 2, 3 do
   end
 end
 local wrong = 0
-for c = 1, #KEYS - 3 do
-  local a = 4 * c - 2
+for c = 1, (#KEYS - 3) / 2 do
+  local a, spend, values = 5 * c - 3, KEYS[2 + 2 * c], KEYS[3 + 2 * c]
+  if ARGV[a + 4] ~= '' and redis.call('HSETNX', values, ARGV[a + 4], '') == 1 and ARGV[a + 3] ~= '0' then
+    redis.call('PEXPIREAT', values, ARGV[a + 3])
+  end
   local total = tonumber(ARGV[a + 2]) + (waiting[ARGV[a] .. ' ' .. ARGV[a + 1]] or 0)
-  if tonumber(redis.call('HGET', KEYS[3 + c], ARGV[a + 1]) or 0) ~= total then
+  if tonumber(redis.call('HGET', spend, ARGV[a + 1]) or 0) ~= total then
     wrong = wrong + 1
-    redis.call('HSET', KEYS[3 + c], ARGV[a + 1], string.format('%.0f', total))
-    if ARGV[a + 3] ~= '0' then redis.call('PEXPIREAT', KEYS[3 + c], ARGV[a + 3]) end
+    redis.call('HSET', spend, ARGV[a + 1], string.format('%.0f', total))
+    if ARGV[a + 3] ~= '0' then redis.call('PEXPIREAT', spend, ARGV[a + 3]) end
   end
 end
 return {wrong}

@@ -76,6 +76,7 @@ def _import() -> Any:
         litellm.suppress_debug_info = True
         logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # the gateway logs its failures
         _unlink_closed_responses()
+        _keep_cached_sounds()
         asyncio.run(_rehearse(litellm))
         return litellm
 
@@ -97,6 +98,26 @@ def _unlink_closed_responses() -> None:
             self._response = None
 
     _client.BoundAsyncStream.aclose = aclose  # type: ignore[method-assign]
+
+
+@functools.cache
+def _keep_cached_sounds() -> None:
+    """Let Gemini's usage say how many of its cached tokens are sounds, which cost more than text.
+
+    litellm reads the kinds, prices them elsewhere by this field, and leaves it out here.
+    """
+    from litellm.llms.vertex_ai.gemini.vertex_and_google_ai_studio_gemini import VertexGeminiConfig
+    from litellm.types.llms.openai import CachedTokensDetails
+
+    count = VertexGeminiConfig._calculate_usage
+
+    def counted(completion_response: Any) -> Any:
+        usage, kinds = count(completion_response), completion_response["usageMetadata"].get("cacheTokensDetails")
+        sounds = sum(kind.get("tokenCount", 0) for kind in kinds or () if kind.get("modality") == "AUDIO")
+        usage.prompt_tokens_details.cached_tokens_details = CachedTokensDetails(audio_tokens=sounds)
+        return usage
+
+    VertexGeminiConfig._calculate_usage = staticmethod(counted)
 
 
 async def _rehearse(litellm: Any) -> None:

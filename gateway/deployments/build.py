@@ -177,6 +177,7 @@ def _price(settings: PriceSettings) -> Price:
         cache_write_microusd_per_mtok=_optional(settings.cache_write_usd_per_mtok),
         cache_write_1h_microusd_per_mtok=_optional(settings.cache_write_1h_usd_per_mtok),
         audio_input_microusd_per_mtok=_optional(settings.audio_input_usd_per_mtok),
+        cached_audio_input_microusd_per_mtok=_optional(settings.cached_audio_input_usd_per_mtok),
         image_input_microusd_per_mtok=_optional(settings.image_input_usd_per_mtok),
         reasoning_microusd_per_mtok=_optional(settings.reasoning_usd_per_mtok),
         audio_output_microusd_per_mtok=_optional(settings.audio_output_usd_per_mtok),

@@ -130,6 +130,7 @@ def _row(raw: msgspec.Raw) -> Known | None:
 # kinds of tokens by the table's names
 _KINDS = {
     "cached_input": "cache_read_input_token_cost",
+    "cached_audio_input": "cache_read_input_audio_token_cost",
     "cache_write": "cache_creation_input_token_cost",
     "cache_write_1h": "cache_creation_input_token_cost_above_1hr",
     "audio_input": "input_cost_per_audio_token",

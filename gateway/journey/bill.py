@@ -21,7 +21,7 @@ from policies.windows import Unit
 
 _NOTHING = Usage(0, 0)
 _UNCACHED = {"cached_tokens": 0}
-_FREE = ("drafted_tokens", "accepted_tokens")
+_UNBOOKED = ("drafted_tokens", "accepted_tokens", "cached_audio_tokens")
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ def _row(
         mechanism=compared.mechanism,
         user=user,
         tags=tags,
-        **({name: count for name, count in parts.items() if name not in _FREE} if parts else _UNCACHED),
+        **({name: count for name, count in parts.items() if name not in _UNBOOKED} if parts else _UNCACHED),
     )
 
 
@@ -192,6 +192,7 @@ def tokens_of(usage: Usage) -> Tokens:
         prompt=usage.prompt_tokens,
         completion=usage.completion_tokens,
         cached=usage.cached_tokens,
+        cached_audio=usage.cached_audio_tokens,
         cache_write=usage.cache_write_tokens,
         cache_write_1h=usage.cache_write_1h_tokens,
         audio_prompt=usage.audio_prompt_tokens,

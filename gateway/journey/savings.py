@@ -60,12 +60,9 @@ def compare(
         return UNKNOWN
     read, listed = cost_microusd, cost_microusd
     if used.cached or used.cache_write or used.cache_write_1h:
-        read = answered.cost(demand, msgspec.structs.replace(used, cached=0))
-        listed = answered.cost(demand, msgspec.structs.replace(used, cached=0, cache_write=0, cache_write_1h=0))
-    if baseline is answered and not is_joint:
-        would = listed
-    else:
-        would = baseline.cost(demand, msgspec.structs.replace(seen, cached=0, cache_write=0, cache_write_1h=0))
+        read = answered.cost(demand, used.unread())
+        listed = answered.cost(demand, _uncached(used))
+    would = listed if baseline is answered and not is_joint else baseline.cost(demand, _uncached(seen))
     if would == cost_microusd == listed == read:
         return Compared(would)
     return Compared(would, read - cost_microusd, read - listed, _mechanism(answered, would - listed, is_joint))
@@ -95,6 +92,10 @@ def joined(rows: Sequence[LedgerRow]) -> tuple[int | None, dict[str, int]]:
         for name, amount in row.savings():
             saved[name] = saved.get(name, 0) + amount
     return baseline if rows else None, saved
+
+
+def _uncached(tokens: Tokens) -> Tokens:
+    return msgspec.structs.replace(tokens.unread(), cache_write=0, cache_write_1h=0)
 
 
 def _mechanism(answered: Deployment, rest: int, is_joint: bool) -> str:

@@ -18,6 +18,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
     images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
     by source. `units`: the images or seconds that a provider counts instead of tokens.
+    `cached_audio_tokens`: those of `cached_tokens` that are sounds.
     """
 
     prompt_tokens: int
@@ -34,6 +35,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     provider_cost_microusd: int | None = None  # as the provider says itself
     drafted_tokens: dict[str, int] | None = None
     accepted_tokens: dict[str, int] | None = None
+    cached_audio_tokens: int = 0
     units: int = 0
 
     def parts(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
             for part in parts:
                 cut[part] = max(0, min(getattr(self, part), rest))
                 rest -= cut[part]
+        cut["cached_audio_tokens"] = max(0, min(self.cached_audio_tokens, cut["cached_tokens"]))
         made = msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
         return self if made == self else made
 

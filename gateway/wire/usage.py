@@ -26,8 +26,13 @@ class _Lives(msgspec.Struct, gc=False):
     ephemeral_1h_input_tokens: _Count = None
 
 
+class _Cached(msgspec.Struct, gc=False):
+    audio_tokens: _Count = None
+
+
 class _Inputs(msgspec.Struct, gc=False):
     cached_tokens: _Count = None
+    cached_tokens_details: _Cached | None = None
     cache_write_tokens: _Count = None
     cache_creation_tokens: _Count = None
     cache_creation_token_details: _Lives | None = None
@@ -66,11 +71,11 @@ class _Reported(msgspec.Struct, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Reported).decode
-_NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS = _Inputs(), _Outputs(), _Lives(), _Tools()
+_NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS, _NO_CACHED = _Inputs(), _Outputs(), _Lives(), _Tools(), _Cached()
 _NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
 _PARTS = frozenset(
     {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details", "cache_creation"}
-) | {"server_tool_use"}
+) | {"server_tool_use", "cached_tokens_details"}
 
 
 def usage_of(raw: bytes) -> Usage | None:
@@ -94,6 +99,7 @@ def usage_of(raw: bytes) -> Usage | None:
     written_1h = lives.ephemeral_1h_input_tokens or 0
     written = inputs.cache_write_tokens or inputs.cache_creation_tokens or found.cache_creation_input_tokens or 0
     written = max(written, (lives.ephemeral_5m_input_tokens or 0) + written_1h)
+    sounds, cached_sounds = inputs.audio_tokens or 0, (inputs.cached_tokens_details or _NO_CACHED).audio_tokens or 0
     beside = total - prompt - completion
     if cached + written and (cached + written > prompt or beside == cached + written):
         prompt += cached + written  # counted beside the prompt, as Anthropic's own API does
@@ -103,7 +109,9 @@ def usage_of(raw: bytes) -> Usage | None:
         cached_tokens=cached,
         cache_write_tokens=written - written_1h,
         cache_write_1h_tokens=written_1h,
-        audio_prompt_tokens=inputs.audio_tokens or 0,
+        # sounds that the rest of the prompt has no room for were cached
+        cached_audio_tokens=max(cached_sounds, cached + written + sounds - prompt),
+        audio_prompt_tokens=sounds,
         image_prompt_tokens=inputs.image_tokens or 0,
         reasoning_tokens=outputs.reasoning_tokens or 0,
         audio_completion_tokens=outputs.audio_tokens or 0,

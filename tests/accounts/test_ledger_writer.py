@@ -166,6 +166,37 @@ async def test_counts_of_users_come_back_after_a_loss(writer: LedgerWriter, budg
     assert isinstance(await budgets.reserve("f", 7, [each, rolling], Need(370, values={"user": "alice"}), 60), Hold)
 
 
+async def test_a_loss_makes_no_room_for_more_values(writer: LedgerWriter, redis: Redis) -> None:
+    """Values that spent keep their places: further ones share a count after a flush, too, in any window."""
+    budgets = Budgets(redis, lambda: NOW_S, values_max=2)
+    await writer.step()
+    each = Budget(8, 7, WindowKind.DAY, 1000, axis="user")
+    rolling = Budget(9, 7, WindowKind.ROLLING, 1000, axis="tag:p", rolling_s=7200)
+    limits = [each, rolling]
+    for user in ("alice", ""):
+        hold = await budgets.reserve(f"h{user}", 7, limits, Need(900, values={"user": user, "tag:p": user}), 60)
+        assert isinstance(hold, Hold)
+        row = row_of(hold.id, 900, hold.at_ms)
+        row = msgspec.structs.replace(row, charges=charges_of(row, hold.more))
+        assert await budgets.settle(hold, 900, encode_row(row), row.charges)
+    await writer.step()
+    await redis.flushall()
+    await writer.step()
+    states = await budgets.states(limits)
+    assert sorted(state.value[0] for state in states) == ["#", "#", "#", "#", "*", "*"]
+    assert sorted(state.spent for state in states) == [0, 0, 900, 900, 900, 900]
+    assert isinstance(
+        await budgets.reserve("bob", 7, limits, Need(600, values={"user": "bob", "tag:p": "bob"}), 60), Hold
+    )
+    for name, budget in (("user", each), ("tag:p", rolling)):
+        refused = await budgets.reserve(f"carol {name}", 7, [budget], Need(600, values={name: "carol"}), 60)
+        assert isinstance(refused, Refused)
+        assert refused.state.value == "*"
+    assert isinstance(await budgets.reserve("again", 7, [each], Need(100, values={"user": "alice"}), 60), Hold)
+    values = {state.value for state in await budgets.states([each])}
+    assert {"=alice", "*"} < values  # its text is back with its next request
+
+
 async def test_drift_is_found_and_put_right(redis: Redis, ledger: Ledger, budgets: Budgets) -> None:
     """A count that lost writes (a fail-over to a lagging replica) is right again after the next restatement, and told of."""
     now_s = NOW_S

@@ -137,6 +137,14 @@ THOUGHTS = {
     "cacheTokensDetails": [{"modality": "TEXT", "tokenCount": 600}],
     "candidatesTokensDetails": [{"modality": "TEXT", "tokenCount": 200}],
 }
+CACHED_SOUNDS = {
+    "promptTokenCount": 1_000,
+    "cachedContentTokenCount": 600,
+    "candidatesTokenCount": 200,
+    "totalTokenCount": 1_200,
+    "promptTokensDetails": [{"modality": "TEXT", "tokenCount": 300}, {"modality": "AUDIO", "tokenCount": 700}],
+    "cacheTokensDetails": [{"modality": "TEXT", "tokenCount": 100}, {"modality": "AUDIO", "tokenCount": 500}],
+}
 PICTURE = {
     "promptTokenCount": 20,
     "candidatesTokenCount": 1_300,
@@ -223,6 +231,8 @@ def backend(kind: str, model: str, url: str) -> Backend:
         ("openai", "gpt-audio", openai(SOUNDS), 50 + 3_200 + 300 + 3_840),
         # 200 x 0.3 + 600 x 0.03 + 200 sounds x 1 + (200 + 700 thoughts) x 2.5
         ("litellm", "gemini/gemini-2.5-flash", gemini(THOUGHTS), 60 + 18 + 200 + 2_250),
+        # 200 x 0.3 + 200 sounds x 1 + 100 x 0.03 and 500 sounds x 0.1 from the cache + 200 x 2.5
+        ("litellm", "gemini/gemini-2.5-flash", gemini(CACHED_SOUNDS), 60 + 200 + 3 + 50 + 500),
         # 20 x 0.3 + 10 x 2.5 + 1,290 of a picture x 30
         ("litellm", "gemini/gemini-2.5-flash-image", gemini(PICTURE), 6 + 25 + 38_700),
         # 100 x 3.3 + 500 x 0.33 + 500 x 4.125 + 1,000 x 6.6 + 10 x 16.5: 9,322.5
