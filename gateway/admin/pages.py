@@ -6,6 +6,7 @@ its looks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -39,6 +40,7 @@ from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
+_SUMS_PER_PAGE = 200
 _AUDIT_PER_PAGE = 100
 _LATEST = 6
 _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
@@ -166,6 +168,10 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         where = LedgerFilter(
             team_id=_team_id(request), alias=query.get("model") or None, deployment=query.get("deployment") or None
         )
+        by = query.get("by", "")
+        if by in ("user", "tag"):  # whose sums are kept by team and day alone
+            where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
+        sums = await views.ledger_sums(parts, [by], where, _SUMS_PER_PAGE) if by in views.GROUPS else None
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
         return pages.render(
@@ -173,7 +179,11 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "ledger.html",
             rows=page.rows,
             older=with_query(request, {"cursor": page.cursor}) if page.cursor else None,
-            csv=with_query(request, {"cursor": None}),
+            csv=with_query(request, {"cursor": None, "by": None, "tag": None}),
+            by=by,
+            groups=views.GROUPS,
+            sums=sums,
+            twin=with_query(request, {"model": where.alias, "deployment": where.deployment, "tag": where.tag}),
             where=where,
             is_filtered=where != LedgerFilter(),
             requests=sum(total.requests for total in totals),

@@ -629,6 +629,23 @@ async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: htt
         assert (await browser.get(f"/admin/savings?{query}")).status_code == 200
 
 
+async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser: httpx.AsyncClient) -> None:
+    """Those that cost most first; a tag's name leads to its values; what goes with no model filters by none; text is text."""
+    for number, (user, tags) in enumerate((("<b>ann", '{"app":"web"}'), ("", ""), ("<b>ann", '{"app":"cli"}'))):
+        await world.spend(1, 1_000_000 * (1 + number), number=number, user=user, tags=tags)
+    page = (await browser.get("/admin/ledger?by=user&model=none&team_id=1")).text
+    table = page[page.index("<tbody>") : page.index("</tbody>")]
+    assert table.index("&lt;b&gt;ann") < table.index("none given")
+    assert "$4.00" in table
+    assert "/admin/api/ledger/sums?by=user&amp;team_id=1" in page
+    names = (await browser.get("/admin/ledger?by=tag")).text
+    assert "by=tag&amp;tag=app" in names
+    values = (await browser.get("/admin/ledger?by=tag&tag=app")).text
+    assert values.index("<th>cli") < values.index("<th>web")
+    for query in ("by=key", "by=team", "by=day", "by=model&model=m", "by=deployment&team_id=9", "by=%3Cb%3E", "tag=x"):
+        assert (await browser.get(f"/admin/ledger?{query}")).status_code == 200, query
+
+
 async def test_a_teams_page_says_what_is_kept_for_it(world: World, browser: httpx.AsyncClient) -> None:
     """Responses and conversations with their bytes, as the API says them."""
     team = await world.accounts.create_team("keeper")
