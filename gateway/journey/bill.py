@@ -5,6 +5,7 @@ and the last row settles the hold; no count is above what the request allowed.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -22,6 +23,10 @@ from policies.windows import Unit
 _NOTHING = Usage(0, 0)
 _UNCACHED = {"cached_tokens": 0}
 _UNBOOKED = ("drafted_tokens", "accepted_tokens", "cached_audio_tokens")
+# the fields of `Tokens`, in its order
+_counts = attrgetter(
+    *(name if name in ("tool_calls", "units") else f"{name}_tokens" for name in Tokens.__struct_fields__)
+)
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -186,19 +191,4 @@ def _row(
 
 def tokens_of(usage: Usage) -> Tokens:
     """`usage` as prices count it."""
-    if not usage.parts():
-        return Tokens(usage.prompt_tokens, usage.completion_tokens, units=usage.units)
-    return Tokens(
-        prompt=usage.prompt_tokens,
-        completion=usage.completion_tokens,
-        cached=usage.cached_tokens,
-        cached_audio=usage.cached_audio_tokens,
-        cache_write=usage.cache_write_tokens,
-        cache_write_1h=usage.cache_write_1h_tokens,
-        audio_prompt=usage.audio_prompt_tokens,
-        image_prompt=usage.image_prompt_tokens,
-        reasoning=usage.reasoning_tokens,
-        audio_completion=usage.audio_completion_tokens,
-        image_completion=usage.image_completion_tokens,
-        tool_calls=usage.tool_calls,
-    )
+    return Tokens(*_counts(usage))
