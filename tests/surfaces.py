@@ -272,7 +272,7 @@ FEATURES = (
         "yes yes yes none",
     ),
     Feature(
-        "`verbosity`", {"verbosity": "low"}, {"text": {"verbosity": "low"}}, {"verbosity": "low"}, "yes yes none none"
+        "`verbosity`", {"verbosity": "low"}, {"text": {"verbosity": "low"}}, {"verbosity": "low"}, "yes yes 400 400"
     ),
     Feature(
         "a JSON schema",

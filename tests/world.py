@@ -580,13 +580,16 @@ class World:
         self._clients.append(client)
         return client
 
-    def client(self, key: str = KEY) -> AsyncOpenAI:
-        """The official client, in front of the endpoints."""
+    def front(self) -> httpx.ASGITransport:
+        """A way for clients in front of the endpoints."""
         front = Front(
             None, {path: dict.fromkeys(("GET", "POST", "DELETE"), one) for path, one in self._endpoints.items()}
         )
-        transport = httpx.ASGITransport(app=front, raise_app_exceptions=False)  # type: ignore[arg-type]
-        http = httpx.AsyncClient(transport=transport, timeout=WITHIN_S)
+        return httpx.ASGITransport(app=front, raise_app_exceptions=False)  # type: ignore[arg-type]
+
+    def client(self, key: str = KEY) -> AsyncOpenAI:
+        """The official client, in front of the endpoints."""
+        http = httpx.AsyncClient(transport=self.front(), timeout=WITHIN_S)
         return AsyncOpenAI(base_url="http://world/v1", api_key=key, http_client=http, max_retries=0)
 
     async def ask(self, content: str | None = "hello", **how: Any) -> Reply:

@@ -94,7 +94,7 @@ class MessageRequest(PromptRequest, kw_only=True):
     metadata: _Metadata | None = None
 
 
-class _InAnthropicsShape:
+class InAnthropicsShape:
     """The headers and errors of an endpoint of Anthropic's API."""
 
     @staticmethod
@@ -121,7 +121,7 @@ class _InAnthropicsShape:
 _OVERLOADED = 529
 
 
-class Messages(_InAnthropicsShape, Chat):
+class Messages(InAnthropicsShape, Chat):
     """The endpoint. One instance per worker."""
 
     operation = "messages"
@@ -165,7 +165,7 @@ class Messages(_InAnthropicsShape, Chat):
 _Prompt = tuple[PromptRequest, dict[str, Any], Native | None]
 
 
-class CountTokens(_InAnthropicsShape, JsonEndpoint[_Prompt]):
+class CountTokens(InAnthropicsShape, JsonEndpoint[_Prompt]):
     """The endpoint for the tokens of a prompt. One instance per worker.
 
     An `anthropic` deployment is asked for its own count, and a local engine counts exactly, but for

@@ -1,9 +1,12 @@
 """`GET /v1/models` and `/v1/models/{id}`: the aliases that a key may use, and the embedder.
 
 Shapes: OpenAI API reference, "Models"; the fields on what a model can do are OpenRouter's, "Models".
+A client that sends `anthropic-version` gets the shape of Anthropic's API reference, "List Models".
 Invariant: the key may use every listed model.
 """
 
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,10 +15,12 @@ import msgspec
 from gateway.accounts import Identity
 from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_error, send_whole
 from gateway.api.headers import JSON, base_headers
+from gateway.api.messages import InAnthropicsShape
+from gateway.api.stored import listed, paging, query_of
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, is_pattern
-from gateway.wire.errors import ApiError, NotFound, shown
+from gateway.wire.errors import ApiError, BadRequest, NotFound, shown
 
 
 class Models:
@@ -27,13 +32,18 @@ class Models:
         self._created = int(started_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = arrive("models")
+        arrival, headers = arrive("models"), headers_of(scope)
+        is_anthropics = "anthropic-version" in headers
+        if is_anthropics:
+            send = InAnthropicsShape.named(send)
         try:
-            identity = await self._pipeline.authenticate(key_of(headers_of(scope)))
+            identity = await self._pipeline.authenticate(key_of(headers))
             asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, asked) if asked else self._all(identity)
+            if is_anthropics:
+                reply = _anthropics(reply) if asked else _page(reply["data"], query_of(scope))
         except ApiError as error:
-            await send_error(send, arrival.request_id, error)
+            await (InAnthropicsShape.send_error if is_anthropics else send_error)(send, arrival.request_id, error)
             return
         await send_whole(send, 200, [JSON, *base_headers(arrival.request_id)], msgspec.json.encode(reply))
 
@@ -79,6 +89,28 @@ class Models:
         }
 
 
+def _anthropics(model: dict[str, Any]) -> dict[str, Any]:
+    at = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    named = {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": at, "lifecycle": "active"}
+    return {**named, "max_input_tokens": model["context_length"]}
+
+
+def _page(models: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of Anthropic's list. Raises BadRequest."""
+    limit = paging({"limit": query.get("limit", str(_LISTED))}, _LISTED, _LISTED_MAX).limit
+    names, places = [model["id"] for model in models], {"after_id": -1, "before_id": len(models)}
+    for field in places.keys() & query.keys():
+        if query[field] not in names:
+            raise BadRequest(f"There is no model `{shown(query[field])}` here", param=field, code="invalid_value")
+        places[field] = names.index(query[field])
+    found = models[places["after_id"] + 1 : places["before_id"]]
+    data = [_anthropics(model) for model in (found[-limit:] if "before_id" in query else found[:limit])]
+    return {name: value for name, value in listed(data, limit).items() if name != "object"} | {
+        "has_more": len(found) > limit
+    }
+
+
+_LISTED, _LISTED_MAX = 20, 1_000
 _INPUTS = {"vision": "image", "audio": "audio", "files": "file"}
 _OUTPUTS = {"embeddings": "embeddings", "rerank": "rerank", "moderations": "moderations", "speech": "audio"}
 _OUTPUTS |= dict.fromkeys(("images", "image_edits", "image_variations"), "image")

@@ -80,7 +80,7 @@ class StoredEndpoint(ABC):
                 method="GET" if scope["method"] == "HEAD" else scope["method"],
                 object_id=object_id,
                 action=action,
-                query=_query(scope),
+                query=query_of(scope),
                 headers=headers,
                 out=out,
                 scope=scope,
@@ -97,7 +97,8 @@ class StoredEndpoint(ABC):
             self._pipeline.emit(record)
 
 
-def _query(scope: asgi.Scope) -> dict[str, str]:
+def query_of(scope: asgi.Scope) -> dict[str, str]:
+    """The fields of a request's query. Raises BadRequest."""
     text = scope.get("query_string", b"").decode("latin-1")
     try:
         return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_FIELDS_MAX))

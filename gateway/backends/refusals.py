@@ -256,6 +256,12 @@ def unfit(message: str, param: str) -> base.BackendUnfit:
     return base.BackendUnfit(message, status=400, body=body)
 
 
+def check_verbosity(body: Mapping[str, Any]) -> None:
+    """Raises BackendUnfit for a `verbosity` beside the usual, of a model that has none."""
+    if body.get("verbosity") not in (None, "medium"):
+        raise unfit("`verbosity` other than medium is not supported by this model", "verbosity")
+
+
 def from_backend(error: base.BackendError) -> ApiError:
     """The client's error for a deployment's failure. A rejection keeps its own body and status."""
     if isinstance(error, base.BackendDenied):

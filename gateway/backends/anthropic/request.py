@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.refusals import unfit
+from gateway.backends.refusals import check_verbosity, unfit
 
 OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16384}  # of thinking, in tokens
@@ -38,6 +38,7 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in _REFUSED:
         if body.get(name):
             raise unfit(f"`{name}` is not supported by this model's API", name)
+    check_verbosity(body)
     system, messages = _dialogue(body["messages"])
     stop = body.get("stop")
     made = {

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
-from gateway.backends.refusals import error_body, unfit
+from gateway.backends.refusals import check_verbosity, error_body, unfit
 from gateway.wire.requests import in_json_words
 from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, Grammar, SamplingParams
@@ -129,7 +129,8 @@ def _sampling(
 
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat's messages as the engine reads them. Raises BackendRejected."""
+    """A chat's messages as the engine reads them. Raises BackendRejected, also for a length that it cannot be told."""
+    check_verbosity(body)
     return [_message(message, i) for i, message in enumerate(body["messages"])]
 
 
