@@ -27,22 +27,19 @@ def _stems(text: str) -> frozenset[str]:
 
 CALENDAR = _stems(
     """
-    monday tuesday wednesday thursday friday saturday sunday january february march april june july august september
-    october november
-    december mon tue wed thu fri sat sun
+    monday tuesday wednesday thursday friday saturday sunday january february march april june july
+    august september october november december mon tue wed thu fri sat sun
     """
 )
 # what only the clock and the calendar say
 _MOMENT_WORDS = (
     _stems(
         """
-    today tonight tomorrow yesterday now currently current date weekday weekend left remain remaining ago yet still
-    already soon
-    age old until till expire expires expired expiry expiration deadline due overdue latest recent recently upcoming
-    next last past
-    season weather holiday holidays christmas easter birthday anniversary calendar timestamp clock countdown elapsed
-    since
-        ended ends passed future nowadays present moment instant
+        today tonight tomorrow yesterday now currently current date weekday weekend left remain
+        remaining ago yet still already soon age old until till expire expires expired expiry
+        expiration deadline due overdue latest recent recently upcoming next last past season
+        weather holiday holidays christmas easter birthday anniversary calendar timestamp clock
+        countdown elapsed since ended ends passed future nowadays present moment instant
         """
     )
     | CALENDAR
@@ -54,21 +51,18 @@ _SPELL_WORDS = _stems(
 )
 _NAME_WORDS = _stems(
     """
-    name names named call called who whom whose i'm title surname forename nickname initial initials gender sex
-    pronoun pronouns mr mrs ms
-    dr sir madam hello hi hey welcome greet greeting greetings introduce introduction profile account personal
-    personally address addressed
-    sign signed signing signature letter email mail draft write compose poem song story spell user users customer
-    guest caller member
-    identity identify person remember know registered logged login fill form application note message speak speaking
-    talk talking me myself
+    name names named call called who whom whose i'm title surname forename nickname initial initials
+    gender sex pronoun pronouns mr mrs ms dr sir madam hello hi hey welcome greet greeting greetings
+    introduce introduction profile account personal personally address addressed sign signed signing
+    signature letter email mail draft write compose poem song story spell user users customer guest
+    caller member identity identify person remember know registered logged login fill form
+    application note message speak speaking talk talking me myself
     """
 )
 _ID_WORDS = _stems(
     """
-    id ids identifier identification number no nr reference ref code session log ticket trace account profile
-    user where room seat
-    table address email mail contact registered
+    id ids identifier identification number no nr reference ref code session log ticket trace
+    account profile user where room seat table address email mail contact registered
     """
 )
 _COUNTER_WORDS = _stems(
@@ -80,22 +74,21 @@ _ORDER_WORDS = _stems(
 # the prompt itself, or the talk: an answer may quote anything
 _QUOTING = _stems(
     """
-    prompt prompts instruction instructions instructed verbatim repeat above context conversation summarise summarize
-    summary recap told
-    yourself everything anything ignore disregard previous beginning earlier said system message messages json hidden
-    secret print
-    output configuration metadata header details info information data
+    prompt prompts instruction instructions instructed verbatim repeat above context conversation
+    summarise summarize summary recap told yourself everything anything ignore disregard previous
+    beginning earlier said system message messages json hidden secret print output configuration
+    metadata header details info information data
     """
 )
 _MINE = _stems("i i'm i've i'd me my mine myself we us our ours")
 _FOREIGN = word_set(
     """
-    wie ist ich bin mein meine meinen heute welche welcher welches heiße heisse uhr wann wer datum tag bitte und nicht
-    deutsch antworte sprich réponds parle habla responde rispondi como cómo quien quién
-    llamo hoy fecha día dia cuál cual qué es mi soy está quel quelle jour heure je ma qui suis appelle sommes est oggi
-    chiamo giorno che quale
-    mio sono hoje nome meu minha qual eu vandaag welke mijn naam wat hoe heet ik jak mam jestem dzisiaj hur jag mitt
-    hvad jeg min bugün adım
+    wie ist ich bin mein meine meinen heute welche welcher welches heiße heisse uhr wann wer datum
+    tag bitte und nicht deutsch antworte sprich réponds parle habla responde rispondi como cómo
+    quien quién llamo hoy fecha día dia cuál cual qué es mi soy está quel quelle jour heure je ma
+    qui suis appelle sommes est oggi chiamo giorno che quale mio sono hoje nome meu minha qual eu
+    vandaag welke mijn naam wat hoe heet ik jak mam jestem dzisiaj hur jag mitt hvad jeg min bugün
+    adım
     """
 )
 

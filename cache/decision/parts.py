@@ -4,7 +4,7 @@ Pure: takes a text and returns digests and that span. Knows no cache and no simi
 namespace only which lines are a template's. Lines are read one by one. Tags that name documents,
 fences, and paragraphs of over `LONG_WORDS` words are documents. The question is the one line with a
 question's label, at the start or the end of the prompt. Where a prompt has neither, the slot is the
-one paragraph that is no line of a known template.
+one paragraph that is no line of a known template, or a line that asks after a longer text.
 
 Invariants: all of a text but its question is in its frame, so it is equal where frames are, byte for
 byte, but for the order of chunks that have the same tag or kind of heading; a text of which the
@@ -111,15 +111,22 @@ class Split:
         return [*(span.digest for span in self.spans), *(_digest(match.group()) for match in labels if match)]
 
     def slot(self, is_template: Callable[[bytes], bool]) -> Parts:
-        """The parts where these lines are a template's; one paragraph of others is the slot."""
-        known = [is_template(span.digest) for span in self.spans]
-        free = [place for place, is_known in enumerate(known) if not is_known]
-        if not free or any(self.spans[place].kind for place in free):
+        """The parts where these lines are a template's; one paragraph of others is the slot. After a longer
+        text that no template has, which may be a document, a last line that asks is the slot.
+        """
+        free = [place for place, span in enumerate(self.spans) if not is_template(span.digest)]
+        if not free:
             return self.parts
-        first, last = self._record(free[0], free[-1])
+        paragraph = self.spans[free[-1]].paragraph
+        own = [place for place in free if self.spans[place].paragraph == paragraph]
+        if any(self.spans[place].kind for place in own):
+            return self.parts
+        first, last = self._record(own[0], own[-1])
         inside = self.spans[first : last + 1]
         words = _words(self.spans) - _words(inside)
-        if len({span.paragraph for span in inside}) > 1 or words < _TEMPLATE_WORDS or _words(inside) > LONG_WORDS:
+        if words < _TEMPLATE_WORDS or _words(inside) > LONG_WORDS:
+            return self.parts
+        if own != free and (words <= LONG_WORDS or len(inside) > 1 or not inside[0].text.rstrip().endswith("?")):
             return self.parts
         lines = [span.text for span in inside]
         is_record = len(lines) > 2 and all(map(_FIELD.match, lines))
@@ -129,7 +136,8 @@ class Split:
         end = len(text.rstrip())
         if not text[start:end]:
             return self.parts
-        return Parts(_frame(self.spans, first, last + 1, (text[:start], text[end:])), text[start:end])
+        frame = _frame(self.spans, first, last + 1, (text[:start], text[end:]))
+        return Parts(frame, text[start:end], has_documents=any(self.spans[place].kind for place in free))
 
     def _record(self, first: int, last: int) -> tuple[int, int]:
         """The whole run of fields that begins or ends within: a record's fields vary together."""

@@ -146,6 +146,18 @@ def test_a_slot_is_known_once_three_prompts_share_the_rest() -> None:
     assert isinstance(served(cache, note("my soup was cold").replace("four", "for").replace("bill", "bills")), Miss)
 
 
+def test_a_question_after_a_text_without_a_mark_is_compared_alone_and_another_text_is_never_its_own() -> None:
+    """A last line that asks; all before it is equal, in whatever paragraphs. A statement is part of the text."""
+    text = f"Answer from the text.\n\n{LAMP}\n\nIt is sold in grey.\n\n{{}}"
+    cache = make(text.format("How heavy is it?"), text.format("It is made in Lyon."))
+    answer = served(cache, text.format("What does it weigh?"))
+    assert isinstance(answer, Hit)
+    assert answer.text == "How heavy is it?"
+    for changed in (text.replace("2.4", "2.5"), text.replace("grey", "red"), text.replace("\n\nIt", "\nIt")):
+        assert isinstance(served(cache, changed.format("How heavy is it?")), Miss)
+    assert isinstance(served(cache, text.format("It is made in Nice.")), Miss)
+
+
 def test_fields_are_compared_in_any_order() -> None:
     """The fields of a record are the same record, and another value is another one."""
     records = [
