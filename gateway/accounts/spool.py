@@ -8,8 +8,9 @@ Each worker has a file of its own in the folder, and a lock on it while it runs.
 rows of files without a lock: those of workers that ended before Redis had all their rows.
 
 A file is a run of slots of SLOT_BYTES. A row takes adjoining slots: its length in 4 bytes, then its
-bytes. The length is written last, and 0 marks a free slot. A file has all its bytes at once: a
-mapped page without room on the disk would raise SIGBUS. Without room, or in a folder that cannot be
+bytes. The length is written last, and 0 marks a free slot. While a row of several slots is put or
+dropped, a bit of its length says so: its slots are passed over, whose bytes may look like lengths. A
+file has all its bytes at once: a mapped page without room on the disk would raise SIGBUS. Without room, or in a folder that cannot be
 written, rows are in the worker's memory alone.
 
 Invariant: a row that was put and not dropped is adopted, unless the host itself fails. It may be
@@ -29,7 +30,7 @@ from pathlib import Path
 SLOT_BYTES = 512
 _SLOTS = 256
 _LENGTH_BYTES = 4
-_FREE = bytes(_LENGTH_BYTES)
+_PARTIAL = 1 << 31
 _SUFFIX = ".rows"
 NOWHERE = range(0)
 """The place, which is a run of slots, of a row that is not in the file."""
@@ -71,10 +72,11 @@ class Spool:
             if last * SLOT_BYTES > len(self._map) and not self._grow(last):
                 return NOWHERE
             self._end = last
-        start = first * SLOT_BYTES
-        body = start + _LENGTH_BYTES
-        self._map[body : start + size_bytes] = data
-        self._map[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
+        body = first * SLOT_BYTES + _LENGTH_BYTES
+        if last - first > 1:
+            self._mark(first, len(data) | _PARTIAL)
+        self._map[body : body + len(data)] = data
+        self._mark(first, len(data))
         self._count += 1
         return range(first, last)
 
@@ -82,13 +84,21 @@ class Spool:
         """Forget the row at `place`: Redis has it."""
         if not place or self._map is None:
             return
-        for slot in place:  # the first slot has the length; the others have bytes that are no lengths
-            start = slot * SLOT_BYTES
-            self._map[start : start + _LENGTH_BYTES] = _FREE
+        if len(place) > 1:
+            start = place[0] * SLOT_BYTES
+            length = int.from_bytes(self._map[start : start + _LENGTH_BYTES], "little")
+            self._mark(place[0], length | _PARTIAL)
+        for slot in reversed(place):
+            self._mark(slot, 0)
         self._free += place
         self._count -= 1
         if not self._count and self._end > _SLOTS:
             self._shrink()
+
+    def _mark(self, slot: int, length: int) -> None:
+        assert self._map is not None
+        start = slot * SLOT_BYTES
+        self._map[start : start + _LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
 
     def adopt(self, take: Callable[[bytes, range], None]) -> None:
         """Call `take(data, place)` for each row of a worker that ended; its file is then removed.
@@ -172,6 +182,7 @@ def _rows(data: bytes) -> Iterator[bytes]:
     start = 0
     while start + _LENGTH_BYTES <= len(data):
         length = int.from_bytes(data[start : start + _LENGTH_BYTES], "little")
-        if length:
+        is_whole, length = length < _PARTIAL, length % _PARTIAL
+        if length and is_whole:
             yield data[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length]
         start += _slots(length) * SLOT_BYTES

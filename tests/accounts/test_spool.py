@@ -81,6 +81,51 @@ def test_a_kill_loses_no_row(tmp_path: Path) -> None:
     assert len(adopted(tmp_path)) == 100
 
 
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gateway.accounts import spool as module
+
+class Killing:
+    def __init__(self, map, stores):
+        self.map, self.left = map, stores
+    def __getitem__(self, place):
+        return self.map[place]
+    def __len__(self):
+        return len(self.map)
+    def __setitem__(self, place, data):
+        for at in range(place.start, place.stop, 40):  # a copy may end anywhere
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+            self.map[at : min(at + 40, place.stop)] = data[at - place.start :][:40]
+
+def child(folder, stores):
+    spool = module.Spool(folder)
+    spool.put(b"first")
+    dropped = spool.put(b"old" * 400)
+    spool.put(b"second")
+    spool._map = Killing(spool._map, stores)
+    spool.put(b"new" * 400)
+    spool.drop(dropped)
+    os._exit(0)
+
+for stores in range(1000):
+    if not (pid := os.fork()):
+        child(Path(sys.argv[1]) / str(stores), stores)
+    if not os.waitpid(pid, 0)[1]:
+        break
+"""
+
+
+def test_a_kill_at_any_store_leaves_no_other_row(tmp_path: Path) -> None:
+    """A row of several slots is there whole or not at all, wherever its worker was killed; its bytes are no rows."""
+    subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=True)
+    found = {tuple(adopted(folder)) for folder in tmp_path.iterdir()}
+    first, old, second, new = b"first", b"old" * 400, b"second", b"new" * 400
+    assert found == {(first, old, second), (first, new, old, second), (first, new, second)}
+
+
 def test_without_room_nothing_is_kept_and_nothing_raises(tmp_path: Path) -> None:
     """A folder that is none, and a file that may not grow: rows have no place, and those that have one stay."""
     (tmp_path / "file").touch()
