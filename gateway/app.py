@@ -423,7 +423,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     files = FilesEndpoint(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
-    conversations = ConversationsEndpoint(parts.pipeline, memory, settings.body_bytes_max)
+    conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     return {
         **{
@@ -443,15 +443,15 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
                 if deployment.settings.passthrough
             )
         },
-        "/v1/responses/input_tokens": {"POST": InputTokens(settings, parts.pipeline, memory)},
+        "/v1/responses/input_tokens": {"POST": InputTokens(parts.pipeline, memory)},
         "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
         "/v1/conversations": {"POST": conversations},
         "/v1/conversations/*": dict.fromkeys(("GET", "POST", "DELETE"), conversations),
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
-        "/v1/messages/count_tokens": {"POST": CountTokens(settings, parts.pipeline)},
-        "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
-        "/tokenize": {"POST": Tokenize(settings, parts.pipeline)},
-        "/detokenize": {"POST": Detokenize(settings, parts.pipeline)},
+        "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
+        "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
+        "/tokenize": {"POST": Tokenize(parts.pipeline)},
+        "/detokenize": {"POST": Detokenize(parts.pipeline)},
         "/v1/files": {"GET": files, "POST": files},
         "/v1/files/*": {"GET": files, "DELETE": files},
         "/v1/batches": {"GET": batches, "POST": batches},

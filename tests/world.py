@@ -998,16 +998,16 @@ async def _build(settings: Settings, redis: Redis) -> World:
     memory = Memory(store, settings)
     ended: list[str] = []
     background = Background(pipeline, store, memory, link, ended.append)
-    conversations = ConversationsEndpoint(pipeline, memory, settings.body_bytes_max)
+    conversations = ConversationsEndpoint(pipeline, memory)
     endpoints = {
         **{f"/v1{kind.path}": Chat(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
         "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory, background),
-        "/v1/responses/input_tokens": InputTokens(settings, pipeline, memory),
+        "/v1/responses/input_tokens": InputTokens(pipeline, memory),
         "/v1/responses/*": StoredResponses(pipeline, memory, background),
         "/v1/conversations": conversations,
         "/v1/conversations/*": conversations,
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
-        "/v1/messages/count_tokens": CountTokens(settings, pipeline),
+        "/v1/messages/count_tokens": CountTokens(pipeline),
         "/v1/models": (listed := Models(settings, pipeline, 0.0)),
         "/v1/models/*": listed,
     }

@@ -10,17 +10,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.api import asgi
-from gateway.api.stored import Call, StoredEndpoint, listed, no_such_action, paging
+from gateway.api.endpoint import Call, ObjectEndpoint
+from gateway.api.stored import listed, no_such_action, paging
 from gateway.batches.batches import Batches
 from gateway.batches.files import check_expiry
 from gateway.batches.work import ENDPOINTS
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, shown
-from gateway.wire.requests import convert, decode_object
+from gateway.wire.requests import convert
 
 _LIST_USUAL, _LIST_MAX = 20, 100
-_BODY_BYTES_MAX = 64 << 10
 
 
 Metadata = Annotated[
@@ -43,7 +42,7 @@ class BatchRequest(msgspec.Struct):
     output_expires_after: _Expiry | None = None
 
 
-class BatchesEndpoint(StoredEndpoint):
+class BatchesEndpoint(ObjectEndpoint):
     """The endpoint for batches. One instance per worker; `wake` is called for a new batch."""
 
     operation = "batches"
@@ -71,8 +70,7 @@ class BatchesEndpoint(StoredEndpoint):
         raise no_such_action(self.path, call)
 
     async def _create(self, call: Call) -> dict[str, Any]:
-        body = decode_object(await asgi.read_body(call.receive, call.headers, _BODY_BYTES_MAX))
-        request: BatchRequest = convert(body, BatchRequest)
+        request: BatchRequest = convert((await self.body(call))[1], BatchRequest)
         if request.endpoint not in ENDPOINTS:
             raise BadRequest(
                 f"Invalid endpoint: expected one of {', '.join(ENDPOINTS)}, got {shown(request.endpoint)}",

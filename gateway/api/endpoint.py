@@ -1,78 +1,123 @@
-"""The base of endpoints that take and return one JSON object: `/v1/feedback`, `/tokenize`.
+"""The base of endpoints without a generation: of what a team keeps here, and of JSON objects.
 
-It contains the wire and no shapes. Invariant: every request gets one response and one record.
+It contains the wire and no shapes. Invariants: every request gets one response and one record; below
+an endpoint's path stand an id and the name of an action.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from gateway.accounts import Identity
 from gateway.api import asgi
-from gateway.api.headers import JSON, base_headers
+from gateway.api.headers import JSON, Headers, base_headers
+from gateway.deployments.alias import Alias
 from gateway.journey.record import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
-from gateway.pipeline import Pipeline
-from gateway.settings import Settings
-from gateway.wire.errors import shown
+from gateway.pipeline import Pipeline, may_use
+from gateway.wire.errors import BadRequest, shown
 from gateway.wire.requests import decode_object
 
-Request = TypeVar("Request")
+_FIELDS_MAX = 50
 
 
-class JsonEndpoint(ABC, Generic[Request]):
-    """One endpoint. A subclass defines `operation`, its name in records, `read` and `answer`."""
+class Call(msgspec.Struct):
+    """An authenticated request. `object_id` and `action` are the parts of its path, or empty; `out`
+    are the first headers of its response. `alias` is for its record, and the model that it `asked`.
+    """
+
+    identity: Identity
+    arrival: Arrival
+    method: str
+    object_id: str
+    action: str
+    headers: Mapping[str, str]
+    out: Headers
+    scope: asgi.Scope
+    receive: asgi.Receive
+    send: asgi.Send
+    alias: str = ""
+    asked: str = ""
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Raises BadRequest."""
+        return query_of(self.scope)
+
+
+def query_of(scope: asgi.Scope) -> dict[str, str]:
+    """The fields of a request's query. Raises BadRequest."""
+    text = scope.get("query_string", b"").decode("latin-1")
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_FIELDS_MAX))
+    except ValueError:
+        raise BadRequest(f"The query has more than {_FIELDS_MAX} fields: send fewer", code="invalid_value") from None
+
+
+class ObjectEndpoint(ABC):
+    """One endpoint. A subclass defines `operation`, its name in records, `answer`, and its `path` where
+    there are ids below it.
+    """
 
     operation: str
+    path = ""
     send_error = staticmethod(asgi.send_error)
 
-    def __init__(self, settings: Settings, pipeline: Pipeline) -> None:
-        self.settings = settings
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    async def body(self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str]) -> dict[str, Any]:
-        """The decoded body. Raises ApiError."""
-        raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
-        return decode_object(raw, asgi.model_of(scope))
-
     @abstractmethod
-    def read(self, body: dict[str, Any]) -> tuple[Request, str]:
-        """The request in the decoded `body`, and its alias; empty for none. Raises ApiError."""
+    async def answer(self, call: Call) -> Any:
+        """The reply; None if it has been sent. Limits of requests are checked before. Raises ApiError."""
 
-    @abstractmethod
-    async def answer(self, request: Request, identity: Identity, arrival: Arrival) -> Any:
-        """The reply to `request`. Limits of requests are checked before. Raises ApiError."""
+    async def body(self, call: Call) -> tuple[bytes, dict[str, Any]]:
+        """The body, and its object; without a body, an empty one. Raises ApiError."""
+        raw = await asgi.read_body(call.receive, call.headers, self._pipeline.settings.body_bytes_max)
+        body = decode_object(raw or b"{}", asgi.model_of(call.scope))
+        call.asked = shown(model) if isinstance(model := body.get("model"), str) else ""
+        return raw, body
+
+    def alias(self, call: Call, name: str) -> Alias:
+        """The alias of this name, which the key may use. Raises NotFound, Forbidden."""
+        alias = self._pipeline.fleet.alias(name, call.identity.key.models)
+        call.alias = alias.name
+        may_use(call.identity, name, alias.name)
+        return alias
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
         arrival = arrive(self.operation)
-        identity: Identity | None = None
-        alias, asked, ended = "", "", Ended()
+        object_id, _, action = scope["path"].removeprefix(self.path).strip("/").partition("/")
+        call: Call | None = None
+        ended = Ended()
         try:
             # decision: auth-before-body
-            identity = await self._pipeline.authenticate(asgi.key_of(headers))
-            body = await self.body(scope, receive, headers)
-            asked = shown(model) if isinstance(model := body.get("model"), str) else ""
-            limited = await self._pipeline.limits.take_requests(identity)
-            request, alias = self.read(body)
-            reply = await self.answer(request, identity, arrival)
-            out = [JSON, *base_headers(arrival.request_id), *limited.items()]
-            await asgi.send_whole(send, 200, out, msgspec.json.encode(reply))
+            call = Call(
+                identity=await self._pipeline.authenticate(asgi.key_of(headers)),
+                arrival=arrival,
+                method="GET" if scope["method"] == "HEAD" else scope["method"],
+                object_id=object_id,
+                action=action,
+                headers=headers,
+                out=base_headers(arrival.request_id),
+                scope=scope,
+                receive=receive,
+                send=send,
+            )
+            call.out += (await self._pipeline.limits.take_requests(call.identity)).items()
+            reply = await self.answer(call)
+            if reply is not None:
+                await asgi.send_whole(send, 200, [JSON, *call.out], msgspec.json.encode(reply))
         except (Exception, asyncio.CancelledError) as error:
             ended = await asgi.fail(error, arrival.request_id, partial(self.send_error, send, arrival.request_id))
         finally:
-            duration_ms = elapsed_ms_since(arrival.at_s)
-            record = record_of(
-                arrival,
-                ended,
-                duration_ms,
-                identity=identity,
-                alias=alias,
-                asked="" if alias else asked,
-                cache="bypass",
-            )
-            self._pipeline.emit(record)
+            facts: dict[str, Any] = {}
+            if call is not None:
+                asked = "" if call.alias else call.asked
+                facts = {"identity": call.identity, "alias": call.alias, "asked": asked}
+            self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), cache="bypass", **facts))

@@ -11,12 +11,10 @@ from msgspec import Meta
 from redis.exceptions import RedisError
 
 from cache import CacheUnavailable
-from gateway.accounts import Identity, partition_of
-from gateway.api.endpoint import JsonEndpoint
-from gateway.journey.turn import Arrival
+from gateway.accounts import partition_of
+from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.learning.reports import Reports
 from gateway.pipeline import Pipeline
-from gateway.settings import Settings
 from gateway.wire.errors import Unavailable
 from gateway.wire.requests import convert
 
@@ -26,22 +24,19 @@ class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True):
     verdict: Literal["right", "wrong"]
 
 
-class Feedback(JsonEndpoint[FeedbackRequest]):
+class Feedback(ObjectEndpoint):
     """The endpoint. One instance per worker."""
 
     operation = "feedback"
 
-    def __init__(self, settings: Settings, pipeline: Pipeline, reports: Reports) -> None:
-        super().__init__(settings, pipeline)
+    def __init__(self, pipeline: Pipeline, reports: Reports) -> None:
+        super().__init__(pipeline)
         self._reports = reports
 
-    def read(self, body: dict[str, Any]) -> tuple[FeedbackRequest, str]:
-        request: FeedbackRequest = convert(body, FeedbackRequest)
-        return request, ""
-
-    async def answer(self, request: FeedbackRequest, identity: Identity, arrival: Arrival) -> Any:
-        team = identity.team
-        own = partition_of(self.settings.secret, team.id)
+    async def answer(self, call: Call) -> Any:
+        request: FeedbackRequest = convert((await self.body(call))[1], FeedbackRequest)
+        team = call.identity.team
+        own = partition_of(self._pipeline.settings.secret, team.id)
         try:
             is_right = request.verdict == "right"
             return await self._reports.report(own, team.id, request.id, is_right, "caller")

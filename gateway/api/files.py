@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gateway.api import asgi
-from gateway.api.stored import Call, StoredEndpoint, listed, no_such_action, one_of, paging
+from gateway.api.endpoint import Call, ObjectEndpoint
+from gateway.api.stored import listed, no_such_action, one_of, paging
 from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
@@ -25,7 +26,7 @@ _FILE = "file"
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
-class FilesEndpoint(StoredEndpoint):
+class FilesEndpoint(ObjectEndpoint):
     """The endpoint for files. One instance per worker."""
 
     operation = "files"

@@ -18,20 +18,18 @@ from msgspec import Meta
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.chat import Chat, Renderer
-from gateway.api.endpoint import JsonEndpoint
+from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
-from gateway.api.tokens import counted_by_engine
+from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
-from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.requests import (
     BOM,
     MESSAGES_MAX,
-    ChatRequest,
     convert,
     decode_object,
     has_long_writes,
@@ -162,10 +160,7 @@ class Messages(InAnthropicsShape, Chat):
         return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id, estimated)
 
 
-_Prompt = tuple[PromptRequest, dict[str, Any], Native | None]
-
-
-class CountTokens(InAnthropicsShape, JsonEndpoint[_Prompt]):
+class CountTokens(InAnthropicsShape, ObjectEndpoint):
     """The endpoint for the tokens of a prompt. One instance per worker.
 
     An `anthropic` deployment is asked for its own count, and a local engine counts exactly, but for
@@ -177,37 +172,19 @@ class CountTokens(InAnthropicsShape, JsonEndpoint[_Prompt]):
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         await super().__call__(scope, receive, self.named(send))
 
-    async def body(self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str]) -> dict[str, Any]:
-        raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
-        return {**decode_object(raw), _SENT: (raw, headers)}
-
-    def read(self, body: dict[str, Any]) -> tuple[_Prompt, str]:
-        raw, headers = body.pop(_SENT)
+    async def answer(self, call: Call) -> Any:
+        raw, body = await self.body(call)
         request: PromptRequest = convert(body, PromptRequest)
-        marked, native = _translated(self._pipeline.fleet, request, body, raw, headers)
-        alias = request.model if request.model in self._pipeline.fleet.aliases else ""
-        return (request, _unmarked(marked), native), alias
-
-    async def answer(self, request: _Prompt, identity: Identity, arrival: Arrival) -> Any:
-        prompt, chat, native = request
-        alias = self._pipeline.fleet.alias(prompt.model, identity.key.models)
-        may_use(identity, prompt.model, alias.name)
-        size, tokens = len(msgspec.json.encode(chat["messages"])), None
+        marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
+        alias = self.alias(call, request.model)
         for one in alias.deployments.values():
             is_up = not one.use and not one.breaker.is_open
             if native is not None and is_up and isinstance(one.backend, AnthropicBackend):
                 name = one.model if alias.is_pattern else ""
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server
-                    counted = await one.backend.count_tokens(native, arrival.request_id, name)
-                    return {"input_tokens": counted}
-        if not prompt.tools:
-            tokens = await counted_by_engine(alias, chat["messages"], size)
-        checked: ChatRequest = convert(chat, ChatRequest)
-        estimated = checked.demand(msgspec.json.encode(chat), chat).prompt_tokens
-        return {"input_tokens": estimated if tokens is None else tokens}
-
-
-_SENT = ""  # no field has this name: the body as it came, and the headers
+                    tokens = await one.backend.count_tokens(native, call.arrival.request_id, name)
+                    return {"input_tokens": tokens}
+        return {"input_tokens": await counted(alias, _unmarked(marked))}
 
 
 def _native(

@@ -14,9 +14,10 @@ import msgspec
 
 from gateway.accounts import Identity
 from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_error, send_whole
+from gateway.api.endpoint import query_of
 from gateway.api.headers import JSON, base_headers
 from gateway.api.messages import InAnthropicsShape
-from gateway.api.stored import listed, paging, query_of
+from gateway.api.stored import listed, paging
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, is_pattern

@@ -20,17 +20,16 @@ from gateway.api import asgi
 from gateway.api.background import Background, send_events
 from gateway.api.batches import Metadata
 from gateway.api.chat import Chat, Renderer, Respond
-from gateway.api.endpoint import JsonEndpoint
+from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
 from gateway.api.response_events import PassedResponse, Response
-from gateway.api.tokens import counted_by_engine
+from gateway.api.tokens import counted
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
-from gateway.pipeline import Pipeline, may_use
-from gateway.settings import Settings
+from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, shown
-from gateway.wire.requests import MESSAGES_MAX, SHAPES, convert, decode_object
+from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 from gateway.wire.types import CHAT, RESPONSE, Kind
 
 _Content = str | list[dict[str, Any]]
@@ -149,7 +148,7 @@ class Responses(Chat):
         return turn, renderer(body, arrival, keeping, keep)
 
 
-class InputTokens(JsonEndpoint[dict[str, Any]]):
+class InputTokens(ObjectEndpoint):
     """`POST /v1/responses/input_tokens`: the tokens of a request's input, with all that it refers to.
 
     Counted by a local engine, but for tools; of other models it is the estimate of routing and
@@ -158,23 +157,15 @@ class InputTokens(JsonEndpoint[dict[str, Any]]):
 
     operation = "input_tokens"
 
-    def __init__(self, settings: Settings, pipeline: Pipeline, memory: Memory) -> None:
-        super().__init__(settings, pipeline)
+    def __init__(self, pipeline: Pipeline, memory: Memory) -> None:
+        super().__init__(pipeline)
         self._memory = memory
 
-    def read(self, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        named: _Model = convert(body, _Model)
-        return body, named.model if named.model in self._pipeline.fleet.aliases else ""
-
-    async def answer(self, request: dict[str, Any], identity: Identity, arrival: Arrival) -> Any:
-        alias = self._pipeline.fleet.alias(request["model"], identity.key.models)
-        may_use(identity, request["model"], alias.name)
-        _, _, sent, kind = await as_sent(request, self._memory, identity, self._pipeline.fleet)
-        raw, tokens = _encoded(sent), None
-        if kind is CHAT and not sent.get("tools"):
-            tokens = await counted_by_engine(alias, sent["messages"], len(raw))
-        estimated = convert(sent, SHAPES[kind.name]).demand(raw, sent).prompt_tokens
-        return {"object": "response.input_tokens", "input_tokens": estimated if tokens is None else tokens}
+    async def answer(self, call: Call) -> Any:
+        _, body = await self.body(call)
+        alias = self.alias(call, convert(body, _Model).model)
+        _, _, sent, kind = await as_sent(body, self._memory, call.identity, self._pipeline.fleet)
+        return {"object": "response.input_tokens", "input_tokens": await counted(alias, sent, kind)}
 
 
 async def as_sent(

@@ -12,21 +12,21 @@ import msgspec
 from msgspec import Meta
 
 from gateway.accounts.conversations import Conversation
-from gateway.api import asgi
 from gateway.api.background import Background, send_events
 from gateway.api.batches import Metadata
+from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.memory import ITEM_ID, Memory
 from gateway.api.responses import checked_items
-from gateway.api.stored import Call, StoredEndpoint, listed, no_such_action, one_of, paging
+from gateway.api.stored import listed, no_such_action, one_of, paging
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound, shown
-from gateway.wire.requests import convert, decode_object
+from gateway.wire.requests import convert
 
 _LISTED, _LISTED_MAX = 20, 100
 _ADDED_MAX = 20
 
 
-class StoredResponses(StoredEndpoint):
+class StoredResponses(ObjectEndpoint):
     """The endpoint for one response. One instance per worker."""
 
     operation = "stored_responses"
@@ -99,16 +99,15 @@ class ItemsRequest(msgspec.Struct, forbid_unknown_fields=True):
     items: Annotated[_Items, Meta(min_length=1)]
 
 
-class ConversationsEndpoint(StoredEndpoint):
+class ConversationsEndpoint(ObjectEndpoint):
     """The endpoint for conversations and their items. One instance per worker."""
 
     operation = "conversations"
     path = "/v1/conversations"
 
-    def __init__(self, pipeline: Pipeline, memory: Memory, body_bytes_max: int) -> None:
+    def __init__(self, pipeline: Pipeline, memory: Memory) -> None:
         super().__init__(pipeline)
         self._memory = memory
-        self._body_bytes_max = body_bytes_max
 
     async def answer(self, call: Call) -> Any:
         team, id, kept = call.identity.team, call.object_id, self._memory.conversations
@@ -149,8 +148,7 @@ class ConversationsEndpoint(StoredEndpoint):
         raise no_such_action(self.path, call)
 
     async def _read(self, call: Call, shape: type[Any]) -> Any:
-        raw = await asgi.read_body(call.receive, call.headers, self._body_bytes_max)
-        return convert(decode_object(raw) if raw else {}, shape)
+        return convert((await self.body(call))[1], shape)
 
 
 def _shown(one: Conversation) -> dict[str, Any]:

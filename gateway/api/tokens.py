@@ -9,17 +9,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.accounts import Identity
-from gateway.api.endpoint import JsonEndpoint
+from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.backends.base import BackendError
 from gateway.backends.local.backend import LocalBackend
 from gateway.backends.refusals import from_backend
 from gateway.deployments.alias import Alias
-from gateway.journey.turn import Arrival
-from gateway.pipeline import Pipeline, may_use
-from gateway.settings import Settings
+from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest
-from gateway.wire.requests import BYTES_PER_TOKEN_MAX, ChatRequest, convert
+from gateway.wire.requests import BYTES_PER_TOKEN_MAX, SHAPES, ChatRequest, convert
+from gateway.wire.types import CHAT, Kind
 
 _UNSUPPORTED = ("chat_template", "chat_template_kwargs", "continue_final_message", "mm_processor_kwargs", "tools")
 
@@ -40,37 +38,35 @@ class DetokenizeRequest(msgspec.Struct):
     tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
 
 
-class _OfEngine:
-    """The engines behind the aliases."""
+class _OfEngine(ObjectEndpoint):
+    """The base of endpoints for the engines behind the aliases."""
 
-    def __init__(self, settings: Settings, pipeline: Pipeline) -> None:
-        self._settings = settings
-        self._fleet = pipeline.fleet
-        with_engine = [alias.name for alias in self._fleet.aliases.values() if alias.has_engine]
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
+        with_engine = [alias.name for alias in pipeline.fleet.aliases.values() if alias.has_engine]
         self._default = with_engine[0] if len(with_engine) == 1 else None
 
-    def named(self, body: dict[str, Any]) -> str:
-        """The alias in `body`, where the only one with an engine is set if it names none; empty for
-        an unknown one.
-        """
+    async def named(self, call: Call) -> dict[str, Any]:
+        """The body, where the only alias with an engine is set if it names none. Raises ApiError."""
+        _, body = await self.body(call)
         if body.get("model") is None and self._default is not None:
             body["model"] = self._default
-        name = body.get("model")
-        return name if isinstance(name, str) and name in self._fleet.aliases else ""
+        return body
 
-    def engine(self, name: str, identity: Identity, size: int, param: str) -> tuple[LocalBackend, int]:
+    def engine(self, call: Call, name: str, size: int, param: str) -> tuple[LocalBackend, int]:
         """The first local engine of an alias, and its context's length in tokens.
 
         `size` is that of the request's content in bytes or tokens, in the field `param`. Raises
         ApiError.
         """
-        if name == self._settings.embedding_alias:
-            raise _without_engine(name)
-        alias = self._fleet.alias(name, identity.key.models)
-        may_use(identity, name)
-        backend = _engine_of(alias)
+        embedder = self._pipeline.settings.embedding_alias
+        backend = _engine_of(self.alias(call, name)) if name != embedder else None
         if backend is None:
-            raise _without_engine(name)
+            raise BadRequest(
+                f"The model `{name}` has no local engine: the tokenizers of other servers are not known here",
+                param="model",
+                code="unsupported_feature",
+            )
         context_tokens = backend.load(0).context_tokens_max or 0
         if context_tokens and size > BYTES_PER_TOKEN_MAX * context_tokens:
             raise BadRequest(
@@ -86,41 +82,34 @@ def _engine_of(alias: Alias) -> LocalBackend | None:
     return next((d.backend for d in alias.deployments.values() if isinstance(d.backend, LocalBackend)), None)
 
 
-async def counted_by_engine(alias: Alias, messages: list[dict[str, Any]], size_bytes: int) -> int | None:
-    """The tokens of a conversation, as the local engine of `alias` reads it; None where it has none, and
-    for a conversation far beyond its context.
+async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
+    """The tokens of a request's prompt: of a chat as the local engine of `alias` reads it, where it has one
+    and the prompt has no tools, nor is far beyond its context; else the estimate of routing and budgets.
 
     Raises ApiError.
     """
-    backend = _engine_of(alias)
-    if backend is None or size_bytes > BYTES_PER_TOKEN_MAX * (backend.load(0).context_tokens_max or 0):
-        return None
+    raw, backend = msgspec.json.encode(body), _engine_of(alias)
+    estimated = convert(body, SHAPES[kind.name]).demand(raw, body).prompt_tokens
+    if backend is None or kind is not CHAT or body.get("tools"):
+        return int(estimated)
+    if len(raw) > BYTES_PER_TOKEN_MAX * (backend.load(0).context_tokens_max or 0):
+        return int(estimated)
     try:
-        ids, _ = await backend.tokenize({"messages": messages}, has_special=False, opens_answer=True, wants_texts=False)
+        ids, _ = await backend.tokenize(
+            {"messages": body["messages"]}, has_special=False, opens_answer=True, wants_texts=False
+        )
     except BackendError as error:
         raise from_backend(error) from None
     return len(ids)
 
 
-def _without_engine(name: str) -> BadRequest:
-    return BadRequest(
-        f"The model `{name}` has no local engine: the tokenizers of other servers are not known here",
-        param="model",
-        code="unsupported_feature",
-    )
-
-
-class Tokenize(JsonEndpoint[_TokenizeRequest]):
+class Tokenize(_OfEngine):
     """The endpoint. One instance per worker."""
 
     operation = "tokenize"
 
-    def __init__(self, settings: Settings, pipeline: Pipeline) -> None:
-        super().__init__(settings, pipeline)
-        self._engines = _OfEngine(settings, pipeline)
-
-    def read(self, body: dict[str, Any]) -> tuple[_TokenizeRequest, str]:
-        alias = self._engines.named(body)
+    async def answer(self, call: Call) -> Any:
+        body = await self.named(call)
         for name in _UNSUPPORTED:
             if body.get(name):
                 raise BadRequest(f"`{name}` is not supported here", param=name, code="unsupported_parameter")
@@ -130,16 +119,12 @@ class Tokenize(JsonEndpoint[_TokenizeRequest]):
         if request.messages is not None:
             chat: ChatRequest = convert(body, ChatRequest)
             chat.check_contents(body)
-        return request, alias
-
-    async def answer(self, request: _TokenizeRequest, identity: Identity, arrival: Arrival) -> Any:
-        given = request.prompt if request.prompt is not None else request.messages
         param = "prompt" if request.messages is None else "messages"
-        backend, context_tokens = self._engines.engine(request.model, identity, len(msgspec.json.encode(given)), param)
+        backend, context_tokens = self.engine(call, request.model, len(msgspec.json.encode(body[param])), param)
         has_special = request.add_special_tokens
         try:
             ids, texts = await backend.tokenize(
-                {param: given},
+                {param: body[param]},
                 has_special=request.messages is None if has_special is None else has_special,
                 opens_answer=request.add_generation_prompt,
                 wants_texts=bool(request.return_token_strs),
@@ -149,22 +134,14 @@ class Tokenize(JsonEndpoint[_TokenizeRequest]):
         return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}
 
 
-class Detokenize(JsonEndpoint[DetokenizeRequest]):
+class Detokenize(_OfEngine):
     """The endpoint. One instance per worker."""
 
     operation = "detokenize"
 
-    def __init__(self, settings: Settings, pipeline: Pipeline) -> None:
-        super().__init__(settings, pipeline)
-        self._engines = _OfEngine(settings, pipeline)
-
-    def read(self, body: dict[str, Any]) -> tuple[DetokenizeRequest, str]:
-        alias = self._engines.named(body)
-        request: DetokenizeRequest = convert(body, DetokenizeRequest)
-        return request, alias
-
-    async def answer(self, request: DetokenizeRequest, identity: Identity, arrival: Arrival) -> Any:
-        backend, _ = self._engines.engine(request.model, identity, len(request.tokens), "tokens")
+    async def answer(self, call: Call) -> Any:
+        request: DetokenizeRequest = convert(await self.named(call), DetokenizeRequest)
+        backend, _ = self.engine(call, request.model, len(request.tokens), "tokens")
         try:
             return {"prompt": await backend.detokenize(request.tokens)}
         except BackendError as error:
