@@ -7,7 +7,8 @@ reason.
 The cost model covers money and time, cold or warm. With `w` the prompt tokens that a deployment is
 known to hold warm (0 if unknown), `p` the prompt tokens, `o` the output tokens expected:
 
-    cost     = price of (p - w) tokens + w at the cached price + o output tokens for each choice
+    cost     = price of (p - w) tokens + w at the cached price + o output tokens for each choice;
+               without a price of tokens that of the units; of a line of a batch, its share
     ttft     = predicted TTFT of the whole prompt - w * prefill time per token      (never below a twentieth of it)
     total    = ttft + o * tpot
 
@@ -95,7 +96,8 @@ class Candidate(msgspec.Struct, frozen=True):
     `allowed` are the reserved parts of a request that it may get.
     `is_denied` says of an unavailable one that it refuses every request until an operator mends it.
     `use` says of one that an operator took out of use what it is: drained or disabled.
-    `full_at` is the number of requests that it may run, where as many run; else 0.
+    `full_at` is the number of requests that it may run, where as many run; else 0. A line of a batch
+    costs `batch_factor` millionths of the price.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Candidate(msgspec.Struct, frozen=True):
     priority: int = 0
     prefill_ms_per_token: float = 0.0
     allowed: frozenset[str] = frozenset()
+    batch_factor: int = 1_000_000
 
 
 class PolicyKind(StrEnum):
@@ -255,9 +258,15 @@ def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_p
     saved_ms = warm * candidate.prefill_ms_per_token
     ttft_ms = max(cold_ttft_ms - saved_ms, cold_ttft_ms * _WARM_TTFT_SHARE_MIN)
     tpot_ms = tpot_prior_ms if candidate.tpot_ms is None else candidate.tpot_ms
+    price = candidate.price
+    cost = price.cost(Tokens(demand.prompt_tokens, expected * demand.choices, warm))
+    if demand.measure and cost <= price.request_microusd:  # tokens without a price leave that of the units
+        cost -= -demand.units * (price.unit(demand.measure) or 0) // 1_000_000
+    if demand.is_batch:
+        cost = -(-cost * candidate.batch_factor // 1_000_000)
     return _Forecast(
         warm_tokens=warm,
-        cost_microusd=candidate.price.cost(Tokens(demand.prompt_tokens, expected * demand.choices, warm)),
+        cost_microusd=cost,
         ttft_ms=ttft_ms,
         total_ms=ttft_ms + tpot_ms * expected,
         is_ttft_known=candidate.ttft_ms is not None,

@@ -161,6 +161,7 @@ class Deployment:
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
+            batch_factor=self.batch_factor,
         )
 
     def _offers(self, load: base.Load) -> frozenset[str]:

@@ -217,6 +217,20 @@ def test_choices_cost_each_and_take_the_time_of_one() -> None:
     assert four.total_ms == one.total_ms
 
 
+def test_a_line_of_a_batch_and_a_picture_have_prices_of_their_own() -> None:
+    """The cheapest is that of the price that the request will have: a batch's share, the units that it asks for."""
+    cheapest = RoutingPolicy(PolicyKind.CHEAPEST)
+    dear = replace(CHEAP, name="dear", price=Price(200_000, 700_000), batch_factor=500_000)
+    assert names(SMALL, [CHEAP, dear], cheapest) == ["cheap", "dear"]
+    assert names(replace(SMALL, is_batch=True), [CHEAP, dear], cheapest) == ["dear", "cheap"]
+    picture = replace(SMALL, output_tokens_expected=0, measure="images/hd/", units=3)
+    units = (("images", 10_000 * 10**6), ("images/hd", 80_000 * 10**6))
+    one = replace(CHEAP, name="one", price=Price(0, 0, units=units))
+    other = replace(CHEAP, name="other", price=Price(0, 0, units=(("images", 50_000 * 10**6),)))
+    ranked = route(picture, [one, other], cheapest).ranked
+    assert [(each.name, each.cost_microusd) for each in ranked] == [("other", 150_000), ("one", 240_000)]
+
+
 def test_the_furthest_candidate_explains_an_empty_ranking() -> None:
     """One is too small, one over the limit: the limit is what stands between the caller and an answer."""
     small = replace(LOCAL, name="small", context_tokens_max=10)
