@@ -102,6 +102,7 @@ _PURGE_EVERY_S = 300.0
 _TRUTH_EVERY_S = 5.0
 _HITS_EVERY_S = 5.0
 _SWEEP_EVERY_S = 30.0
+_SETTLE_S = 3.0  # of cancelled work: its money and its rows
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
 _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The key is missing or wrong", "content": _ERROR},
@@ -138,6 +139,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.routes = {}
+    app.state.stops_by = 0.0  # without a server that says when it stops, at once
     app.add_middleware(Front, routes=app.state.routes)
     document(app, PATHS, SCHEMAS)
 
@@ -251,6 +253,23 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.freeze()  # objects of the start-up live as long as the process
         gc.set_threshold(*_GC_THRESHOLDS)
         yield
+        await _finish_work(parts, app.state.stops_by - time.monotonic())
+
+
+def begin_stop(app: FastAPI) -> None:
+    """Begin no more work without a client, and note when what is under way is given up."""
+    app.state.stops_by = time.monotonic() + app.state.settings.shutdown_grace_s
+    app.state.parts.runner.stop()
+
+
+async def _finish_work(parts: Parts, within_s: float) -> None:
+    """Wait for work without a client, whose leases are kept meanwhile; what is left then is cancelled."""
+    tasks = [*parts.background.tasks, *parts.runner.stop()]
+    for timeout_s in (max(0.0, within_s), _SETTLE_S):
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for task in tasks:
+            task.cancel()
 
 
 async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitStack) -> Accounts:
@@ -307,7 +326,6 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     stack.push_async_callback(pipeline.drain)
     ended = partial(metrics.add, BACKGROUND_RESPONSES, 1)
     background = Background(pipeline, stored_responses, memory, link, ended)
-    stack.push_async_callback(background.aclose)
     writer = LedgerWriter(link, ledger, budgets)
     watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
     return Parts(

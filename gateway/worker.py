@@ -7,6 +7,7 @@ restarts it.
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import uvloop
 from fastapi import FastAPI
 
 from gateway.api.front import Front
-from gateway.app import create_app
+from gateway.app import begin_stop, create_app
 from gateway.settings import Settings
 from gateway.supervisor import WORKER_SETTINGS
 from gateway.transport.http_server import ServerProtocol
@@ -68,4 +69,16 @@ def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
-    return uvicorn.Server(config)
+    return _Server(config, partial(begin_stop, app))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which calls `on_stop` before it waits for its clients."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)

@@ -31,7 +31,6 @@ from gateway.wire.errors import ApiError, Unavailable
 _PREFIX = "sameway:background:"
 _AT_ONCE, _AT_ONCE_A_TEAM = 1_000, 250  # in a worker
 _RENEW_EVERY_S = 1.0
-_GRACE_S = 3.0
 _EVENTS_KEPT_S = 600
 _EVENTS_BYTES_MAX = 64 << 20
 _READ_AT_ONCE = 500
@@ -154,14 +153,10 @@ class Background:
             await asyncio.sleep(_RENEW_EVERY_S)
             await self.renew()
 
-    async def aclose(self) -> None:
-        """Wait a few seconds for what is under way; what is left then has failed."""
-        tasks = [work.task for work in self._works.values() if work.task is not None]
-        for _ in range(2):
-            if tasks:
-                await asyncio.wait(tasks, timeout=_GRACE_S)
-            for task in tasks:
-                task.cancel()
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What is under way; one that is cancelled has failed."""
+        return [work.task for work in self._works.values() if work.task is not None]
 
     # -- events
 

@@ -58,7 +58,6 @@ _CHUNKS_MAX, _CHUNKS_A_TEAM = 16, 2  # at once, in a worker
 _LOOK_EVERY_S = 1.0
 _ROOM_EVERY_S = 0.02
 _PAUSE_S = 1.0
-_GRACE_S = 5.0  # of lines under way when the worker stops
 _TRIES_MAX, _WAIT_S_MAX = 5, 60.0
 _ROOM_LEFT = 5  # of a rate limit, a fifth is left to other requests
 _GONE = "input_file_gone", "The content of the input file is gone: upload it again"
@@ -150,7 +149,7 @@ class _Lease:
 
 
 class BatchRunner:
-    """`run` it until cancelled, or call `step`. `routes` gives the endpoint of a path and method.
+    """`run` it until cancelled, or call `step`; `stop` it before it is closed. `routes` gives the endpoint of a path and method.
 
     `on_line` is called with the outcome of each line: `ok`, the status of its response, or why it
     got none.
@@ -180,24 +179,21 @@ class BatchRunner:
         self.woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Step until cancelled; what is leased is released then. Errors of the database pass through."""
-        try:
-            while True:
-                if not await self.step():
-                    self.woken.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self.woken.wait(), _LOOK_EVERY_S)
-        finally:
-            self._is_stopping = True
-            for grace_s in (_GRACE_S, None):
-                if works := list(self._works):
-                    await asyncio.wait(works, timeout=grace_s)
-                for task in self._works:
-                    task.cancel()
+        """Step until cancelled. Errors of the database pass through."""
+        while True:
+            if not await self.step():
+                self.woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.woken.wait(), _LOOK_EVERY_S)
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Begin no more lines; returns what is under way, which releases its lease at its end."""
+        self._is_stopping = True
+        return list(self._works)
 
     async def step(self) -> bool:
         """Lease one thing and begin it. Returns False if there is none, or no room for one."""
-        if not self._settings.concurrency or len(self._works) >= _CHUNKS_MAX:
+        if not self._settings.concurrency or len(self._works) >= _CHUNKS_MAX or self._is_stopping:
             return False
         teams = list(self._works.values())
         work = await self._batches.claim(
@@ -390,7 +386,7 @@ class BatchRunner:
             if wait_s is None:
                 return reply
             until = time.monotonic() + wait_s
-            while (left_s := until - time.monotonic()) > 0 and lease.why_not() is None:  # noqa: ASYNC110
+            while (left_s := until - time.monotonic()) > 0 and not (self._is_stopping or lease.why_not()):  # noqa: ASYNC110
                 await asyncio.sleep(min(left_s, _PAUSE_S))
 
     async def _room(self, lease: _Lease, line: LineRequest, model: str) -> bool:

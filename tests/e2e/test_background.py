@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +14,15 @@ from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_fo
 from tests.e2e.upstream import Upstream
 
 
-@pytest.fixture
-def gateway(upstream: Upstream, tmp_path: Path) -> Iterator[Gateway]:
-    """Two workers, a quick model and one that takes longer than any test."""
+@pytest.fixture(scope="module")
+def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """Two workers, a quick model, slower ones, and one that takes longer than any test."""
+    url, tmp_path = upstream_process.url, tmp_path_factory.mktemp("background")
     models = {
-        "mock": {"deployments": [deployment(upstream.url, "plain")]},
-        "words": {"deployments": [deployment(upstream.url, "words", "mock?chunks=40;pace_ms=50")]},
-        "slow": {"deployments": [deployment(upstream.url, "slow", "mock?delay_ms=100000")]},
+        "mock": {"deployments": [deployment(url, "plain")]},
+        "words": {"deployments": [deployment(url, "words", "mock?chunks=40;pace_ms=50")]},
+        "late": {"deployments": [deployment(url, "late", "mock?delay_ms=6500")]},
+        "slow": {"deployments": [deployment(url, "slow", "mock?delay_ms=100000")]},
     }
     config: dict[str, Any] = {"workers": 2, "engines": {}, "cache": {"is_semantic": False}, "models": models}
     with run_gateway(tmp_path, config) as made:
@@ -49,6 +51,26 @@ def test_killed_workers_lose_nothing_that_was_acknowledged(gateway: Gateway, ups
         assert error is not None
         assert "ended before it was complete" in error.message
         assert upstream.seen().generations == 42
+
+
+def test_a_stop_waits_for_what_has_no_client(gateway: Gateway, upstream: Upstream) -> None:
+    """Workers that are stopped end a response and the lines of a batch that run; those not begun run elsewhere, each once."""
+    with OpenAI(base_url=gateway.base_url, api_key=API_KEY, max_retries=5) as client:
+        body = {"model": "late", "messages": [{"role": "user", "content": "line"}]}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        lines = json.dumps(line) + "\n" + json.dumps({**line, "custom_id": "b", "body": {**body, "model": "mock"}})
+        file = client.files.create(file=("in.jsonl", lines.encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        asked = client.responses.create(model="late", input="a while", background=True)
+        wait_for(lambda: upstream.seen().generations == 3, 30)
+        for worker in gateway.children("gateway worker"):
+            worker.terminate()
+        gateway.wait_ready()
+        wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", 60)
+        output = client.files.content(client.batches.retrieve(batch.id).output_file_id or "").text.splitlines()
+        assert sorted(json.loads(one)["custom_id"] for one in output) == ["a", "b"]
+        assert client.responses.retrieve(asked.id).status == "completed"
+        assert upstream.seen().generations == 3
 
 
 def test_a_stream_goes_on_at_another_connection(gateway: Gateway) -> None:
