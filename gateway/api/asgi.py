@@ -116,7 +116,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int
 async def pieces(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> AsyncIterator[bytes]:
     """A body of `bytes_max` bytes at most, as it arrives. Raises TooLarge, UnsupportedMediaType, ClientGone."""
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise UnsupportedMediaType("A form with files can't be sent with a Content-Encoding: send it as it is")
+        raise UnsupportedMediaType("Files can't be sent with a Content-Encoding: send them as they are")
     announced = headers.get("content-length", "0")
     left = -1 if announced.isdecimal() and int(announced) > bytes_max else bytes_max
     while left >= 0:

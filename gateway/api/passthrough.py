@@ -3,7 +3,7 @@
 Only what a deployment's `passthrough` lists is sent. Knows no provider's shapes but `id`, `usage`,
 `model`, `store` and `data`. Invariants: a path is sent as it was checked, without a character that
 could be decoded; a `*` of a path, and an id in a body or a query, is an id that the provider gave to
-this team; a body is read, checked and written anew; a request costs the tokens that its answer
+this team; a body is read, checked and written anew, or bytes of a media type; a request costs the tokens that its answer
 reports, or the price of a request, which is set; of a client's headers only a few named ones are
 sent, and of a provider's only the content type comes back.
 """
@@ -32,7 +32,7 @@ from gateway.reserved import reserved_names
 from gateway.settings import ModelSettings, Settings, reports_tokens
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest, Forbidden, NotFound, UnsupportedMediaType, shown
-from gateway.wire.forms import boundary_of
+from gateway.wire.forms import FormFiles, boundary_of
 from gateway.wire.requests import decode_object
 from gateway.wire.sse import Splitter
 from gateway.wire.types import PASSAGE, Chunk
@@ -43,6 +43,10 @@ _PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@=+-]{1,200}){1,20}")
 _QUERY = re.compile(r"(?:[A-Za-z0-9._~:@=+,&\[\]-]|%(?!25)[2-7][0-9A-Fa-f])*")
 _SECRETS = frozenset({"key", "apikey", "accesstoken", "token", "auth", "authorization", "subscriptionkey", "sig"})
 _TEXT = re.compile("[ -~]*")
+_BYTES = re.compile(
+    r"(?:(?:audio|image|video)/[\w.+-]{1,60}|application/(?:octet-stream|pdf))(?:; ?[\w-]{1,60}=[\w.-]{1,60}){0,5}"
+)
+_BLANK = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"  # before JSON, in any encoding
 _SENT = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
 _ID_KEY = re.compile(
     r"(?!(?:(?:tool_)?call|tool_use|custom|user|request|organization|project|account|model)_id$)"
@@ -108,9 +112,12 @@ class Passthrough(Chat):
         upload = None
         if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
             upload, body = await read_form(receive, headers, boundary, self._settings)
+        elif method != "GET" and not is_counted and _BYTES.fullmatch(media):
+            upload = await self._kept(receive, headers, media)
         elif method != "GET" and (raw := await asgi.read_body(receive, headers, self._body_bytes_max)):
             if media.partition(";")[0].strip().lower() != "application/json":
-                raise UnsupportedMediaType("Expected a body of application/json, or of multipart/form-data with files")
+                words = "Expected a body of application/json, or of multipart/form-data with files, or sounds, images, videos"
+                raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
             body = decode_object(raw)
         try:
             mentioned = {*ids, *ids_in(body), *ids_in(asked)}
@@ -143,6 +150,21 @@ class Passthrough(Chat):
                 upload.parcel.close()
             raise
         return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
+
+    async def _kept(self, receive: asgi.Receive, headers: Mapping[str, str], media: str) -> FormFiles:
+        """The bytes of a body, on the disk. The caller closes them. Raises ApiError."""
+        upload, begun = FormFiles(self._settings.data_dir, media), b""
+        try:
+            async for data in asgi.pieces(receive, headers, self._settings.upload_bytes_max):
+                begun = begun or data.lstrip(_BLANK)[:1]
+                if begun in (b"{", b"["):  # a provider that ignores the type would find ids in it
+                    raise UnsupportedMediaType(f"The body begins as JSON does, and is said to be {media}")
+                if data:
+                    await upload.parcel.write(data)
+        except BaseException:
+            upload.parcel.close()
+            raise
+        return upload
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: DisconnectWatcher, send: asgi.Send) -> Ended:
         try:

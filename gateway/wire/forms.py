@@ -193,10 +193,14 @@ class Parcel:
 
 
 class FormFiles:
-    """The files of a form, kept in a `Parcel`. `add` takes the pieces of `Form.read`."""
+    """The files of a form, kept in a `Parcel`. `add` takes the pieces of `Form.read`.
 
-    def __init__(self, folder: Path) -> None:
+    `media` is the type of a body that is one file without a form.
+    """
+
+    def __init__(self, folder: Path, media: str = "") -> None:
         self.parcel = Parcel(folder)
+        self._media = media
         self._files: list[FormPart] = []
 
     async def add(self, part: FormPart, piece: bytes) -> None:
@@ -221,7 +225,11 @@ class FormFiles:
         return body
 
     def written(self, body: dict[str, Any]) -> "tuple[str, int, AsyncIterator[bytes]]":
-        """The content type, the size and the pieces of the form with the fields of `body`, and these files."""
+        """The content type, the size and the pieces of the form with the fields of `body`, and these files; or of the
+        one without a form.
+        """
+        if self._media:
+            return self._media, self.parcel.size, self.parcel.read(0, self.parcel.size)
         boundary = secrets.token_hex(16)
         fields = [
             (name, value)

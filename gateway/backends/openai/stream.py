@@ -20,7 +20,7 @@ after `_DRIP_SILENCES` times that limit: without an event, or with a whole slowe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -161,6 +161,8 @@ class OpenAIStream:
         """Connect, send, and wait for the first chunk."""
         request = self._request
         exchange = self._exchange = self._admit(request)
+        if exchange.pieces is not None:
+            exchange.pieces = self._noted(exchange.pieces)
         self._state = State.WAITING
         self._reading_since = asyncio.get_running_loop().time()
         self._arm(self._first_within_s)
@@ -189,6 +191,12 @@ class OpenAIStream:
             self._state = State.STREAMING
         if self._state is not State.OVER:
             self._arm(request.idle_timeout_s)
+
+    async def _noted(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The pieces of a long body: as long as the server takes them, it is not silent."""
+        async for piece in pieces:
+            self._reading_since = asyncio.get_running_loop().time()
+            yield piece
 
     async def _body(self, exchange: Exchange, size_bytes_max: int, is_cut: bool = False) -> bytes:
         """The whole body; with `is_cut`, the beginning of one that is too long or broke off."""
