@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.batches.files import Upload, created
 from gateway.wire.errors import shown
+from gateway.wire.requests import BOM
 
 _LINES_A_CHUNK = 100
 _BYTES_A_CHUNK = 4 << 20
@@ -130,7 +131,7 @@ def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[byte
                 length += len(part)
             length += len(part)
         size -= length
-        yield None if is_long else raw.strip(), length
+        yield None if is_long else raw.removeprefix(BOM).strip(), length
 
 
 def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:

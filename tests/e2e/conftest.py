@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
+from redis.asyncio import Redis
 
+from gateway.settings import Settings
 from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway
 from tests.e2e.upstream import Upstream, run_upstream
+from tests.e2e.worker import Host, NewHost, open_worker
+from tests.services import RedisServer
 
 
 @pytest.fixture(scope="session")
@@ -79,3 +86,28 @@ def client(gateway: Gateway) -> Iterator[OpenAI]:
     """The official client, pointed at the gateway and changed in nothing else."""
     with OpenAI(base_url=gateway.base_url, api_key=API_KEY, max_retries=0, timeout=30) as made:
         yield made
+
+
+@pytest.fixture
+async def new_host(
+    redis_server: RedisServer, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[NewHost]:
+    async with AsyncExitStack() as stack:
+
+        async def opened(models: dict[str, Any], **more: Any) -> Host:
+            settings = Settings(
+                data_dir=tmp_path,
+                redis_url=redis_server.url,
+                api_key=API_KEY,
+                secret="s" * 32,
+                engines={},
+                cache={"is_semantic": False},  # type: ignore[arg-type]
+                models={name: {"deployments": given} for name, given in models.items()},  # type: ignore[misc]
+                **more,
+            )
+            worker = await stack.enter_async_context(open_worker(settings, monkeypatch))
+            host = Host(worker.parts, worker.port)
+            stack.push_async_callback(host.aclose)
+            return host
+
+        yield opened

@@ -13,51 +13,35 @@ from typing import Any, cast
 import openai
 import pytest
 from openai import AsyncOpenAI
-from redis.asyncio import Redis
 
 from gateway.accounts import LedgerFilter
 from gateway.batches import work as work_module
 from gateway.batches.batches import Batches, Work
 from gateway.batches.files import Files
 from gateway.batches.lines import answered, scan
-from gateway.settings import Settings
 from gateway.wire.errors import InUse
 from policies import WindowKind
-from tests.e2e.gateway import API_KEY, deployment
-from tests.e2e.test_files import Host
+from tests.e2e.gateway import deployment
 from tests.e2e.upstream import Upstream
-from tests.e2e.worker import open_worker
-from tests.services import RedisServer
+from tests.e2e.worker import Host, NewHost
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def host(
-    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Host]:
+async def host(new_host: NewHost, upstream: Upstream) -> Host:
     """A worker with a deployment that has a batch price, one that is slow and one that is full at once."""
     half = {"price": {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 2000.0, "batch_factor": 0.5}}
-    settings = Settings(
-        data_dir=tmp_path,
-        redis_url=redis_server.url,
-        api_key=API_KEY,
-        secret="s" * 32,
-        engines={},
-        cache={"is_semantic": False},  # type: ignore[arg-type]
-        models={
-            "mock": {"deployments": [deployment(upstream.url, "plain")]},  # type: ignore[dict-item]
-            "half": {"deployments": [deployment(upstream.url, "half", **half)]},  # type: ignore[dict-item]
-            "lines": {"deployments": [deployment(upstream.url, "lines", "mock?is_pretty=1")]},  # type: ignore[dict-item]
-            "late": {"deployments": [deployment(upstream.url, "late", "mock?delay_ms=300")]},  # type: ignore[dict-item]
-        },
+    host = await new_host(
+        {
+            "mock": [deployment(upstream.url, "plain")],
+            "half": [deployment(upstream.url, "half", **half)],
+            "lines": [deployment(upstream.url, "lines", "mock?is_pretty=1")],
+            "late": [deployment(upstream.url, "late", "mock?delay_ms=300")],
+        }
     )
-    async with open_worker(settings, monkeypatch) as opened:
-        assert await opened.parts.writer.step()
-        host = Host(opened.parts, opened.port)
-        yield host
-        for client in host.clients:
-            await client.close()
+    assert await host.parts.writer.step()
+    return host
 
 
 def line(custom_id: str, content: str | None = None, model: str = "mock", **more: Any) -> bytes:
@@ -93,9 +77,11 @@ async def results(client: AsyncOpenAI, batch_id: str) -> tuple[Any, list[Any], l
 
 
 async def test_every_line_is_answered_once(host: Host) -> None:
-    """250 lines, with blank ones between, are 250 answers in the output, and the counts and files say so."""
+    """250 lines, after a byte order mark, with blank ones between, are 250 answers, and the counts and files say so."""
     lines = [line(f"line-{number}") for number in range(250)]
-    made = await begin(host.client, b"", *lines[:120], b"  ", *lines[120:], b"", metadata={"for": "tests"})
+    made = await begin(
+        host.client, b"\xef\xbb\xbf" + lines[0] + b"\r", *lines[1:120], b"  ", *lines[120:], metadata={"for": "tests"}
+    )
     assert (made.status, made.endpoint, made.metadata) == ("validating", CHAT, {"for": "tests"})
     await run(host)
     batch, output, errors = await results(host.client, made.id)
@@ -193,7 +179,7 @@ async def test_a_poisoned_line_is_an_error_line(host: Host) -> None:
 
 async def test_inputs_that_are_no_batch_fail(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty file and one of too many lines end as failed, with the reason; a wrong request is a 400."""
-    empty = await begin(host.client, b"\n\n")
+    empty = await begin(host.client, b"\xef\xbb\xbf\n\n")
     monkeypatch.setattr(host.parts.runner, "_settings", host.parts.settings.batches.model_copy(update={"lines_max": 2}))
     long = await begin(host.client, line("a"), line("b"), line("c"))
     await run(host)

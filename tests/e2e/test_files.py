@@ -7,81 +7,27 @@ import errno
 import os
 import tracemalloc
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI
-from redis.asyncio import Redis
 
-from gateway.app import Parts
 from gateway.batches import files as files_module
-from gateway.settings import Settings
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.upstream import Upstream
-from tests.e2e.worker import open_worker
-from tests.services import RedisServer
+from tests.e2e.worker import Host, NewHost
 
 LINE = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{}}\n'
 
 
-class Host:
-    """A worker, its files' folder, and clients of its teams."""
-
-    def __init__(self, parts: Parts, port: int) -> None:
-        self.parts = parts
-        self.url = f"http://127.0.0.1:{port}/v1"
-        self.clients: list[AsyncOpenAI] = []
-        self.client = self.client_of(API_KEY)
-
-    def client_of(self, key: str) -> AsyncOpenAI:
-        self.clients.append(AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=20))
-        return self.clients[-1]
-
-    async def team(self, name: str = "another") -> tuple[int, AsyncOpenAI]:
-        """A new team's id, and its client."""
-        team = await self.parts.accounts.create_team(name)
-        key = await self.parts.accounts.create_key(team.id, "key")
-        return team.id, self.client_of(key.plaintext)
-
-    @property
-    def names(self) -> list[str]:
-        """What lies in the folder."""
-        folder = self.parts.settings.files_dir
-        return sorted(os.listdir(folder)) if folder.exists() else []
-
-    async def refusal(self, **request: Any) -> tuple[int, str]:
-        """The status and code of a plain request."""
-        headers = {"authorization": f"Bearer {API_KEY}", **request.pop("headers", {})}
-        async with httpx.AsyncClient(timeout=20) as client:
-            reply = await client.request(
-                request.pop("method", "POST"), self.url + request.pop("path", "/files"), headers=headers, **request
-            )
-        return reply.status_code, reply.json()["error"]["code"]
-
-
 @pytest.fixture
-async def host(
-    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Host]:
+async def host(new_host: NewHost, upstream: Upstream) -> Host:
     """A worker whose files may have 1 MB, and whose teams may have three, of 2 MB together."""
-    settings = Settings(
-        data_dir=tmp_path,
-        redis_url=redis_server.url,
-        api_key=API_KEY,
-        secret="s" * 32,
-        engines={},
-        cache={"is_semantic": False},  # type: ignore[arg-type]
-        batches={"file_bytes_max": 1_000_000, "team_bytes_max": 2_000_000, "team_files_max": 3},  # type: ignore[arg-type]
-        models={"mock": {"deployments": [deployment(upstream.url, "plain")]}},  # type: ignore[dict-item]
+    return await new_host(
+        {"mock": [deployment(upstream.url, "plain")]},
+        batches={"file_bytes_max": 1_000_000, "team_bytes_max": 2_000_000, "team_files_max": 3},
     )
-    async with open_worker(settings, monkeypatch) as opened:
-        host = Host(opened.parts, opened.port)
-        yield host
-        for client in host.clients:
-            await client.close()
 
 
 async def test_a_file_goes_up_and_comes_down(host: Host) -> None:

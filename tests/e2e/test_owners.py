@@ -7,45 +7,28 @@ import itertools
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from gateway.api.openapi import PATHS
-from gateway.settings import Settings
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.upstream import Upstream
-from tests.e2e.worker import OpenWorker, open_worker
-from tests.services import RedisServer
+from tests.e2e.worker import Host, NewHost
 
 _NOT_OWNED = {"/v1/models/{model}"}
 _DIGITS = re.compile(r"[0-9a-f]{32}")
 
 
 @pytest.fixture
-async def worker(
-    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[OpenWorker]:
+async def host(new_host: NewHost, upstream: Upstream) -> AsyncIterator[Host]:
     """A worker with one model, which waits before it answers in the background."""
-    settings = Settings(
-        data_dir=tmp_path,
-        redis_url=redis_server.url,
-        api_key=API_KEY,
-        secret="s" * 32,
-        engines={},
-        cache={"is_semantic": False},  # type: ignore[arg-type]
-        models={
-            "mock": {"deployments": [deployment(upstream.url, "plain")]},  # type: ignore[dict-item]
-            "slow": {"deployments": [deployment(upstream.url, "slow", "mock?delay_ms=60000")]},  # type: ignore[dict-item]
-        },
-    )
-    async with open_worker(settings, monkeypatch) as opened:
-        renewing = asyncio.create_task(opened.parts.background.run())
-        yield opened
-        renewing.cancel()
+    slow = deployment(upstream.url, "slow", "mock?delay_ms=60000")
+    host = await new_host({"mock": [deployment(upstream.url, "plain")], "slow": [slow]}, shutdown_grace_s=1)
+    renewing = asyncio.create_task(host.parts.background.run())
+    yield host
+    renewing.cancel()
 
 
 class Owner:
@@ -140,13 +123,12 @@ def _never(text: str) -> str:
     return _DIGITS.sub("0" * 32, text)
 
 
-async def test_a_team_finds_nothing_of_anothers(worker: OpenWorker) -> None:
+async def test_a_team_finds_nothing_of_anothers(host: Host) -> None:
     """On each route, with each id in each place, in each direction: the same bytes as for an id that never was,
     and the owner keeps all; with its own ids each route works."""
-    url = f"http://127.0.0.1:{worker.port}/v1"
-    owners = [Owner(url, API_KEY)]
-    team = await worker.parts.accounts.create_team("another")
-    owners.append(Owner(url, (await worker.parts.accounts.create_key(team.id, "key")).plaintext))
+    owners = [Owner(host.url, API_KEY)]
+    team = await host.parts.accounts.create_team("another")
+    owners.append(Owner(host.url, (await host.parts.accounts.create_key(team.id, "key")).plaintext))
     try:
         for owner in owners:
             await owner.make_all()

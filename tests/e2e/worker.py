@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from cache import ExactCache
 from gateway import app as app_module
 from gateway.app import Parts, create_app
 from gateway.settings import Settings
 from gateway.worker import server_of
+from tests.e2e.gateway import API_KEY
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,46 @@ async def open_worker(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> As
         server.should_exit = True
         await serving
         gc.unfreeze()
+
+
+class Host:
+    """A worker, its files' folder, and clients of its teams."""
+
+    def __init__(self, parts: Parts, port: int) -> None:
+        self.parts = parts
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.clients: list[AsyncOpenAI] = []
+        self.client = self.client_of(API_KEY)
+
+    def client_of(self, key: str) -> AsyncOpenAI:
+        self.clients.append(AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=20))
+        return self.clients[-1]
+
+    async def team(self, name: str = "another") -> tuple[int, AsyncOpenAI]:
+        """A new team's id, and its client."""
+        team = await self.parts.accounts.create_team(name)
+        key = await self.parts.accounts.create_key(team.id, "key")
+        return team.id, self.client_of(key.plaintext)
+
+    @property
+    def names(self) -> list[str]:
+        """What lies in the folder."""
+        folder = self.parts.settings.files_dir
+        return sorted(os.listdir(folder)) if folder.exists() else []
+
+    async def aclose(self) -> None:
+        for client in self.clients:
+            await client.close()
+
+    async def refusal(self, **request: Any) -> tuple[int, str]:
+        """The status and code of a plain request."""
+        headers = {"authorization": f"Bearer {API_KEY}", **request.pop("headers", {})}
+        async with httpx.AsyncClient(timeout=20) as client:
+            reply = await client.request(
+                request.pop("method", "POST"), self.url + request.pop("path", "/files"), headers=headers, **request
+            )
+        return reply.status_code, reply.json()["error"]["code"]
+
+
+NewHost = Callable[..., Awaitable[Host]]
+"""Opens a worker with `models`, the deployments of each, and further settings."""
