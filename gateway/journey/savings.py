@@ -56,7 +56,9 @@ def compare(
     `used` are its tokens and `cost_microusd` their cost, `seen` those that the client got, also
     from other deployments (`is_joint`).
     """
-    if not (baseline.is_price_known and answered.is_price_known):
+    if not (baseline.is_price_known and answered.is_price_known) or (
+        demand.measure and (baseline.lacks_price(demand) or answered.lacks_price(demand))
+    ):
         return UNKNOWN
     read, listed = cost_microusd, cost_microusd
     if used.cached or used.cache_write or used.cache_write_1h:

@@ -253,7 +253,9 @@ def test_a_form_has_a_limit_of_its_own(client: OpenAI, gateway: Gateway) -> None
 
 
 def test_a_budget_holds_the_worst_case(gateway: Gateway, client: OpenAI) -> None:
-    """A team with a cent may not ask for an image of two cents, and may for a short text."""
+    """A team with a cent may not ask for an image of two cents, and may for a short text; where no budget is hard, an
+    image without a price is free, and its record says that a price is missing.
+    """
     team = gateway.admin("POST", "/teams", json={"name": "poor media"})["id"]
     key = gateway.admin("POST", f"/teams/{team}/keys", json={"name": "k"})["plaintext"]
     gateway.admin("POST", f"/teams/{team}/budgets", json={"window": "total", "limit_microusd": 10_000, "is_hard": True})
@@ -267,3 +269,7 @@ def test_a_budget_holds_the_worst_case(gateway: Gateway, client: OpenAI) -> None
     assert poor.audio.speech.create(model="speaker", voice="alloy", input="Short").content == b"".join(
         letter.encode() * 100 for letter in "Short"
     )
+    free = client.images.with_raw_response.generate(model="speaker", prompt="a red fox").headers
+    wait_for(lambda: any(one["request_id"] == free["x-request-id"] for one in gateway.records()))
+    found = next(one for one in gateway.records() if one["request_id"] == free["x-request-id"])
+    assert (free["x-sameway-cost-usd"], found.get("is_baseline_unknown")) == ("0.000000", True)
