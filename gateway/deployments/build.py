@@ -29,7 +29,7 @@ _CAPABILITIES = {
     "litellm": frozenset({"tools", "reasoning"}),
 }
 _NEVER = {
-    "local": frozenset({"responses"}),
+    "local": frozenset({"responses", *(kind.name for kind in KINDS if kind.is_plain)}),
     # litellm would turn a text completion into a chat, and renames the categories of a moderation
     "litellm": frozenset({"completions", "moderations", "responses", *(kind.name for kind in MEDIA)}),
     "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})

@@ -365,7 +365,10 @@ class Counted:
     def read(self, body: bytes) -> None:
         """Read a whole answer, or the data of an event."""
         try:
-            found = msgspec.json.decode(body, type=_Answer)
+            try:
+                found = msgspec.json.decode(body, type=_Answer)
+            except msgspec.ValidationError:  # a provider of its own has other fields of these names
+                found = _Answer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
         except UNREADABLE:  # a count of another shape costs no answer
             return
         given = found.usage or next((one.usage for one in (found.response, found.message) if one and one.usage), None)

@@ -9,6 +9,7 @@ import pytest
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.catalog import known, microusd
 from gateway.settings import DeploymentSettings, Settings
+from gateway.wire.types import MEDIA
 from policies import Price
 from policies.prices import FREE
 
@@ -66,6 +67,20 @@ def test_names_are_found_as_people_write_them(fields: dict[str, Any], provider: 
 def test_what_is_assumed_of_a_model_is_known_as_such(fields: dict[str, Any], is_assumed: bool) -> None:
     """The abilities of its kind are an assumption where neither settings nor tables name its own."""
     assert describe(deployment(**fields)).are_capabilities_assumed is is_assumed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"backend": "litellm", "model": "gpt-4o"},
+        {"backend": "anthropic", "model": "claude-haiku-4-5"},
+        {"backend": "local", "engine": "default"},
+    ],
+)
+def test_what_a_backend_cannot_do_is_not_offered(fields: dict[str, Any]) -> None:
+    """Images and sounds go to OpenAI-compatible servers alone, whatever `capabilities` say."""
+    media = [kind.name for kind in MEDIA]
+    assert describe(deployment(**fields, capabilities=media)).capabilities.isdisjoint(media)
 
 
 def test_an_unknown_model_is_free_and_says_that_nobody_knows() -> None:

@@ -14,6 +14,7 @@ from gateway.deployments.build import describe
 from gateway.journey.bill import tokens_of
 from gateway.settings import DeploymentSettings
 from gateway.wire.chunks import read
+from gateway.wire.plain import chunk_of
 from gateway.wire.types import PARTS, Usage
 from gateway.wire.usage import usage_of
 
@@ -184,3 +185,10 @@ def test_the_providers_own_cost_is_kept(cost: str, microusd: int | None) -> None
     """OpenRouter's, in USD; one that cannot be is left out, and the tokens are read."""
     found = usage_of(b'{"prompt_tokens":9,"completion_tokens":1,"cost":%b}' % cost.encode())
     assert found == Usage(9, 1, provider_cost_microusd=microusd)
+
+
+@pytest.mark.parametrize("odd", [b'"data": {"a": 1}', b'"message": "done"', b'"created": "today"', b'"meta": []'])
+def test_other_fields_of_an_answer_cost_no_count(odd: bytes) -> None:
+    """A provider's field of a known name and another shape leaves the tokens that the answer reports."""
+    usage = chunk_of(b'{%b, "usage": {"input_tokens": 7, "output_tokens": 2}}' % odd).usage
+    assert usage == Usage(7, 2)
