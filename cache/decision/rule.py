@@ -199,7 +199,7 @@ class VerifiedRule:
         counters = _after_one_more(state.counters, error_max / cold_wrong)
         is_spent = is_sure and not is_certain and counters.cold < 1.0
         is_sure = is_sure and not is_spent
-        risk = 1 - (p if is_certain else cold_p)
+        risk = 1 - p if is_certain else min(1 - p, cold_wrong)
         chance = 1.0
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)

@@ -439,11 +439,6 @@ class Answers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    @property
-    def cut(self) -> float:
-        """The score from which on answers are the same; infinity where they can't be told apart."""
-        return self._same
-
     def add(self, name: bytes, vector: NDArray[np.float32], sketch: Sketch) -> None:
         """Take in an answer. `name` is that of `answer_name`, whose end is its time; `vector` is the
         prompt's. A name that is there and an empty sketch change nothing.

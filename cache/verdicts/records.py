@@ -46,9 +46,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     found so; it counts `weight` in the tally of the answer's group.
 
     `asked` is the chance with which a judge that costs was asked, 0 where it was not, None where
-    the others had ruled or there is none. `flips` estimate that judge's error, without a margin:
-    the share of equal answers that it calls different, which no version measures and all take as
-    0, and the share of different ones that it calls the same, as in its exam.
+    the others had ruled or there is none. `flips` estimate the error of the judge that ruled: the
+    share of equal answers that it calls different, which all versions take as 0, and the share of
+    different ones that it calls the same, as in its exam or beside other judges.
     """
 
     source: Source
@@ -71,7 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
         form: type[_StoredVerdict] = _StoredAskedVerdict
-        if self.asked is None:  # as versions without judges that cost wrote it
+        if self.asked is None and not any(self.flips):  # as versions without judges that cost wrote it
             form = _StoredVerdict
             del own["asked"], own["flips"]
         return _ENCODER.encode(form(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own))

@@ -20,7 +20,6 @@ from gateway.admin.parts import AdminParts
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.telemetry.certificates import Certificate
-from gateway.telemetry.measured_error import measure
 from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
 from gateway.wire.fold import fold
@@ -276,7 +275,7 @@ async def certificates_of(parts: AdminParts, team_id: int) -> list[models.Certif
 
 def _certificate(parts: AdminParts, team: Team, alias: str, one: Certificate) -> models.CertificateOut:
     start, counts = one.start, one.counts
-    measured = measure(counts, parts.truth.judge_error)
+    measured = parts.truth.measure(counts)
     drift = next((live.drift for live in parts.truth.live if (live.team_id, live.alias) == (team.id, alias)), None)
     return models.CertificateOut(
         team_id=team.id,
@@ -298,7 +297,7 @@ def _certificate(parts: AdminParts, team: Team, alias: str, one: Certificate) ->
         unsettled=counts.unsettled,
         reported_wrong=counts.reported_wrong,
         reported_right=counts.reported_right,
-        judge_error_max=parts.truth.judge_error,
+        judge_error_max=measured.judge_error,
         embedder=start.basis.embedder,
         rule=start.basis.rule,
         judged_by=start.basis.judges,

@@ -28,7 +28,6 @@ from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.judge_error import false_different, false_same
-from gateway.telemetry.measured_error import measure
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import Summary, Tally, Window
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
@@ -150,7 +149,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
         team = known.get(team_id)
         if team is None or sample.is_empty:
             continue
-        measured = measure(sample, parts.truth.judge_error)
+        measured = parts.truth.measure(sample)
         found.append(
             models.SemanticOut(
                 team_id=team_id,

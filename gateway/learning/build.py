@@ -33,7 +33,7 @@ from gateway.telemetry import metric_names as m
 from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.checks import shadow_share
 from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors, measure
+from gateway.telemetry.measured_error import LiveError, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -74,7 +74,7 @@ class Learning:
         names = {team.id: team.name for team in teams}
         for (team_id, alias), (_, counts) in certified.items():
             if not counts.is_empty:
-                high = measure(counts, self.truth.judge_error).high
+                high = self.truth.measure(counts).high
                 self._metrics.set(m.SEMANTIC_CERTIFIED, high, names[team_id], alias)
         for live in self.truth.live:
             labels = (live.team, live.alias)
@@ -166,6 +166,7 @@ async def open_learning(
         stats.add_truth,
         count,
         compared,
+        lambda judge: max(truth.flips(judge), judges.flips(judge) if judges is not None else (0.0, 0.0)),
     )
     reports = Reports(verdicts, exact, stats, stats.add_report, count)
     certificates = await _open_certificates(link, stats, truth.bounds, model)

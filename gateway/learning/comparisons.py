@@ -43,6 +43,7 @@ from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
 from gateway.loggers import get_logger
 from gateway.telemetry import checks
+from gateway.telemetry.judge_error import VETO
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, size_of
 
@@ -57,6 +58,7 @@ _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
 # of a verdict on an answer that no judge could compare and a client did not take
 _AGAIN_WEIGHT = 0.25
+_OPEN = Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
 _log = get_logger()
 
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
@@ -67,9 +69,6 @@ class Fallback(Protocol):
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """For the comparisons of one request in its namespace; None where it may not be asked now."""
-
-    def flips(self, judge: str) -> tuple[float, float]:
-        """The error rates of a judge, as a verdict has them."""
 
 
 class FreeJudges(Protocol):
@@ -121,7 +120,8 @@ class Judging:
     `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the
     worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
     `share` says for a team's id and an alias which share of the next hits to check so. `random` gives numbers in
-    [0, 1); `note` gets every would-be hit and what was found of it, `count` every verdict.
+    [0, 1); `note` gets every would-be hit and what was found of it, `count` every verdict. `flips`
+    has a judge's error rates, as a verdict has them.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class Judging:
         note: Note,
         count: Callable[[Source, Ruling, str], None],
         compared: Callable[[Judgement, Judgement], None] = lambda *_: None,
+        flips: Callable[[str], tuple[float, float]] = lambda _: (0.0, 0.0),
     ) -> None:
         self._exact = exact
         self._verdicts = verdicts
@@ -149,6 +150,7 @@ class Judging:
         self._note = note
         self._regenerates = True  # as of the last time
         self._count = count
+        self._flips = flips
         self._compared = compared
         self._queue: deque[_Asked] = deque()
         self._wake = asyncio.Event()
@@ -338,7 +340,7 @@ class Judging:
         self._beside_prompts(asked, judgement)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
-            await self._calibrate(judge, judgement, fresh, first)
+            self._compared(judgement, await self._settled(_OPEN, fresh, first, judge))
         if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
@@ -351,8 +353,7 @@ class Judging:
         if is_right is None and equal is None and asked.source is Source.MISS and not trial.features:
             return
         verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
-        if self._fallback is not None and chance is not None:
-            verdict = msgspec.structs.replace(verdict, asked=chance, flips=self._fallback.flips(judgement.judge))
+        verdict = msgspec.structs.replace(verdict, asked=chance)
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
@@ -366,15 +367,9 @@ class Judging:
         if asked.trial.features or judgement.judge == EQUALITY:
             return
         if asked.source is Source.MISS:
-            self._compared(judgement, Judgement(Ruling.DIFFERENT, "a veto between the prompts", ""))
+            self._compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
             self._compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
-
-    async def _calibrate(self, judge: Judge, cheap: Judgement, fresh: QAPair, entry: Entry) -> None:
-        """Let `judge` rule on a pair that another one has ruled on."""
-        cached = _cached_pair(entry)
-        if cached is not None:
-            self._compared(cheap, await judge.judge(fresh, cached))
 
     async def _costly(
         self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
@@ -465,6 +460,7 @@ class Judging:
             created_at=entry.created_at if entry is not None else 0.0,
             judge=judgement.judge,
             why=judgement.why,
+            flips=self._flips(judgement.judge),
         )
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
@@ -480,7 +476,7 @@ class Judging:
         """The rulings of the judges that cost nothing, on each of `cached`. `stored` is the fresh
         answer, where it was stored. Raises CacheWorkerUnavailable.
         """
-        found = [Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")] * len(cached)
+        found = [_OPEN] * len(cached)
         others = {place: pair.answer for place, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
         answers = [_answered(cached[place], text) for place, text in others.items()]
         judgements = await self._judges.compare(asked.partition, asked.compat, _answered(stored, fresh.answer), answers)

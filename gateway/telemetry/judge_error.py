@@ -1,14 +1,20 @@
 """How often a judge errs, by another one that ruled on the same pairs of answers.
 
-Pure numbers: knows no judges, texts or Redis. The other judge is taken as right, so its own errors
-count as this one's. Source: Clopper and Pearson (1934) for the intervals.
+Pure numbers: knows no texts and no Redis. The other judge is taken as right, so its own errors
+count as this one's. Invariant: a rate of which little is known makes nothing bolder. Source:
+Clopper and Pearson (1934) for the intervals.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 CONFIDENCE = 0.95
+VETO = "a veto between the prompts"
+"""In the place of another judge. It proves no error: answers to other prompts may be the same."""
+
+_KNOWN = 60  # pairs from which on a rate is known; before, it is as low as it can be
 _TINY = 1e-300
 
 
@@ -28,6 +34,31 @@ class RulingCounts(msgspec.Struct):
     def agreed(self) -> int:
         return self.same_same + self.different_different
 
+    @property
+    def equal(self) -> int:
+        """Those that the other one calls the same."""
+        return self.same_same + self.different_same
+
+    def add(self, other: "RulingCounts") -> None:
+        """Add `other` to this."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def flips(self) -> tuple[float, float]:
+        """The error rates as a verdict has them, for the loss of a label: the share of equal answers
+        called different, taken as 0, which makes nothing likelier, and of different ones called the same.
+        """
+        rate = false_same(self)
+        is_known = self.pairs - self.equal >= _KNOWN
+        return 0.0, rate.estimate or 0.0 if is_known else rate.low
+
+    @property
+    def allowed(self) -> float:
+        """The largest share of this judge's verdicts that may be wrong, of right answers or of wrong ones."""
+        rates = (false_same(self), self.pairs - self.equal), (false_different(self), self.equal)
+        return max(rate.high if pairs >= _KNOWN else rate.low for rate, pairs in rates)
+
 
 class ErrorRate(msgspec.Struct, frozen=True):
     """A share with its 95% interval; the estimate is None where nothing was counted."""
@@ -44,7 +75,17 @@ def false_same(counts: RulingCounts) -> ErrorRate:
 
 def false_different(counts: RulingCounts) -> ErrorRate:
     """The share of equal answers that the one judge calls different."""
-    return _rate(counts.different_same, counts.different_same + counts.same_same)
+    return _rate(counts.different_same, counts.equal)
+
+
+def by_judge(rulings: Iterable[Mapping[str, RulingCounts]]) -> dict[str, RulingCounts]:
+    """All rulings of each judge beside others; of two, there is a line feed between their names."""
+    found: dict[str, RulingCounts] = {}
+    for names, counts in (pair for some in rulings for pair in some.items()):
+        judge, _, other = names.partition("\n")
+        if other != VETO:
+            found.setdefault(judge, RulingCounts()).add(counts)
+    return found
 
 
 def _rate(count: int, total: int) -> ErrorRate:

@@ -23,9 +23,11 @@ from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
 from gateway.telemetry.checks import CheckCounts, chances
 from gateway.telemetry.confidence import evidence, served_wrong
+from gateway.telemetry.judge_error import RulingCounts, by_judge
 
 _STRICTNESS_MIN, _STRICTNESS_MAX = 0.05, 0.5
 _ODDS = 100.0
+_FOUND_MIN = 0.1  # of the wrong answers that were compared
 
 Pair = tuple[int, str]
 """A team's id and an alias."""
@@ -41,13 +43,15 @@ class Measured(msgspec.Struct, frozen=True):
     estimate: float | None
     low: float
     high: float
+    judge_error: float = 0.0  # the share of verdicts that the interval allows to be wrong
 
 
 class Hour(msgspec.Struct, frozen=True):
-    """The counts of one hour."""
+    """The counts of one hour; `rulings` are of two judges, with a line feed between their names."""
 
     start_s: int
     counts: Mapping[Pair, CheckCounts]
+    rulings: dict[str, RulingCounts] = {}
 
 
 class Drift(msgspec.Struct, frozen=True):
@@ -76,13 +80,17 @@ class LiveError:
         return self.drift.strictness if self.drift is not None else 1.0
 
 
-def measure(counts: CheckCounts, judge_error: float = 0.0) -> Measured:
+def measure(counts: CheckCounts, judge_error: float = 0.0, rates: Mapping[str, RulingCounts] = {}) -> Measured:
     """Estimate the share of requests that a semantic hit answered wrongly.
 
-    Reports are certain, checks cover the unreported hits: the larger of both counts.
+    Reports are certain, checks cover the unreported hits: the larger of both counts. Judges miss
+    wrong answers at `rates`, where these are known (Rogan and Gladen, 1978); what they find for sure
+    of right ones lowers nothing. `judge_error` is the least that the interval allows for.
     """
     if not counts.requests:
-        return Measured(None, 0.0, 1.0)
+        return Measured(None, 0.0, 1.0, judge_error)
+    known = {judge: count for judge, count in counts.judges.items() if judge in rates}
+    judge_error = max([judge_error, *(rates[judge].allowed for judge in known)])
     low, high = (min(1.0, wrong / counts.requests) for wrong in served_wrong(counts, judge_error))
     # decision: reports-only-raise
     estimate: float | None = min(1.0, counts.reported_wrong / counts.requests) or None
@@ -94,18 +102,32 @@ def measure(counts: CheckCounts, judge_error: float = 0.0) -> Measured:
         wrong += cell.wrong * others + cell.shadows_wrong
         unsettled += cell.open * others + cell.shadows_open
     if settled > unsettled:
-        share = wrong / settled * counts.hits / counts.requests
+        told = max(1, sum(counts.judges.values()))
+        missed = sum(rates[judge].flips[1] * count for judge, count in known.items()) / told
+        share = wrong / settled / max(_FOUND_MIN, 1 - missed) * counts.hits / counts.requests
         estimate = max(low, min(high, max(share, estimate or 0.0)))
-    return Measured(estimate, low, high)
+    return Measured(estimate, low, high, judge_error)
 
 
 class MeasuredErrors:
-    """This worker's measured errors of all teams and aliases; updates the strictness in `bounds`."""
+    """This worker's measured errors of all teams and aliases; updates the strictness in `bounds`.
+
+    Judges may err in a share of `judge_error` at least.
+    """
 
     def __init__(self, bounds: Bounds, judge_error: float = 0.0) -> None:
         self.bounds = bounds
         self.judge_error = judge_error
         self.live: tuple[LiveError, ...] = ()
+        self._rates: dict[str, RulingCounts] = {}
+
+    def measure(self, counts: CheckCounts) -> Measured:
+        """`measure`, with what the last day's rulings say of the judges."""
+        return measure(counts, self.judge_error, self._rates)
+
+    def flips(self, judge: str) -> tuple[float, float]:
+        """The error rates of a judge, as a verdict has them."""
+        return self._rates.get(judge, RulingCounts()).flips
 
     def update(
         self,
@@ -119,6 +141,7 @@ class MeasuredErrors:
         evidence. Returns the errors that have begun to drift, or no longer do.
         """
         names, before = {team.id: team for team in teams}, dict(self.bounds.strictness)
+        self._rates = by_judge(hour.rulings for hour in hours)
         live = []
         for team_id, alias in dict.fromkeys(pair for hour in hours for pair in hour.counts):
             team, day = names.get(team_id), CheckCounts()
@@ -133,7 +156,7 @@ class MeasuredErrors:
                     team_id=team_id,
                     team=team.name,
                     alias=alias,
-                    measured=measure(day, self.judge_error),
+                    measured=self.measure(day),
                     error_max=error_max,
                     drift=self._drift(parts, error_max) if day.wrong or day.reported_wrong else None,
                 )
@@ -157,7 +180,7 @@ class MeasuredErrors:
         since = CheckCounts()
         for part in counts[began:]:
             since.add(part)
-        estimate = measure(since, self.judge_error).estimate
+        estimate = self.measure(since).estimate
         strictness = min(_STRICTNESS_MAX, max(_STRICTNESS_MIN, error_max / estimate)) if estimate else _STRICTNESS_MAX
         return Drift(parts[began][0], strictness)
 

@@ -27,7 +27,7 @@ from gateway.telemetry import buckets
 from gateway.telemetry.checks import CheckCounts, asked, reported
 from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.measured_error import Hour, Pair
-from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks
+from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks, fold_rulings
 from policies.redis import Redis
 
 _PREFIX = "sameway:stats:"
@@ -131,7 +131,7 @@ class Stats:
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
-        self._hours: dict[int, dict[Pair, CheckCounts]] = {}  # by start; past hours only
+        self._hours: dict[int, Hour] = {}  # by start; past hours only
         self._hits: dict[tuple[int, int, str, str], list[int]] = {}  # by hour, team, source and alias
         self._certified = _Bucket(_CERTIFIED_KEPT_S)
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
@@ -337,7 +337,7 @@ class Stats:
         return sums.summary(window, start, end)
 
     async def hours(self) -> list[Hour]:
-        """The last day's checks and reports, by hour, the oldest first.
+        """The last day's checks, reports and rulings, by hour, the oldest first.
 
         Errors of the client pass through.
         """
@@ -347,12 +347,14 @@ class Stats:
         for at in starts:  # one at a time: a bucket may have a thousand fields, and the loop serves requests in between
             found = self._hours.get(at)
             if found is None:
-                found = {}
+                checks: dict[Pair, CheckCounts] = {}
+                found = Hour(at, checks, {})
                 for field, amount in buckets.read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
-                    fold_checks(found, field, amount)
+                    fold_checks(checks, field, amount)
+                    fold_rulings(found.rulings, field, amount)
                 if at < now - _HOUR.length_s:  # no worker counts in a past hour
                     self._hours[at] = found
-            day.append(Hour(at, found))
+            day.append(found)
         for gone in self._hours.keys() - set(starts):
             del self._hours[gone]
         return day

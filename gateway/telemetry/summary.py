@@ -165,6 +165,12 @@ def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: buckets.Field
         counted.count(field.letter, amount)
 
 
+def fold_rulings(rulings: dict[str, RulingCounts], field: buckets.Field, amount: int) -> None:
+    """Add one field to those of its two judges, if it is one of judges."""
+    if field.kind == buckets.JUDGES:
+        buckets.add(buckets.RULED, field.letter, amount, rulings.setdefault(field.model, RulingCounts()))
+
+
 class Sums:
     """The sums of a window's buckets; requests count if they are of `team_id` and of `model` (None:
     any).
@@ -189,7 +195,7 @@ class Sums:
                 tally = self._by_deployment.setdefault(field.model, DeploymentTally())
                 buckets.add(buckets.TRIED, field.letter, amount, tally)
             elif field.kind == buckets.JUDGES:
-                buckets.add(buckets.RULED, field.letter, amount, self._rulings.setdefault(field.model, RulingCounts()))
+                fold_rulings(self._rulings, field, amount)
             elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
                 self._add(point, field, amount)
         self._series.append(point.point(start_s, length_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
+from cache.decision.guards import COLD_WRONG
 from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, asking_share, audit_chance
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
@@ -560,6 +562,20 @@ def test_hits_without_verdicts_have_a_share_of_the_requests() -> None:
             assert decision.served is not None or decision.reasons == (MissReason.COLD,)
             served += decision.served is not None
         assert served == pytest.approx(20 + share * 1_000, abs=2)
+
+
+def test_a_hit_of_the_cold_rule_spends_what_its_namespace_learned_and_a_quarter_at_most() -> None:
+    """Not what the prior expects of it; the quarter is what its share of the requests allows for."""
+    one, spent = [near(0.99, "tell me the capital of France", b"g")], []
+    for intercept in (0.0, 2.0):
+        learned = LearnedModel(replace(prior(), coefficients=np.append(np.zeros(len(FEATURES)), intercept)))
+        decision, counters = VerifiedRule(prior()).decide(query(CAPITAL), one, NamespaceState(model=learned))
+        assert decision.trial is not None
+        assert decision.trial.is_cold
+        spent.append((counters.risked, 1 - decision.trial.p))
+    assert spent[0][0] == COLD_WRONG < spent[0][1]
+    assert spent[1][0] == pytest.approx(spent[1][1])
+    assert spent[1][1] < COLD_WRONG
 
 
 class Told:

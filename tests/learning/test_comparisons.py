@@ -243,11 +243,9 @@ class Costly:
     def of(self, record: Record, space: bytes) -> Judge | None:
         return self._judge
 
-    def flips(self, judge: str) -> tuple[float, float]:
-        return 0.0, 0.25
-
 
 DIFFERENT = Costly(Says(Ruling.DIFFERENT))
+FLIPS = 0.0, 0.25
 
 
 @pytest.mark.parametrize(
@@ -267,7 +265,7 @@ async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
     """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
     ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
     assert (judged.is_right, judged.asked) == row
-    assert judged.flips == ((0.0, 0.0) if row[1] is None else (0.0, 0.25))
+    assert judged.flips == FLIPS  # those of the judge that ruled, whether it costs or not
     assert judged.trial.features == b"1234"
 
 
@@ -281,8 +279,9 @@ async def judged_once(
     for one in (found, *others):
         await exact.store(msgspec.structs.replace(entry_for(one, now), chunks=(Recorded(WHOLE, is_whole=True),)))
     judging = Judging(
-        exact, store, judge, fallback, None, lambda *_: 0.0, 60.0, random.random, lambda *_: "", lambda *_: None
-    )
+        exact, store, judge, fallback, None, lambda *_: 0.0, 60.0, random.random, lambda *_: "", lambda *_: None,
+        flips=lambda _: FLIPS,
+    )  # fmt: skip
     running = asyncio.create_task(judging.run())
     flight, record = over(1.0)
     trial = flight.generation.semantic.trial

@@ -18,7 +18,7 @@ from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
 from gateway.telemetry.checks import Cell, CheckCounts, audited, chances, served, settled, shadow_share
 from gateway.telemetry.confidence import evidence, served_wrong
-from gateway.telemetry.judge_error import clopper_pearson
+from gateway.telemetry.judge_error import RulingCounts, clopper_pearson
 from gateway.telemetry.measured_error import Hour, LiveError, MeasuredErrors, measure
 
 TEAM = Team(1, "acme", 0.0)
@@ -195,6 +195,24 @@ def test_what_no_judge_could_tell_widens_the_interval_both_ways() -> None:
     assert measure(most).high > 0.15
     for day in (settled_, some, most):
         assert update(MeasuredErrors(Bounds(settings())), day)[0].drift is not None
+
+
+@pytest.mark.parametrize("wrong", [0, 4])
+def test_what_a_judge_is_known_to_miss_raises_the_estimate_and_widens_the_interval(wrong: int) -> None:
+    """By the rulings of the day, of all hours; what it is not known for changes nothing, and nothing lowers."""
+    truth, bounds_ = MeasuredErrors(Bounds(settings())), Bounds(settings())
+    day = audits(96, wrong)
+    rulings = {"j\nmodel": RulingCounts(same_same=50, different_same=50, same_different=20, different_different=80)}
+    truth.update([Hour(0, {}, rulings), Hour(3_600, {KEY: day})], [TEAM])
+    plain, found = measure(day), truth.measure(day)
+    assert found.estimate == pytest.approx(min(found.high, (plain.estimate or 0.0) / 0.8))
+    assert found.low <= plain.low
+    assert found.high > plain.high
+    assert 0.5 < found.judge_error < 0.7  # of right answers, the margin included
+    for nothing in ({}, {"j\nmodel": RulingCounts(same_same=9)}, {"other\nmodel": rulings["j\nmodel"]}):
+        other = MeasuredErrors(bounds_)
+        other.update([Hour(0, {}, nothing), Hour(3_600, {KEY: day})], [TEAM])
+        assert other.measure(day) == plain
 
 
 bounds = st.one_of(st.none(), st.floats(0, 1))
