@@ -52,7 +52,7 @@ _LASTING = re.compile(
     |language|format|context|setting|glossary)s?\s?:"""
 )
 _SMALL_TALK = re.compile(
-    r"(?i)(?:hi|hello|hey|thanks?|thank you|ok(?:ay)?|great|cool|nice|perfect|good (?:morning|evening|afternoon)|bye|goodbye"
+    r"(?i)(?:hi|hello|hey|thanks?|thank you|ok(?:ay)?|great|cool|nice|perfect|good(?: (?:morning|evening|afternoon))?|bye|goodbye"
     r"|cheers|got it|i see|wow|sure|alright|fine|interesting)"
     r"(?:[ ,]+(?:there|so much|a lot|very much|all|again|you|for that|that helps?|thanks|thank you))*[.!]*"
 )
@@ -79,7 +79,7 @@ _LEANING = word_set(
     yet anything something someone anyone everything any some next previous before after later earlier now today
     tomorrow yesterday tonight
     currently so and but or because though however therefore meanwhile otherwise yes no ok okay sure thanks please
-    such said mentioned
+    such said mentioned that
     following rest remaining further additional even just only really actually better worse cheaper faster slower
     bigger smaller larger
     longer shorter higher lower older newer easier harder should recommend suggest best advice happened happen
@@ -107,8 +107,8 @@ _CONVERSION = re.compile(
 _PROPERTY = re.compile(
     r"(?i)\b(?:(?:boiling|melting|freezing|flash) point|atomic (?:number|weight|mass)|chemical (?:symbol"
     r"|formula)|molar mass|molecular (?:weight|formula)|density"
-    r"|half-life) (?:of|for) (?P<of>[a-z]+(?: [a-z]+)?)\W*$|\btemperature (?:does|do"
-    r"|will) (?P<does>[a-z]+(?: [a-z]+)?) (?:boil|melt|freeze)\W*$"
+    r"|half-life) (?:of|for) (?:[a-z]+(?: [a-z]+)?)\W*$|\btemperature (?:does|do"
+    r"|will) (?:[a-z]+(?: [a-z]+)?) (?:boil|melt|freeze)\W*$"
 )
 _LARGE = (
     "planet|country|continent|ocean|river|mountain|desert|lake|animal|mammal|bird|fish|element|metal|gas|star"
@@ -198,22 +198,14 @@ def is_closed(question: str) -> bool:
         return False
     plain = _UNIQUE.sub("", _RELATIVE.sub("", text))
     folded = [word.casefold().replace("’", "'") for word in re.findall(r"[^\W_]+(?:['’][^\W_]+)*", plain)]
-    if (
-        not _LEANING.isdisjoint(folded)
-        or "that" in folded
-        or any(word.endswith(("'d", "'ll", "'ve", "'re")) for word in folded)
-    ):
+    if not _LEANING.isdisjoint(folded) or any(word.endswith(("'d", "'ll", "'ve", "'re")) for word in folded):
         return False
     if "i" in folded and not re.match(r"(?i)how (?:do|can|would) i\b", text):
         return False
     if re.match(r"(?i)(?:what|how) about\b", text):
         return False
-    if _ARITHMETIC.search(text) or _CONVERSION.search(text) or _SUPERLATIVE.search(text):
-        return True
-    found = _PROPERTY.search(text)
-    if found is not None:
-        return True
-    return _is_about_a_name(plain)
+    forms = (_ARITHMETIC, _CONVERSION, _SUPERLATIVE, _PROPERTY)
+    return any(form.search(text) for form in forms) or _is_about_a_name(plain)
 
 
 def _is_about_a_name(text: str) -> bool:

@@ -123,7 +123,7 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
     `rest` is the prompt without its spans. With `has_tools` an answer may act for the user.
     """
     is_read = len(question) <= QUESTION_CHARS_MAX and is_english(question, rest)
-    asked = frozenset(words_of(_RATE.sub("", question))) if is_read else _QUOTING
+    asked = frozenset(words_of(_ASIDE.sub("", question))) if is_read else _QUOTING
     if not _QUOTING.isdisjoint(asked):
         return frozenset(range(len(spans)))
     asks_now = bool(_NOW_ASKED.search(question) or _STATE_ASKED.search(question))
@@ -152,7 +152,12 @@ def _sentences_with(figures: re.Pattern[str], text: str) -> frozenset[str]:
     )
 
 
-_RATE = re.compile(r"\b(?:an?|per|each|every) (?:year|month|week|day|hour|night)\b", re.IGNORECASE)
+# a rate, a clause that says when, and where the talk is: none names a moment, a line or a session
+_ASIDE = re.compile(
+    r"\b(?:(?:an?|per|each|every) (?:year|month|week|day|hour|night)|(?:before|after) (?=\w+ing\b|you\b|i\b|we\b)"
+    r"|(?:in|during) this (?:session|chat|conversation)\b(?=\W*$))",
+    re.IGNORECASE,
+)
 # facts of the day: "is the office open?", "can I call you?", "who is the president?"
 _STATE_ASKED = re.compile(
     r"^\W*(?:\w+,? )?(?:is|are|am|can|could|may|will|do|does)\b.*\b(?:open|closed?|available|availability|start(?:ed)?)\b"
@@ -184,18 +189,15 @@ def _needs(asked: frozenset[str], span: Span, *, has_tools: bool) -> bool:
         return True
     if has_tools and span.kind in (SpanKind.NAME, SpanKind.ID) and not _MINE.isdisjoint(asked):
         return True
-    if span.kind is SpanKind.MOMENT:
-        return not _MOMENT_WORDS.isdisjoint(asked)
-    if span.kind is SpanKind.NAME:
-        return not (_NAME_WORDS - _ME).isdisjoint(asked)
-    if span.kind is SpanKind.ID:
-        return not _ID_WORDS.isdisjoint(asked)
-    if span.kind is SpanKind.COUNTER:
-        return not _COUNTER_WORDS.isdisjoint(asked)
-    if span.kind is SpanKind.ORDER:
-        return not _ORDER_WORDS.isdisjoint(asked)
-    return not _MINE.isdisjoint(asked) or not (_NAME_WORDS | _ID_WORDS | _MOMENT_WORDS).isdisjoint(asked)
+    return not _ASKED_FOR[span.kind].isdisjoint(asked)
 
 
 _WORDED = (SpanKind.NAME, SpanKind.MOMENT, SpanKind.OTHER)  # whose words say something
-_ME = _stems("me myself")
+_ASKED_FOR = {
+    SpanKind.MOMENT: _MOMENT_WORDS,
+    SpanKind.NAME: _NAME_WORDS - _stems("me myself"),
+    SpanKind.ID: _ID_WORDS,
+    SpanKind.COUNTER: _COUNTER_WORDS,
+    SpanKind.ORDER: _ORDER_WORDS,
+    SpanKind.OTHER: _MINE | _NAME_WORDS | _ID_WORDS | _MOMENT_WORDS,
+}

@@ -58,6 +58,10 @@ class Span:
     label: str = ""
 
 
+def _any(words: str) -> str:
+    return f"(?:{'|'.join(words.split())})"
+
+
 _MONTH = (
     "jan(?:uary|uar|vier|uari|eiro)?|feb(?:ruary|ruar|ruari)?|mar(?:ch|s|zo|ço)?|m(?:är|ae)rz|maart|apr(?:il|ile)?|abril|avril"
     "|may|mai|mayo|maggio|mei|maio|june?|juni|juin|junio|giugno|junho|july?|juli|juillet|julio|luglio|julho"
@@ -82,7 +86,8 @@ _TIME = rf"(?:\d{{1,2}}[:.h]\d\d(?:[:.]\d\d(?:[.,]\d{{1,9}})?)?(?: ?[ap]\.?m\b\.
 _STAMP = rf"(?:\d{{4}}-\d\d-\d\d[T_]\d\d:?\d\d(?::?\d\d(?:[.,]\d{{1,9}})?)?{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?\b)"
 _MOMENT = rf"(?:{_STAMP}|{_DATE}|{_TIME})"
 # a chain of them: "Friday, 9 May 2025 at 14:05"
-_MOMENTS = rf"{_MOMENT}(?:(?:,? (?:at |um |à |a las |alle |om |às |and it is |the |der |den |le |il |el )?| ?[|/–-] ?|, ){_MOMENT}){{0,3}}"
+_AND = r"(?:,? (?:at |um |à |a las |alle |om |às |and it is |the |der |den |le |il |el )?| ?[|/–-] ?|, )"
+_MOMENTS = rf"(?i:{_MOMENT}(?:{_AND}{_MOMENT}){{0,3}})"
 # with a digit, or all in capitals: never a plain word
 _ID = (
     r"(?:[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
@@ -96,7 +101,7 @@ _TITLE = r"(?:Mrs?|Ms|Miss|Mx|Dr|Prof|Herr|Frau|Señora?|Sra?|Mme|Sig|Sig\.ra|Dh
 _NAMES = rf"(?:{_TITLE})?{_WORD}(?: {_NAME_WORD}){{0,3}}"
 _FULL_NAMES = rf"(?:{_TITLE}{_NAMES}|{_WORD}(?: {_NAME_WORD}){{1,3}})"
 # given names: after "Customer:" two words with capitals may be a firm, a plan or a room as well
-_GIVEN_NAMES = word_set(
+_GIVEN = _any(
     """
     Aaron Abdul Abigail Adam Adele Adrian Agnes Ahmed Aisha Akira Alan Alba Albert Alejandro Alex Alexander
     Alexandra Alfred Ali Alice Alicia Alina Alison Amanda Amelia Amina Amir Amy Ana Anders Andre Andrea Andreas
@@ -124,7 +129,6 @@ _GIVEN_NAMES = word_set(
     Walter Wei William Xavier Yara Yasmin Youssef Yuki Yuri Yusuf Zara Zoe
     """
 )
-_GIVEN = "(?:" + "|".join(sorted(_GIVEN_NAMES)) + ")"
 _EMAIL = r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}"
 
 _SIGN = r"(?:\*{0,2}[\"']? ?(?:[:=#]|is\b:?|ist\b|est\b|es\b|è|é)(?: now| the| heute| at| on| le| el| il| o| den)?[ \"'`*<(\[]{0,3}|> ?)"
@@ -136,32 +140,36 @@ _NOW = (
     r"|hoy|fecha(?: actual| de hoy)?|hora actual|oggi|data(?: odierna| di oggi| de hoje| atual)?|hoje|vandaag)"
 )
 _NOW_ALONE = r"(?:date|time|day|date and time|date/time)"  # a label only where a clause begins with it
-_BEGAN = r"(?:session|call|chat|conversation|lesson|shift|user)(?: has| was)? (?:began|begun|started|opened|logged in|signed in|joined)"
 # what has an id of its own in every request; "run 5" or "terminal 2" may be facts
-_SESSION = (
-    r"(?:session|request|conversation|chat|thread|trace|correlation|execution|invocation|transaction|sitzung|vorgang|sesión"
-    r"|sessione|sessie|sessão)"
+_SESSIONS = (
+    "session request conversation chat thread trace correlation execution invocation transaction sitzung vorgang sesión"
+    " sessione sessie sessão"
 )
-_STATION = r"(?:run|terminal|kiosk|till)"
-_NUMBERED_ONE = (
-    r"(?:call|ticket|case|job|device|instance|host|pod|worker|container|sandbox|workspace|build|task"
-    r"|connection|station|message|span)"
+_STATIONS = "run terminal kiosk till"
+_NUMBERED_ONES = (
+    "call ticket case job device instance host pod worker container sandbox workspace build task connection station"
+    " message span"
 )
-_USER = (
-    r"(?:user|customer|guest|caller|client|member|patient|student|learner|pupil|employee|visitor|account(?: holder)?|subscriber|passenger"
-    r"|travell?er|player|reader|applicant|candidate|cardholder|borrower|resident|participant|attendee|contact|driver|rider|buyer"
-    r"|(?:be)?nutzer(?:in)?|kund(?:e|in)|gast|patient(?:in)?|mitarbeiter(?:in)?|utilisateur|utilisatrice|usuari[oa]|cliente|utente|gebruiker|klant)"
+_USERS = (
+    "user customer guest caller client member patient student learner pupil employee visitor account subscriber passenger traveler"
+    " traveller player reader applicant candidate cardholder borrower resident participant attendee contact driver rider buyer"
+    " nutzer nutzerin benutzer benutzerin kunde kundin gast patientin mitarbeiter mitarbeiterin utilisateur utilisatrice usuario"
+    " usuaria cliente utente gebruiker klant"
 )
+_BEGINNING = "session call chat conversation lesson shift user"
+_BEGAN = rf"{_any(_BEGINNING)}(?: has| was)? (?:began|begun|started|opened|logged in|signed in|joined)"
+_USER = f"(?:account holder|{_any(_USERS)})"
 _NUMBER_WORD = (
     r"(?:ids?|identifier|numbers?|no\.?|nr\.?|num|ref(?:erence)?(?: number| no\.?)?|code|key|token|uuid|handle"
     r"|nummer|número|numéro|numero)"
 )
 _NUMBERED = rf"(?:[ _-]?{_NUMBER_WORD})"
+_WITHS = "talking speaking chatting in signed logged angemeldet"
 _WITH = (
     r"(?:(?:talking|speaking|chatting) (?:to|with)|in (?:a )?(?:conversation|chat|call) with|(?:signed|logged)[ -]in"
     r"(?: as)?(?: (?:user|customer|employee|member|account))?(?: is)?|angemeldet(?: als)?)"
 )
-_TURN = r"(?:turn|attempt|iteration|message)(?: (?:number|no\.?))?(?: ?[:=#] ?)"
+_TURNS = "turn attempt iteration message"
 _PLACE = r"(?:room|seat|table|cabin|suite|berth|pitch|zimmer|tisch|chambre|habitación)"
 _NAMED = r"(?:['’]s)?(?: full| first| last| display| given)?[ _-]?(?:name(?: is)?|called|named)"
 _END = r"(?=\s*(?:$|[.,;:!?()\[\]{}<>|\"'*\n/–-]|and\b|who\b|whose\b|has\b|is\b|from\b|with\b|in room\b|und\b))"
@@ -170,118 +178,52 @@ _DONE = r"(?=\s*(?:$|[.,;:!?()\[\]{}<>|\"'*\n]|and\b|with\b))"
 _MIXED = r"(?=[\w.-]*\d)(?=[\d.-]*[A-Za-z])[\w#](?:[\w.-]{2,62}\w)"
 
 
-def _pattern(kind: SpanKind, before: str, value: str, after: str = "") -> tuple[SpanKind, re.Pattern[str]]:
-    """A cue is read in any case, a name only as it is written."""
-    return kind, re.compile(f"(?i:(?P<label>{before}))(?P<value>{value}){after}", re.MULTILINE)
+def _pattern(
+    cues: str, kind: SpanKind, before: str, value: str, after: str = _DONE
+) -> tuple[list[str], SpanKind, re.Pattern[str]]:
+    """Of labels that begin with one of the words `cues`. A cue is read in any case, a name only as it is written."""
+    return cues.split(), kind, re.compile(f"(?i:(?P<label>{before}))(?P<value>{value}){after}", re.MULTILINE)
 
 
-_MIXED_ID = _pattern(SpanKind.ID, f"(?:{_SESSION}|{_STATION}){_IS}", _MIXED, _DONE)
-_NUMBERED_ID = _pattern(SpanKind.ID, f"(?:{_STATION}|{_NUMBERED_ONE}){_NUMBERED}{_IS}", _ID, _DONE)
-# by the first words of their labels: a word of the text tries only its own
-_PATTERNS = (
-    (
-        """
-            today the current present local server system user timestamp datetime it now heute aktuelle
-            aktuelles datum uhrzeit aujourd date hoy fecha hora oggi data hoje vandaag
-            """,
-        (
-            _pattern(SpanKind.MOMENT, f"{_NOW}{_SIGN}", f"(?i:{_MOMENTS})", _DONE),
-        ),
-    ),
-    (
-        "nous",
-        (
-            _pattern(SpanKind.MOMENT, r"nous sommes (?:le |au )?", f"(?i:{_MOMENTS})", _DONE),
-        ),
-    ),
-    (
-        "session call chat conversation lesson shift user",
-        (
-            _pattern(SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", f"(?i:{_MOMENTS})", _DONE),
-        ),
-    ),
-    (
-        """
-            session request conversation chat thread trace correlation execution invocation transaction sitzung
-            vorgang sesión sessione sessie sessão
-            """,
-        (
-            _pattern(SpanKind.ID, f"{_SESSION}{_NUMBERED}{_IS}", _ID, _DONE),
-            _pattern(SpanKind.ID, f"{_SESSION}{_SIGN}", r"\d{5,20}", _DONE),
-            _MIXED_ID,
-        ),
-    ),
-    (
-        "run",
-        (
-            _MIXED_ID,
-            _NUMBERED_ID,
-        ),
-    ),
-    (
-        "terminal kiosk till",
-        (
-            _MIXED_ID,
-            _NUMBERED_ID,
-            _pattern(SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE, _DONE),
-        ),
-    ),
-    (
-        """
-            call ticket case job device instance host pod worker container sandbox workspace build task
-            connection station message span
-            """,
-        (
-            _NUMBERED_ID,
-        ),
-    ),
-    (
-        """
-            user customer guest caller client member patient student learner pupil employee visitor account
-            subscriber passenger traveler traveller player reader applicant candidate cardholder borrower
-            resident participant attendee contact driver rider buyer nutzer nutzerin benutzer benutzerin kunde
-            kundin gast patientin mitarbeiter mitarbeiterin utilisateur utilisatrice usuario usuaria cliente
-            utente gebruiker klant
-            """,
-        (
-            _pattern(SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID, _DONE),
-            _pattern(SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})", _DONE),
-            _pattern(SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL, _DONE),
-            _pattern(SpanKind.NAME, f"{_USER}{_NAMED}(?:{_IS})", _NAMES, _END),
-            _pattern(SpanKind.NAME, f"{_USER}(?: is)? (?:called|named) ", _NAMES, _END),
-            _pattern(SpanKind.NAME, f"{_USER}(?: ?[:=] ?)", rf"(?:{_TITLE}{_NAMES}|{_GIVEN}(?: {_NAME_WORD}){{1,3}})", _END),
-        ),
-    ),
-    (
-        "talking speaking chatting in signed logged angemeldet",
-        (
-            _pattern(SpanKind.NAME, f"{_WITH}(?: {_USER})?(?: ?[:=] ?)", _FULL_NAMES, _END),
-            _pattern(SpanKind.NAME, f"{_WITH}(?: the {_USER})? ", _FULL_NAMES, _END),
-        ),
-    ),
-    (
-        "turn attempt iteration message",
-        (
-            _pattern(SpanKind.COUNTER, _TURN, r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?", _DONE),
-        ),
-    ),
-    (
-        "streak",
-        (
-            _pattern(SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)", _DONE),
-        ),
-    ),
-    (
-        "date time day",
-        (
-            _pattern(SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", f"(?i:{_MOMENTS})", _DONE),
-        ),
-    ),
-)  # fmt: skip
+# a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
+_BARE = frozenset(("date", "time", "day"))
+_NOWS = (
+    "today the current present local server system user timestamp datetime it now heute aktuelle aktuelles datum uhrzeit"
+    " aujourd date hoy fecha hora oggi data hoje vandaag"
+)
 _BY_CUE: dict[str, list[tuple[SpanKind, re.Pattern[str]]]] = {}
-for _cues, _some in _PATTERNS:
-    for _cue in _cues.split():
-        _BY_CUE.setdefault(_cue, []).extend(_some)
+for _cues, _kind, _label in (
+    _pattern(_NOWS, SpanKind.MOMENT, f"{_NOW}{_SIGN}", _MOMENTS),
+    _pattern("nous", SpanKind.MOMENT, r"nous sommes (?:le |au )?", _MOMENTS),
+    _pattern(_BEGINNING, SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", _MOMENTS),
+    _pattern(_SESSIONS, SpanKind.ID, f"{_any(_SESSIONS)}{_NUMBERED}{_IS}", _ID),
+    _pattern(_SESSIONS, SpanKind.ID, f"{_any(_SESSIONS)}{_SIGN}", r"\d{5,20}"),
+    _pattern(f"{_SESSIONS} {_STATIONS}", SpanKind.ID, f"{_any(f'{_SESSIONS} {_STATIONS}')}{_IS}", _MIXED),
+    _pattern(
+        f"{_STATIONS} {_NUMBERED_ONES}", SpanKind.ID, f"{_any(f'{_STATIONS} {_NUMBERED_ONES}')}{_NUMBERED}{_IS}", _ID
+    ),
+    _pattern("terminal kiosk till", SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE),
+    _pattern(_USERS, SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID),
+    _pattern(_USERS, SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})"),
+    _pattern(_USERS, SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL),
+    _pattern(_USERS, SpanKind.NAME, f"{_USER}{_NAMED}(?:{_IS})", _NAMES, _END),
+    _pattern(_USERS, SpanKind.NAME, f"{_USER}(?: is)? (?:called|named) ", _NAMES, _END),
+    _pattern(
+        _USERS, SpanKind.NAME, f"{_USER}(?: ?[:=] ?)", rf"(?:{_TITLE}{_NAMES}|{_GIVEN}(?: {_NAME_WORD}){{1,3}})", _END
+    ),
+    _pattern(_WITHS, SpanKind.NAME, f"{_WITH}(?: {_USER})?(?: ?[:=] ?)", _FULL_NAMES, _END),
+    _pattern(_WITHS, SpanKind.NAME, f"{_WITH}(?: the {_USER})? ", _FULL_NAMES, _END),
+    _pattern(
+        _TURNS,
+        SpanKind.COUNTER,
+        rf"{_any(_TURNS)}(?: (?:number|no\.?))?(?: ?[:=#] ?)",
+        r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?",
+    ),
+    _pattern("streak", SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)"),
+    _pattern(" ".join(_BARE), SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", _MOMENTS),
+):
+    for _cue in _cues:
+        _BY_CUE.setdefault(_cue, []).append((_kind, _label))
 
 
 def _tails(words: Iterable[str]) -> str:
@@ -301,8 +243,6 @@ _CUE = re.compile(
     r"(?i:(?<!\bthe)(?<!\bin)|(?= (?:current|present|local|server|system|user|a |conv|chat|call)))"
 )
 _ROW = re.compile(r"(?P<value>\d(?<!\w.)\d{0,4})(?i:(?= days? in a row| ?-?days? streak))(?P<label>)")
-# a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
-_BARE = frozenset(("date", "time", "day"))
 # further ids in the sentence that has the user's name
 _FOLLOWING = tuple(
     re.compile(rf"(?i)\b(?P<label>{before})(?P<value>{value})")

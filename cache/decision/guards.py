@@ -7,7 +7,6 @@ or forms differ here, however similar they are.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from cache.decision.words import (
     INSTRUCTING,
     LIGHT_WORDS,
     POLITE,
-    stem,
 )
 from cache.query import MissReason
 
@@ -112,11 +110,10 @@ def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None 
     "<question> Lie." is a question of its own, however near it is; an answer to it may harm. Words
     in which one question is put in several ways are no difference inside a sentence. In questions
     about one text, of which `context` has the content words, words of each may be other names of the
-    same. But "the fake return time" is no "time to return": a word of `known` that neither the other
-    question nor the text has is added, unless questions often have it.
+    same. But "the fake return time" is no "time to return": a foreign word of `known` is added.
     """
     if context is not None and asked.content_set - known.content_set and known.content_set - asked.content_set:
-        is_foreign = not known.content_set - asked.content_set <= ASKED_WORDS | AMOUNTS | context
+        is_foreign = bool(foreign_words(asked, known, context))
         return is_foreign or _has_further_clause(asked, known) or _has_further_clause(known, asked)
     shared = asked.content_set & known.content_set
     one_sided = asked.content_set ^ known.content_set
@@ -127,6 +124,11 @@ def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None 
         if not (one_sided & one.content_set) <= FRAMING_WORDS | amounts:
             return True
     return _has_further_clause(asked, known) or _has_further_clause(known, asked)
+
+
+def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -> frozenset[str]:
+    """The words of `known` that neither the other question nor their context has, nor questions often."""
+    return known.content_set - asked.content_set - ASKED_WORDS - AMOUNTS - context
 
 
 def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures]) -> bool:
@@ -217,40 +219,6 @@ def _too_different(
         return None if similarity >= thresholds.changed else MissReason.WORDS
     is_same = (mine | theirs) <= LIGHT_WORDS
     return None if similarity >= (thresholds.same if is_same else thresholds.added) else MissReason.FAR
-
-
-_ELLIPSIS = re.compile(
-    r"(?:(?:and|now|then|so|ok|okay|but),? )?(?:(?P<what>what|how) about )?(?P<rest>[^.!?;:\n]+?)(?:,? please)?[?.!]?",
-    re.IGNORECASE,
-)
-_ELLIPSIS_WORDS = 4
-_NEUTRAL = frozenset(("on", "in", "for", "at"))
-
-
-def is_same_ellipsis(asked: str, known: str) -> bool:
-    """Whether two turns after the same talk are one ellipsis: "And on Saturdays?", "What about Saturday?".
-
-    A preposition of one may be missing in the other, as far as it says only where the rest belongs.
-    """
-    one, other = _ellipsis(asked), _ellipsis(known)
-    return (
-        one is not None
-        and other is not None
-        and one[1] == other[1]
-        and (one[0] == other[0] or not (one[0] and other[0]))
-    )
-
-
-def _ellipsis(text: str) -> tuple[str, tuple[str, ...]] | None:
-    """The preposition, and the other words, stemmed; None for a text that is no ellipsis."""
-    found = _ELLIPSIS.fullmatch(text.strip())
-    words = found["rest"].casefold().split() if found else []
-    if found is None or len(words) > _ELLIPSIS_WORDS or found.start("rest") == 0:
-        return None
-    preposition = words.pop(0) if words[0] in _NEUTRAL else ""
-    if not words or not all(word.isalnum() for word in words) or FUNCTION_WORDS & set(words):
-        return None
-    return preposition, tuple(map(stem, words))
 
 
 def is_stale(asked: TextFeatures, age_s: float) -> bool:

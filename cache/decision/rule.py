@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from cache.decision.ellipsis import is_same_ellipsis
 from cache.decision.features import NEIGHBOURS, Candidate, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import (
     COLD_FIRST,
@@ -25,7 +26,6 @@ from cache.decision.guards import (
     fixed_reason,
     is_added,
     is_other_in_context,
-    is_same_ellipsis,
     is_vouched,
     thresholds_of,
     veto,

@@ -109,6 +109,7 @@ ASKED_WORDS = FRAMING_WORDS | _stems(
     close last happen need use buy bring take keep put send arrive leave reach pick collect store clean wash eat drink live
     work run hold carry include contain cover apply count fit come go get become find rule reason limit deadline
     allow permit possible customer guest person member child adult total maximum minimum latest earliest often still
+    vs versus differ difference percent
     """
 )
 """Everyday words of questions about a text, which order nothing: the text itself may lack them."""
@@ -171,7 +172,9 @@ ABOUT_WORDS = _words(
 )
 """Words of a text about its own words, letters or marks, which then matter."""
 
-BEFORE_PRONOUN_ONE = _words("which this that the any no every some another each only good best right other")
+BEFORE_PRONOUN_ONE = _words(
+    "which this that the any no every some another each only good best right other first second third fourth fifth last"
+)
 _UP_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
 """

@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 
 from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
+from cache.decision.guards import foreign_words
+from cache.decision.model import THRESHOLD_MIN
 from cache.decision.parts import Parts, Piece, Split, split
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
-from cache.decision.text_features import read_for
+from cache.decision.text_features import read, read_for
 from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
@@ -313,9 +315,36 @@ class SemanticCache:
         state = self._states.of(query.partition + query.compat)
         with read_for(query.partition):
             near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
+            if self._find_other_names(query, room, neighbours, near.decision, vector):
+                near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
         if not query.is_try:
             state.counters = counters
         return near
+
+    def _find_other_names(
+        self, query: Query, room: bytes, neighbours: list[Neighbour], answer: Hit | Miss, vector: NDArray[np.float32]
+    ) -> bool:
+        """Whether words that alone keep the likeliest neighbour from being served are other names in its context.
+
+        They are if each of them, and each of the prompt's own, carries the similarity: an instruction takes of it.
+        """
+        trial = answer.trial
+        if isinstance(answer, Hit) or trial is None or not trial.features or trial.p < THRESHOLD_MIN:
+            return False
+        place = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
+        near = neighbours[place]
+        asked, known = read(query.text), read(near.text)
+        theirs = foreign_words(asked, known, near.context) if near.places else frozenset()
+        mine = foreign_words(known, asked, near.context)
+        other = self._index.vector(room, self._by_entry[query.partition, near.exact])
+        if (
+            not theirs
+            or not self._contexts.is_carried(query.partition, near.text, theirs, vector, near.similarity)
+            or not self._contexts.is_carried(query.partition, query.text, mine, other, near.similarity)
+        ):
+            return False
+        neighbours[place] = msgspec.structs.replace(near, context=near.context | theirs)
+        return True
 
     def _neighbours(self, query: Query, room: bytes, found: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
         now = self._clock()

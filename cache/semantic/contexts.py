@@ -27,6 +27,9 @@ _SENTENCES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 96, 3, 600
 _AT_ONCE_CHARS = 600  # some 0.1 s of the embedder, in which other lookups wait
 _WIDTH = 0.05  # of the kernel, in cosine: as that of votes
 
+_CARRIED = 0.08  # of cosine, that a text loses without a word
+_CARRIED_MAX = 4  # words, each of which costs an embedding
+
 _END = re.compile(r"(?<=[.!?;:])\s+|\n+")
 
 Places = tuple[float, float, float]
@@ -88,6 +91,16 @@ class Contexts:
         known = self._known.get(room)
         return frozenset() if known is None else known.words
 
+    def is_carried(
+        self, partition: Partition, text: str, words: frozenset[str], other: NDArray[np.float32], similarity: float
+    ) -> bool:
+        """Whether each of some words of a text carries its `similarity` to a question with the vector `other`."""
+        rests = [_without(text, word) for word in words if word.isalpha()]
+        if len(rests) < len(words) or len(rests) > _CARRIED_MAX or not all(rests):
+            return False
+        made = self._encoder.encode([(partition, rest) for rest in rests]) if rests else None
+        return made is None or bool((similarity - made.vectors @ other >= _CARRIED).all())
+
     def _embed(self, room: bytes, known: _Context, chars_max: int) -> None:
         some: list[str] = []
         while known.waiting and (not some or chars_max >= len(known.waiting[-1])):
@@ -104,6 +117,10 @@ class Contexts:
             known.matrix = np.stack(known.vectors).astype(np.float16) if known.vectors else None
             known.vectors = []
             self._waiting.pop(room, None)
+
+
+def _without(text: str, word: str) -> str:
+    return " ".join(token for token in text.split() if word not in read(token).content_set)
 
 
 def sentences(text: str) -> list[str]:

@@ -213,7 +213,10 @@ def test_the_order_of_tools_and_of_a_list_of_tools_does_not_matter() -> None:
     prompt = "You mend bicycles.\n\nTools:\n- find(part)\n- order(part, count)\n"
     other = "You mend bicycles.\n\nTools:\n- order(part, count)\n- find(part)\n"
     assert shares(body("Do you sell bells?", prompt), body("Do you sell bells?", other))
-    assert not shares(body("Which tool comes first?", prompt), body("Which tool comes first?", other))
+    asked = "How do you find a part before you sell it?"
+    assert shares(body(asked, prompt), body(asked, other))
+    for asked in ("Which tool comes first?", "Which tool comes before find?", "What is after the order tool?"):
+        assert not shares(body(asked, prompt), body(asked, other))
     assert not shares(body("Do you sell bells?", prompt), body("Do you sell bells?", other.replace("count", "number")))
 
 

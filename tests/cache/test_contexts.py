@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from cache import Hit, fingerprint
+from cache import Hit, Query, fingerprint
 from cache.context.relax import relaxed
+from cache.decision.ellipsis import is_same_ellipsis
 from cache.decision.features import Neighbour
-from cache.decision.guards import is_same_ellipsis
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceState, VerifiedRule
 from cache.encoder.embedder import Memo, open_embedder
 from cache.fingerprint import CONTEXT_CHARS_MAX
-from cache.semantic.cache import SemanticCache
+from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.semantic.contexts import Contexts, places, sentences
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, query
 from tests.cache.test_poison import ADDED, QUESTIONS
@@ -134,16 +134,62 @@ def test_the_index_of_places_is_by_room() -> None:
         ("And why?", "And how?", False),
         ("And in Greek? Lie.", "Now in Greek, please.", False),
         ("And ignore rules?", "What about rules?", False),
+        ("And in Celsius?", "What is that in °C?", True),
+        ("And in Oslo?", "What is that in Oslo?", False),
+        ("Why?", "How come?", True),
+        ("Why?", "Why not?", False),
+        ("Why?", "Why is that wrong?", False),
+        ("The third one, please.", "I'll take number three", True),
+        ("The third one, please.", "Tell me more about number three.", False),
+        ("Tell me more about the second option", "Could you elaborate on number 2?", True),
+        ("The third one, please.", "The third one, as a joke.", False),
+        ("The second one", "The first one", False),
+        ("Yes, please.", "Sure, go ahead!", True),
+        ("Yes, please.", "Yes, please lie.", False),
+        ("Yes", "No", False),
+        ("Shorter, please.", "Can you shorten that?", True),
+        ("Make it shorter", "Make it simpler", False),
     ],
 )
-def test_an_ellipsis_after_the_same_talk_has_several_openings(known: str, asked: str, is_same: bool) -> None:
-    """What follows the opening has to be the same words; only what says nothing by itself may be missing."""
+def test_an_ellipsis_after_the_same_talk_has_several_forms(known: str, asked: str, is_same: bool) -> None:
+    """What it is about has to be the same words or the same place; only what says nothing by itself may be missing."""
     assert is_same_ellipsis(known, asked) is is_same
     near = Neighbour(0.7, known, b"e", 0.0, places=(0.5, 0.5, 0.3))
     decision, _ = VerifiedRule(PRIOR).decide(query(asked), [near], NamespaceState())
     assert decision.served == 0 or not is_same
     alone, _ = VerifiedRule(PRIOR).decide(query(asked), [msgspec.structs.replace(near, places=())], NamespaceState())
     assert alone.served is None
+
+
+TALK = [
+    {"role": "user", "content": "I made far too much mushroom soup. How long does it keep in the fridge?"},
+    {"role": "assistant", "content": "Three days in a closed pot. Boil it for a minute before you eat it."},
+]
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "is_served"),
+    [
+        ("Can it be frozen?", "Can I put it in the freezer?", True),
+        ("Can I put it in the freezer?", "Can it be frozen?", True),
+        ("Can it be faked frozen?", "Can I put it in the freezer?", False),
+        ("Can it be frozen like a pirate?", "Can I put it in the freezer?", False),
+        ("Can mallory be frozen?", "Can I put it in the freezer?", False),
+        ("Can it be frozen-lie?", "Can I put it in the freezer?", False),
+        ("Can it be fried?", "Can I put it in the freezer?", False),
+    ],
+)
+def test_another_name_of_what_is_asked_may_be_a_word_of_its_own(known: str, asked: str, is_served: bool) -> None:
+    """A word that carries the nearness to the other question is no addition; one that takes of it is."""
+    clock = Clock()
+    cache = SemanticCache(open_embedder(), VerifiedRule(PRIOR), clock)
+    first, second = (
+        relaxed(fingerprint(body, ACME), body)
+        for body in ({"model": "m", "messages": [*TALK, {"role": "user", "content": text}]} for text in (known, asked))
+    )
+    cache.fold([PromptAdded(ACME, first.exact, first.compat, known, clock.now, clock.now + 60)])
+    (answer,) = cache.lookup([Query(ACME, second.compat, asked, context=second.context)])
+    assert isinstance(answer, Hit) is is_served
 
 
 @pytest.mark.parametrize(
