@@ -25,7 +25,7 @@ from local_engine.grammar import Compiled, Grammars, Masker
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Chunk, Sampled, Sequence, Status
-from local_engine.speculation.speculator import MATCH_MAX, Lookup, Speculation, Speculator
+from local_engine.speculation.speculator import MATCH_MAX, Lookup, Source, Speculation, Speculator
 from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.step_in_flight import StepInFlight, draw, held
 from local_engine.text.tokenizer import Piece, TextStream
@@ -51,8 +51,8 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
-    drafted_tokens: Counter[str] = field(default_factory=Counter)
-    accepted_tokens: Counter[str] = field(default_factory=Counter)
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
 
 
 class Engine:
@@ -253,8 +253,8 @@ class Engine:
             cached_tokens_total=self._totals.cached_tokens,
             answer_tokens_total=self._totals.answer_tokens,
             preemptions_total=self._scheduler.preemptions,
-            drafted_tokens_total=dict(self._totals.drafted_tokens),
-            accepted_tokens_total=dict(self._totals.accepted_tokens),
+            drafted_tokens_total=dict(self._totals.drafted),
+            accepted_tokens_total=dict(self._totals.accepted),
         )
 
     def check_integrity(self) -> None:
@@ -307,7 +307,9 @@ class Engine:
             return self._fail_step([chunk.sequence for chunk in step.chunks], f"the step failed: {error}")
         since, self._landed = max(step.began, self._landed), Moment.now()
         busy_s = self._landed.busy_s(since, is_device_here=not self._runner.is_asynchronous)
-        self._timing.observe(step.chunks, self._landed.wall_s - since.wall_s, busy_s)
+        is_decode = all(chunk.start >= chunk.sequence.prompt_tokens for chunk in step.chunks)
+        counts = [chunk.count for chunk in step.chunks]
+        self._timing.observe(counts, self._landed.wall_s - since.wall_s, busy_s, is_decode=is_decode)
         return self._postprocess(step.chunks, sampled)
 
     def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
@@ -332,19 +334,30 @@ class Engine:
             self._totals.prompt_tokens += sequence.prompt_tokens
             self._totals.cached_tokens += sequence.cached_tokens or 0
         prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.answer_tokens == 0 else ()
-        accepted = 0
+        accepted = forced = 0
         try:
             piece, reason = self._add(sequence, drawn[0])
             while reason is None and accepted < len(chunk.draft) and sequence.tokens[-1] == chunk.draft[accepted]:
                 accepted += 1
                 more, reason = self._add(sequence, drawn[accepted])
                 piece = piece.joined(more)
+            for token in sequence.forced() if reason is None else ():
+                more, reason = self._add(sequence, Sampled(token))
+                piece = piece.joined(more)
+                forced += 1
+                if reason is not None:
+                    break
         except messages.InvalidRequest as error:
             return self._fail(sequence, error)
         sequence.computed += accepted
         sequence.draft_computed = min(sequence.draft_computed, sequence.computed)
         if chunk.draft:
-            self._learn(sequence, chunk, accepted)
+            assert chunk.kind is not None
+            assert sequence.speculation is not None
+            self._count(sequence, chunk.kind.source, len(chunk.draft), accepted)
+            self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
+        if forced:
+            self._count(sequence, Source.GRAMMAR, forced, forced)
         output = messages.Output(
             text=piece.text,
             reasoning=piece.reasoning,
@@ -361,17 +374,10 @@ class Engine:
         self._scheduler.finish(sequence)
         return StepOutput(sequence.id, output, usage=sequence.usage)
 
-    def _learn(self, sequence: Sequence, chunk: Chunk, accepted: int) -> None:
-        """Count a draft's result, for the totals and for the next drafts."""
-        assert chunk.kind is not None
-        assert sequence.speculation is not None
-        for drafted, right in (
-            (sequence.drafted, sequence.accepted),
-            (self._totals.drafted_tokens, self._totals.accepted_tokens),
-        ):
-            drafted[chunk.kind.source] += len(chunk.draft)
-            right[chunk.kind.source] += accepted
-        self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
+    def _count(self, sequence: Sequence, source: Source, drafted: int, accepted: int) -> None:
+        for counted in (sequence, self._totals):
+            counted.drafted[source] += drafted
+            counted.accepted[source] += accepted
 
     def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, messages.FinishReason | None]:
         assert sampled.token_id is not None

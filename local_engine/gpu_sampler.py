@@ -16,7 +16,7 @@ import torch
 
 from local_engine.grammar import Masks
 from local_engine.kernels.gpu.draw import draw, on_device
-from local_engine.sampler import TEMPERATURE_MIN, ban
+from local_engine.sampler import TEMPERATURE_MIN, ban, held_rows
 from local_engine.sequence import Candidate, Place, Sampled
 
 
@@ -52,11 +52,11 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place], masks: Ma
     params = [place.sequence.params for place in places]
     own = on_device(np.array(rows, np.int64), device)
     plain, plain_rows = logits, own
-    if any(place.changes_logits for place in places):
+    if masks is not None or any(place.changes_logits for place in places):
         logits = logits[own].float()
         _change(logits, places)
         if masks is not None:
-            ban(logits, places, masks)
+            ban(logits, list(held_rows(places).items()), masks)
         own = torch.arange(len(places), device=device)
     keys = [place.sequence.noise_key(place.position) for place in places]
     temperatures = [p.temperature and max(p.temperature, TEMPERATURE_MIN) for p in params]

@@ -210,7 +210,7 @@ def _brief(why: str) -> str:
     return "nothing matches it" if why.startswith("NoExtension") else why[:300]
 
 
-# which tokens are banned at each place of a step that has a grammar, bool [places, vocabulary]
+# a bit for each token that may come at each place of a step that has a grammar, int32 [places, words]
 Masks = Future[np.ndarray[Any, Any]]
 
 
@@ -223,13 +223,12 @@ class Masker:
 
     def begin(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> Masks | None:
         """Begin on the places after each answer's last token and after each of its draft."""
-        return self._threads.submit(self._banned, held) if held else None
+        return self._threads.submit(self._allowed, held) if held else None
 
-    def _banned(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
+    def _allowed(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
         bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)
         at = 0
         for answer, draft in held:
             answer.fill(bits[at : at + len(draft) + 1], draft, self._eos)
             at += len(draft) + 1
-        banned = np.unpackbits((~bits).view(np.uint8), axis=1, count=self._size, bitorder="little")
-        return banned.view(np.bool_)
+        return bits

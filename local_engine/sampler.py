@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from local_engine.grammar import Masks
+from local_engine.kernels.cpu import native_for
 from local_engine.kernels.noise import noise
 from local_engine.messages import SamplingParams
 from local_engine.sequence import Candidate, Place, Sampled
@@ -76,33 +77,44 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
     """As `sample`, the ids alone; None where the logits were not finite."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
-    ids: list[int] = best_ids.tolist()
-    changed = [row for row, place in enumerate(places) if place.changes_logits]
+    ids: dict[int, int] = dict(enumerate(best_ids.tolist()))
     drawn = [row for row, place in enumerate(places) if place.sequence.params.temperature > 0 and is_finite[row]]
-    if changed or drawn:
+    changed = [row for row, place in enumerate(places) if place.changes_logits]
+    held = held_rows(places) if masks is not None else {}
+    if changed:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
         for row in changed:
             _change(logits[row], places[row])
-        if masks is not None:
-            ban(logits, places, masks)
-        for row in set(changed).difference(drawn):
-            ids[row] = int(logits[row].argmax())
-        if drawn:
-            rows = logits if len(drawn) == len(places) else logits[drawn]
-            for row, id in zip(drawn, _race(rows, [places[row] for row in drawn]), strict=True):
-                ids[row] = id
-    return [id if good else None for id, good in zip(ids, is_finite, strict=True)]
+    for rows in (drawn, sorted({*changed, *held}.difference(drawn))):
+        if rows:
+            own_places = [places[row] for row in rows]
+            temperatures = [place.sequence.params.temperature for place in own_places]
+            own = logits if len(rows) == len(places) else logits[rows]
+            own = own / torch.tensor([[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=own.device)
+            if masks is not None:
+                ban(own, [(index, held[row]) for index, row in enumerate(rows) if row in held], masks)
+            found: list[int] = _race(own, own_places) if rows is drawn else own.argmax(-1).tolist()
+            ids |= zip(rows, found, strict=True)
+    return [id if good else None for id, good in zip(ids.values(), is_finite, strict=True)]
 
 
-def ban(logits: torch.Tensor, places: Many[Place], masks: Masks) -> None:
-    """Leave the tokens that the places' grammars allow, in place."""
-    banned = torch.from_numpy(masks.result()).to(logits.device, non_blocking=True)
-    if len(banned) == len(places):
-        logits.masked_fill_(banned, -torch.inf)
+def held_rows(places: Many[Place]) -> dict[int, int]:
+    """The rows that have a grammar, each with the place of its mask."""
+    held = (row for row, place in enumerate(places) if place.sequence.grammar is not None)
+    return {row: at for at, row in enumerate(held)}
+
+
+def ban(logits: torch.Tensor, held: list[tuple[int, int]], masks: Masks) -> None:
+    """Leave the tokens that grammars allow, in place of float32 logits; `held`: rows, and the
+    places of their masks."""
+    rows, at = torch.tensor(held, dtype=torch.int64).view(-1, 2).T.contiguous()
+    bits, size = torch.from_numpy(masks.result())[at], logits.shape[-1]
+    if (native := native_for(logits.device, logits.dtype)) is not None:
+        native.ban(logits.data_ptr(), rows.data_ptr(), bits.data_ptr(), len(rows), size, bits.shape[1])
         return
-    held = [row for row, place in enumerate(places) if place.sequence.grammar is not None]
-    for row, own in zip(held, banned, strict=True):
-        logits[row].masked_fill_(own, -torch.inf)
+    rows, bits = rows.to(logits.device), bits.to(logits.device, non_blocking=True)
+    banned = (bits.unsqueeze(2) >> torch.arange(32, device=bits.device) & 1 == 0).flatten(1)[:, :size]
+    logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
 
 
 def _change(row: torch.Tensor, place: Place) -> None:
@@ -126,9 +138,8 @@ def _change(row: torch.Tensor, place: Place) -> None:
 
 
 def _race(logits: torch.Tensor, places: Many[Place]) -> list[int]:
-    """One random token per row."""
+    """One random token per row, of logits at its temperature."""
     device, params = logits.device, [place.sequence.params for place in places]
-    logits = logits / torch.tensor([[max(p.temperature, TEMPERATURE_MIN)] for p in params], device=device)
     keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
     total = logits.logsumexp(-1, keepdim=True)
     ids = [0] * len(places)

@@ -228,7 +228,6 @@ class Scheduler:
                 room=s.answer_tokens_max - s.answer_tokens - s.in_flight - 1,
                 in_flight=s.in_flight,
                 draft_computed=s.draft_computed,
-                forced=s.grammar.forced() if s.grammar is not None else (),
             )
             for s in decoding
             if s.speculation is not None

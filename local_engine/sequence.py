@@ -121,6 +121,11 @@ class Sequence:
         piece = piece.read(reader, is_last=reason is not None)
         return (piece, "stop") if reason is None and reader.is_over else (piece, reason)
 
+    def forced(self) -> tuple[int, ...]:
+        """The next tokens, as far as its grammar leaves no others; none where log probabilities are
+        wanted, which take a row of logits each."""
+        return () if self.grammar is None or self.params.logprobs is not None else self.grammar.forced()
+
     def _text_of(
         self, token_id: int, logprob: TokenLogprob | None, *, is_framed: bool = False
     ) -> tuple[Piece, FinishReason | None]:
@@ -222,8 +227,7 @@ class Place:
         return (
             self.sequence.has_penalties
             or bool(params.logit_bias)
-            or self.position < params.min_tokens
-            or self.sequence.grammar is not None
+            or (self.position < params.min_tokens and self.sequence.grammar is None)
         )
 
 

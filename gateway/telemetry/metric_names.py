@@ -117,7 +117,7 @@ JUDGE_QUESTIONS = _counter(
 JUDGE_COST = _counter("sameway_judge_cost_usd_total", "Money spent on judging a team's answers.", "team")
 DRAFTED = _counter(
     "sameway_drafted_tokens_total",
-    "Tokens that were guessed and verified by a local engine: source is text, reference (a near cached answer), model or grammar.",
+    "Tokens that a local engine guessed: source is text, reference (a near cached answer) or model; or forced: source is grammar.",
     "deployment source",
 )
 ACCEPTED = _counter(

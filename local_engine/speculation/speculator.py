@@ -3,8 +3,8 @@
 Guesses come from four sources. `TEXT` and `REFERENCE` are looked up: where the last few tokens
 occurred before, in the prompt and the answer or in a text that came with the request, the tokens
 that followed them are proposed (prompt lookup decoding). `MODEL` is a smaller model (see
-`draft_model`). `GRAMMAR` is what the answer's grammar forces. Knows token ids and timings, no
-model.
+`draft_model`). `GRAMMAR` counts what an answer's grammar forces, which needs no step to verify it.
+Knows token ids and timings, no model.
 
 How much is guessed is decided for a whole step: guess after guess joins it, the likeliest first,
 while that raises the tokens that a step is expected to give for its time (arXiv:2406.14066). How
@@ -162,8 +162,7 @@ class Speculation:
 class DraftRequest:
     """A sequence that decodes in the coming step: its `tokens`, of which the draft model has
     computed the first `draft_computed`, and how many more have `room`. `in_flight` (0 or 1) is a
-    token under way, which a draft has to guess as well. `forced`: the next tokens, where a grammar
-    leaves no other."""
+    token under way, which a draft has to guess as well."""
 
     id: int
     speculation: Speculation
@@ -171,7 +170,6 @@ class DraftRequest:
     room: int
     in_flight: int = 0
     draft_computed: int = 0
-    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +187,6 @@ class Offer:
         """The first `count` of it."""
         if self.kind.source is Source.MODEL:
             return Draft(self.kind, wanted=count)
-        if self.kind.source is Source.GRAMMAR:
-            return Draft(self.kind, self.request.forced[:count])
         ahead = self.request.in_flight
         return Draft(self.kind, self.request.speculation.lookup.follow(self.place, ahead + count)[ahead:])
 
@@ -269,10 +265,6 @@ class Speculator:
         return min(_RATE_MAX, request.speculation.corrections[kind.source].factor * tally.rate(self._now))
 
     def _of_lookup(self, request: DraftRequest) -> Offer | None:
-        if request.forced:
-            forced = Kind(Source.GRAMMAR)
-            room = min(request.room, self._tokens_max, len(request.forced))
-            return Offer(request, forced, self._rate(request, forced), room)
         found = request.speculation.lookup.find(request.tokens)
         if found is None:
             return None

@@ -9,22 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
 
 _SHARE, _SLOPE_SHARE = 0.05, 0.2  # weights of a new measurement: contexts grow, batches change
 _OFF_MIN = 32.0  # squared rows: steps that differ by less hardly show a row's time
 _FORGETS = 0.003  # of a row's estimate, with each step
 _SLOW_SHARE = 0.25  # of a step's excess time: as likely as not it waited for a busy machine
-
-
-class Rows(Protocol):
-    """One sequence's rows of a step: `count` tokens, the last of them `draft`."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def draft(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -89,7 +78,7 @@ class Line:
 
 @dataclass(slots=True)
 class StepTiming:
-    """`steps`: decode steps by their rows, drafts included. `draft_steps`: those of the draft
+    """`steps`: decode steps by their rows, those of drafts and forced tokens included. `draft_steps`: those of the draft
     model, where there is one."""
 
     prefill_tokens_per_s: float = 0.0
@@ -97,13 +86,14 @@ class StepTiming:
     steps: Line = field(default_factory=Line)
     draft_steps: Line = field(default_factory=Line)
 
-    def observe(self, chunks: Many[Rows], duration_s: float, busy_s: float) -> None:
-        """Learn from one step that took `duration_s`, of which other processes did not have the
-        cores for `busy_s`."""
-        tokens = sum(chunk.count for chunk in chunks)
-        if all(chunk.count == 1 + len(chunk.draft) for chunk in chunks):
+    def observe(self, counts: Many[int], duration_s: float, busy_s: float, *, is_decode: bool) -> None:
+        """Learn from one step of each sequence's `counts` of tokens, which are all answers' where
+        `is_decode`. It took `duration_s`, of which other processes did not have the cores for
+        `busy_s`."""
+        tokens = sum(counts)
+        if is_decode:
             self.steps.observe(tokens, busy_s)
-            if tokens == len(chunks):
+            if tokens == len(counts):
                 self.decode_ms_per_token = _blend(self.decode_ms_per_token, 1000.0 * duration_s)
         elif tokens >= 32:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / duration_s)

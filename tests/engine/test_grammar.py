@@ -7,16 +7,19 @@ import random
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from bench.structured import draw_schema, faults
 from local_engine.apart.process import Apart
 from local_engine.engine import Engine
-from local_engine.grammar import SIZE_MAX_BYTES, Compiled
+from local_engine.grammar import SIZE_MAX_BYTES, Compiled, Masks
 from local_engine.messages import FinishReason, Grammar, InvalidRequest, SamplingParams
+from local_engine.sampler import ban
 from tests.engine.checkpoints import random_prompt
 from tests.engine.conftest import at_fixed_prices, greedy, run
 
@@ -77,17 +80,38 @@ def test_drawn_schemas_hold_whatever_the_logits(make_engine: Make, drafts: int) 
 
 
 def test_drafts_change_no_answer(make_engine: Make) -> None:
-    """What a grammar forces is drafted, and a seed draws the same without drafts."""
+    """What a grammar forces takes no step, with drafts and without; a seed draws the same where log probabilities have every
+    token take one."""
     answers = []
-    for drafts in (0, 8):
+    for drafts, logprobs in ((0, None), (8, None), (8, 1)):
         engine = at_fixed_prices(make_engine(draft_tokens_max=drafts))
-        params = SamplingParams(temperature=1.5, seed=3, max_tokens=60)
+        params = SamplingParams(temperature=1.5, seed=3, max_tokens=60, logprobs=logprobs)
         for _ in range(2):
             engine.submit(random_prompt(5, 20), params, grammar=compiled(engine, PERSON))
         answers.append(set(drain(engine).values()))
+        assert (engine.load().accepted_tokens_total.get("grammar", 0) > 10) == (logprobs is None)
     assert len(answers[0]) == 1
-    assert answers[0] == answers[1]
-    assert engine.load().accepted_tokens_total["grammar"] > 10
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_masks_leave_what_they_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with masks beside free ones, by the native kernel and by torch alike, the last odd tokens too."""
+    logits = torch.randn(4, 79, generator=torch.manual_seed(1))
+    bits = np.random.default_rng(2).integers(-(2**31), 2**31, (3, 3)).astype(np.int32)
+    masks: Masks = Future()
+    masks.set_result(bits)
+    held = [(3, 0), (0, 2)]
+    expected = logits.clone()
+    for row, at in held:
+        for token in range(79):
+            if not bits[at, token // 32] >> token % 32 & 1:
+                expected[row, token] = -torch.inf
+    for is_native in (True, False):
+        if not is_native:
+            monkeypatch.setattr("local_engine.sampler.native_for", lambda *_: None)
+        own = logits.clone()
+        ban(own, held, masks)
+        assert torch.equal(own, expected)
 
 
 def test_free_answers_are_those_of_an_engine_without_grammars(make_engine: Make) -> None:

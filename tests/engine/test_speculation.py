@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
-from local_engine.sequence import Chunk
 from local_engine.speculation.speculator import MATCH_MAX, DraftRequest, Lookup, Source, Speculation, Speculator
 from local_engine.speculation.timing import StepTiming
 from tests.engine.checkpoints import naive_greedy, random_prompt
@@ -194,21 +193,21 @@ def test_the_price_of_a_row_is_measured() -> None:
     """Prompts say what a row takes at first; then steps of different sizes do, whatever else kept the machine busy in some of
     them; and a step's time follows that of late."""
     measured = StepTiming()
-    prompt, decode = Chunk(None, 0, 64, 1), Chunk(None, 0, 1, 1)  # type: ignore[arg-type]
     assert measured.steps.at(1) is None
-    measured.observe([prompt], 0.064, 0.064)
-    measured.observe([decode], 0.008, 0.008)
+    measured.observe([64], 0.064, 0.064, is_decode=False)
+    measured.observe([1], 0.008, 0.008, is_decode=True)
     assert measured.steps.row_ms == pytest.approx(1.0)
     assert measured.steps.at(3) == pytest.approx(10.0)
     draw = random.Random(1)
     for _ in range(400):
         rows = draw.choice((1, 1, 2, 4, 9))
         wait_s = 0.03 if draw.random() < 0.1 else 0.0
-        measured.observe([decode] * rows, 0.006 + 0.002 * rows + wait_s, 0.006 + 0.002 * rows + wait_s)
+        step_s = 0.006 + 0.002 * rows + wait_s
+        measured.observe([1] * rows, step_s, step_s, is_decode=True)
     for rows in (1, 4, 9):
         assert measured.steps.at(rows) == pytest.approx(6.0 + 2.0 * rows, rel=0.15)
     for _ in range(400):
-        measured.observe([decode], 0.02, 0.02)
+        measured.observe([1], 0.02, 0.02, is_decode=True)
     assert measured.steps.at(1) == pytest.approx(20.0, rel=0.05)
 
 

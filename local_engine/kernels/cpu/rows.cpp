@@ -80,4 +80,16 @@ void sw_gate(int kind, const void* gate_up, void* out, int rows, int width, int 
   });
 }
 
+// Row rows[i] of `logits` [any, width] loses what is no set bit of the i-th mask, `words` words each.
+void sw_ban(float* logits, const int64_t* rows, const uint32_t* bits, int count, int width, int words) {
+  const __m512 never = _mm512_set1_ps(-INFINITY);
+  for (int i = 0; i < count; ++i, bits += words) {
+    float* row = logits + rows[i] * width;
+    for (int at = 0; at < width; at += 16) {
+      const uint32_t banned = ~(bits[at / 32] >> at % 32) & (width - at < 16 ? (1u << (width - at)) - 1 : 0xFFFF);
+      if (banned) _mm512_mask_storeu_ps(row + at, static_cast<__mmask16>(banned), never);
+    }
+  }
+}
+
 }  // extern "C"
