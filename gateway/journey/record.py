@@ -66,6 +66,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_audio_tokens: int = 0  # of the cached ones
     cache_write_tokens: int = 0
     cache_write_1h_tokens: int = 0
     audio_prompt_tokens: int = 0
