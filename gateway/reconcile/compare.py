@@ -165,7 +165,7 @@ def _reasons(one: Difference, export: Export, price: Price | None, tolerance: in
         explain("not_in_export", rest, "the export has no row of this model for this day")
         return reasons
     if theirs.batch_microusd:
-        explain("batch", theirs.batch_microusd, "batches, which do not go through Sameway")
+        explain("batch", theirs.batch_microusd, "the provider's own batches, which do not go through Sameway")
     if export.has_tokens and price is not None and not theirs.batch_microusd:
         cached = Billed(
             prompt=ours.prompt, completion=ours.completion, cached=theirs.cached, written=ours.written,

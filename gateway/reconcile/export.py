@@ -40,13 +40,15 @@ _COLUMNS = {
     "usd": ("cost", "cost_usd", "amount", "amount_usd", "amount_value"),
     "microusd": ("cost_microusd",),
     "currency": ("currency", "amount_currency"),
-    "batch": ("batch", "usage_type", "service_tier"),
+    "batch": ("batch", "usage_type"),
+    "tier": ("service_tier",),
+    "kind": ("cost_type",),
 }  # fmt: skip
 _IGNORED = frozenset(
     {
         "end_time", "end_time_iso", "project_id", "project_name", "user_id", "user_email", "api_key_id", "api_key",
         "api_key_name", "organization_id", "organization_name", "api_source", "workspace", "context_window",
-        "token_type", "cost_type", "inference_geo", "speed", "quantity", "quantity_unit", "web_search_count",
+        "token_type", "inference_geo", "speed", "quantity", "quantity_unit", "web_search_count",
         "input_audio_tokens", "output_audio_tokens", "input_text_tokens", "output_text_tokens", "input_image_tokens",
         "output_image_tokens", "input_cached_audio_tokens", "input_cached_text_tokens", "input_cached_image_tokens",
         "input_uncached_tokens", "reasoning_tokens",
@@ -201,6 +203,8 @@ class _Sums:
         usd = self._usd(cells, line)
         if not cells["model"] and not any(tokens.values()) and not usd:
             return  # an empty day of OpenAI's cost export
+        if not cells["model"] and cells.get("kind", "") not in ("", "token", "tokens"):
+            cells["model"] = cells["kind"]  # Anthropic's web searches are of no model
         texts = (cells["date"], cells["model"])
         key = self._read.get(texts)
         if key is None:
@@ -229,7 +233,8 @@ class _Sums:
                 names={cells["model"].partition(", ")[0]},
             )
         )
-        is_batch = cells.get("batch", "").lower() in _BATCH or "batch" in cells["model"].lower()
+        is_batch = any(cells.get(name, "").lower() in _BATCH for name in ("batch", "tier"))
+        is_batch = is_batch or "batch" in cells["model"].lower()
         self._exact[day, model] = (billed, cost + usd, batch + (usd if is_batch else 0))
 
     def _usd(self, cells: Mapping[str, str], line: int) -> Decimal:

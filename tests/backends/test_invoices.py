@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gateway.backends.anthropic.answer import AnswerReader
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import Backend
 from gateway.backends.managed import ManagedBackend
@@ -22,6 +23,7 @@ from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.build import describe
 from gateway.journey.bill import tokens_of
 from gateway.settings import DeploymentSettings
+from gateway.wire.usage import usage_of
 from tests.backends.conftest import ask, collect
 from tests.e2e.anthropic_server import events
 
@@ -276,3 +278,20 @@ async def test_an_answer_costs_what_its_provider_bills(
     assert price.cost(tokens_of(usage)) == microusd, usage
     # as the provider says itself, and no library
     assert usage.provider_cost_microusd == (4_200 if recorded == openai(OPENROUTER) else None)
+
+
+@pytest.mark.parametrize("usage", ["many", 7, [1]])
+def test_a_usage_of_another_shape_costs_no_answer(usage: Any) -> None:
+    """Anthropic's: the text comes, whole and streamed, and its tokens are not counted."""
+    message = {"type": "message", "content": [{"type": "text", "text": TEXT}], "stop_reason": "end_turn"}
+    pieces: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {"content": [], "usage": usage}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": TEXT}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    whole = AnswerReader().whole(json.dumps({**message, "usage": usage}).encode())
+    for chunks in (whole, AnswerReader().chunks(json.dumps(piece).encode() for piece in pieces)):
+        assert any(TEXT in chunk.decode() for chunk in chunks)
+        assert chunks[-1] == b"[DONE]"
+        assert usage_of(json.dumps(json.loads(chunks[-2])["usage"]).encode()) is None

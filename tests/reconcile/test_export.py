@@ -26,6 +26,7 @@ ANTHROPIC_USAGE = """usage_date_utc,model_version,api_key,workspace,usage_type,c
 ANTHROPIC_COST = """usage_date_utc,model,workspace,api_key,usage_type,context_window,token_type,cost_usd,cost_type
 2026-11-20,claude-sonnet-4-5-20250929,Default,key,standard,≤ 200k,input_no_cache,0.0123,token
 2026-11-20,claude-sonnet-4-5-20250929,Default,key,batch,≤ 200k,output,0.0077,token
+2026-11-20,,Default,key,standard,,,0.03,web_search
 """
 
 
@@ -41,17 +42,21 @@ def test_openais_exports(tmp_path: Path) -> None:
     one = usage.billed[DAY, "gpt-4o-mini"]
     assert (one.requests, one.prompt, one.cached, one.completion) == (4, 1100, 400, 220)
     assert (usage.has_cost, usage.has_requests, one.names) == (False, True, {"gpt-4o-mini-2024-07-18"})
+    tiers = OPENAI_USAGE.replace("model,batch,", "model,batch,service_tier,").replace(",False,", ",FALSE,default,")
+    assert read(tmp_path, tiers).billed[DAY, "gpt-4o-mini"] == one
     cost = read(tmp_path, OPENAI_COST)
     assert {key: one.microusd for key, one in cost.billed.items()} == {(DAY, "gpt-4o-mini"): 150}
     assert cost.has_cost
 
 
 def test_anthropics_exports(tmp_path: Path) -> None:
-    """The prompt is what was read and written of the cache and the rest; batches are known."""
+    """The prompt is what was read and written of the cache and the rest; batches are known, and costs of no model."""
     one = read(tmp_path, ANTHROPIC_USAGE).billed[DAY, "claude-sonnet-4-5"]
     assert (one.prompt, one.cached, one.written, one.written_1h, one.completion) == (200, 70, 20, 10, 50)
-    one = read(tmp_path, ANTHROPIC_COST).billed[DAY, "claude-sonnet-4-5"]
+    billed = read(tmp_path, ANTHROPIC_COST).billed
+    one = billed[DAY, "claude-sonnet-4-5"]
     assert (one.microusd, one.batch_microusd) == (20_000, 7_700)
+    assert billed[DAY, "web_search"].microusd == 30_000
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class AnswerReader:
             case "message_start":
                 message = event["message"]
                 self._head |= {"id": message.get("id"), "model": message.get("model")}
-                self._usage |= message.get("usage") or {}
+                self._count(message.get("usage"))
                 head = {**self._head, "usage_at_start": _usage(self._usage)}  # which a message begins with
                 return [self._chunk({"role": "assistant", "content": ""}, head=head)]
             case "content_block_start":
@@ -78,12 +78,17 @@ class AnswerReader:
             case "content_block_stop":
                 return self._end(event["index"])
             case "message_delta":
-                self._usage |= {name: value for name, value in (event.get("usage") or {}).items() if value is not None}
+                self._count(event.get("usage"))
                 return self._finish(event["delta"])
             case "message_stop":
                 usage = msgspec.json.encode({**self._head, "choices": [], "usage": _usage(self._usage)})
                 return [usage, _DONE]
         return []  # a ping, or an event of a later version
+
+    def _count(self, usage: Any) -> None:
+        """Take the latest counts; one of another shape costs no answer."""
+        if isinstance(usage, dict):
+            self._usage |= {name: value for name, value in usage.items() if value is not None}
 
     def _begin(self, index: int, block: dict[str, Any]) -> list[bytes]:
         kind = self._kinds[index] = block["type"]
