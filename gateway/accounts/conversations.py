@@ -2,22 +2,27 @@
 
 Knows no HTTP and no shape of an item: an item is an id and bytes of JSON. Invariants: a conversation
 is found, changed and deleted under its team alone, and goes with it, its items with it; items that
-are added together stay together; one that is over is as one that never was.
+are added together stay together; one that is over is as one that never was; no other request changes the items of one that a request
+has locked, until the lock's lease is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.schema import conversation_items, conversations
 
 _ITEMS_AT_ONCE = 1_000
+LEASE_S = 15.0
+"""How long a worker that was killed keeps what it held."""
 
 Added = Sequence[tuple[str, bytes]]
 """Items with their ids, in order."""
@@ -45,6 +50,44 @@ class Conversations:
         self._database = database
         self._clock = clock
         self._retention_s = retention_s
+        self._locked: dict[str, str] = {}  # of this worker: conversations by their requests
+
+    # -- locks
+
+    @property
+    def _is_free(self) -> sa.ColumnElement[bool]:
+        return conversations.c.locked_until_s <= self._clock()
+
+    @uncancelled
+    async def lock(self, team_id: int, id: str, request_id: str) -> bool:
+        """Keep other requests from changing the items, until `release`; returns whether it was there and free."""
+        lease = {"locked_by": request_id, "locked_until_s": self._clock() + LEASE_S}
+        taken = sa.update(conversations).where(self._is_teams(team_id, id), self._is_free).values(lease)
+        async with self._database.writing(is_durable=False) as connection:
+            is_taken = (await connection.execute(taken)).rowcount > 0
+        if is_taken:
+            self._locked[request_id] = id
+        return is_taken
+
+    async def release(self, request_id: str) -> None:
+        """Give back the lock of a request, if it has one. While the database fails, its lease ends by itself."""
+        if request_id in self._locked:
+            with suppress(SQLAlchemyError, OSError):
+                await self._lease({request_id: self._locked.pop(request_id)}, 0.0)
+
+    async def renew(self) -> None:
+        """Keep the locks of this worker's requests."""
+        if self._locked:
+            await self._lease(self._locked, self._clock() + LEASE_S)
+
+    @uncancelled
+    async def _lease(self, locked: Mapping[str, str], until_s: float) -> None:
+        c = conversations.c
+        are_held = sa.and_(c.id.in_(list(locked.values())), c.locked_by.in_(list(locked)))
+        async with self._database.writing(is_durable=False) as connection:
+            await connection.execute(sa.update(conversations).where(are_held).values(locked_until_s=until_s))
+
+    # -- conversations and items
 
     def _is_teams(self, team_id: int, id: str) -> sa.ColumnElement[bool]:
         c = conversations.c
@@ -60,13 +103,20 @@ class Conversations:
 
     @uncancelled
     async def add(self, team_id: int, id: str, items: Added) -> bool:
-        """Add items at the end; returns whether the conversation is there."""
+        """Add items at the end; returns whether the conversation is there and not locked."""
         async with self._database.writing(is_durable=False) as connection:
             return await self.append(connection, team_id, id, items)
 
-    async def append(self, connection: AsyncConnection, team_id: int, id: str, items: Added) -> bool:
-        """As `add`, as a part of another transaction."""
-        if not await self._changed(connection, team_id, id, size=sum(len(item) for _, item in items)):
+    async def append(
+        self, connection: AsyncConnection, team_id: int, id: str, items: Added, ended: str | None = None
+    ) -> bool:
+        """As `add`, as a part of another transaction. What a request adds that has `ended` frees its lock."""
+        where, c, values = [self._is_free], conversations.c, dict[str, Any]()
+        if ended is not None:
+            where, values = [], {"locked_until_s": sa.case((c.locked_by == ended, 0.0), else_=c.locked_until_s)}
+            self._locked.pop(ended, None)
+        size = sum(len(item) for _, item in items)
+        if not await self._changed(connection, team_id, id, *where, size=size, **values):
             return False
         rows = [{"conversation_id": id, "id": item_id, "item": item} for item_id, item in items]
         for start in range(0, len(rows), _ITEMS_AT_ONCE):
@@ -74,11 +124,17 @@ class Conversations:
         return True
 
     async def _changed(
-        self, connection: AsyncConnection, team_id: int, id: str, *, size: int = 0, **values: Any
+        self,
+        connection: AsyncConnection,
+        team_id: int,
+        id: str,
+        *where: sa.ColumnElement[bool],
+        size: int = 0,
+        **values: Any,
     ) -> bool:
         """Change a conversation, which is `size` bytes longer then, and keep it anew."""
         kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
-        change = sa.update(conversations).where(self._is_teams(team_id, id)).values(**kept, **values)
+        change = sa.update(conversations).where(self._is_teams(team_id, id), *where).values(**kept, **values)
         return (await connection.execute(change)).rowcount > 0
 
     @uncancelled
@@ -102,12 +158,15 @@ class Conversations:
         return found
 
     @uncancelled
-    async def remove(self, team_id: int, id: str, item_id: str) -> None:
-        """Delete an item of the team's conversation, where it is there."""
+    async def remove(self, team_id: int, id: str, item_id: str) -> bool:
+        """Delete an item, where it is there; returns whether the conversation is there and not locked."""
         async with self._database.writing(is_durable=False) as connection:
             size = sa.select(sa.func.length(conversation_items.c.item)).where(_is_item(id, item_id))
-            if await self._changed(connection, team_id, id, size=-((await connection.execute(size)).scalar() or 0)):
+            less = -((await connection.execute(size)).scalar() or 0)
+            is_changed = await self._changed(connection, team_id, id, self._is_free, size=less)
+            if is_changed:
                 await connection.execute(sa.delete(conversation_items).where(_is_item(id, item_id)))
+            return is_changed
 
     @uncancelled
     async def find(self, team_id: int, id: str) -> Conversation | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-VERSION = "0013"
+VERSION = "0014"
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 """The first columns of each row of the ledger that sums are made of; KINDS are the others."""
@@ -165,6 +165,8 @@ conversations = sa.Table(
     sa.Column("expires_at_s", sa.Double, nullable=False, index=True),
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("metadata", sa.JSON, nullable=False),
+    sa.Column("locked_by", sa.Text, nullable=False, server_default=""),
+    sa.Column("locked_until_s", sa.Double, nullable=False, server_default="0"),
     sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
 )
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.accounts.conversations import Added, Conversations, HistoryTooLong
+from gateway.accounts.conversations import LEASE_S, Added, Conversations, HistoryTooLong
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.schema import conversations, responses
 from gateway.loggers import get_logger
@@ -26,7 +26,6 @@ _ROWS_AT_ONCE = 100
 _WRITE_AWAITED_S = 2.0
 _RETRY_S = 0.5
 _PURGED_AT_ONCE, _PURGE_PAUSE_S = 200, 0.2
-LEASE_S = 15.0
 LIVE = ("queued", "in_progress")
 """The statuses of a response that its worker is generating, as long as it keeps the lease."""
 _LINKS_MAX = 20_000  # as many messages as a request may have
@@ -52,6 +51,10 @@ class StoredResponse:
     added: Added = ()
     is_stored: bool = True
     status: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return f"req_{self.id.removeprefix('resp_')}"
 
     @property
     def size_bytes(self) -> int:
@@ -151,7 +154,9 @@ class ResponseStore:
 
     async def _join(self, connection: AsyncConnection, row: StoredResponse) -> None:
         if row.conversation_id is not None:
-            await self.conversations.append(connection, row.team_id, row.conversation_id, row.added)
+            await self.conversations.append(
+                connection, row.team_id, row.conversation_id, row.added, ended=row.request_id
+            )
 
     def _values(self, row: StoredResponse) -> dict[str, Any]:
         return {

@@ -131,6 +131,7 @@ class Background:
                 work.reply.reader.close()
             self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=work.reply)
             del self._works[response.id]
+            await self._memory.conversations.release(arrival.request_id)
 
     def leave(self, id: str) -> None:
         """Stop to generate a response, which was cancelled, given up or deleted, if it is this worker's."""
@@ -139,7 +140,8 @@ class Background:
             work.reply.reader.leave(asgi.ClientGone())
 
     async def renew(self) -> None:
-        """Keep the leases, and stop what is not to be generated any more."""
+        """Keep the leases and locks, and stop what is not to be generated any more."""
+        await self._memory.conversations.renew()
         ids = list(self._works)
         if ids:
             live = await self._store.renew(ids)

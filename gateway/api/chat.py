@@ -73,6 +73,7 @@ class Chat:
     """
 
     operation = ""
+    release: Callable[[str], Awaitable[None]] | None = None  # what a request holds, at its end
     send_error = staticmethod(asgi.send_error)
 
     def __init__(self, pipeline: Pipeline, body_bytes_max: int, kind: Kind = CHAT) -> None:
@@ -142,6 +143,8 @@ class Chat:
                 turn.upload.parcel.close()  # else the generation does
             if not is_apart:
                 self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply)
+                if self.release is not None:
+                    await self.release(arrival.request_id)
 
     async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
         """Begin an answer in the background, which is recorded at its end. Raises ApiError."""

@@ -18,7 +18,7 @@ from gateway.accounts.conversations import Added, Conversation, HistoryTooLong
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.journey.turn import new_id
 from gateway.settings import Settings
-from gateway.wire.errors import BadRequest, Forbidden, NotFound, shown
+from gateway.wire.errors import BadRequest, ConversationLocked, Forbidden, NotFound, shown
 
 Item = dict[str, Any]
 
@@ -74,11 +74,22 @@ class Memory:
         return found
 
     async def add(self, team: Team, id: str, items: Sequence[Item]) -> list[Item]:
-        """Add items to a conversation that is there; returns them as they are listed. Raises Forbidden."""
+        """Add items to a conversation; returns them as they are listed. Raises Forbidden, NotFound, ConversationLocked."""
         self._check_allowed(team)
         named = self.named(items)
-        await self.conversations.add(team.id, id, _encoded(named))
+        if not await self.conversations.add(team.id, id, _encoded(named)):
+            raise await self._locked(team, id)
         return named
+
+    async def remove(self, team: Team, id: str, item_id: str) -> None:
+        """Delete an item of a conversation. Raises NotFound, ConversationLocked."""
+        if not await self.conversations.remove(team.id, id, item_id):
+            raise await self._locked(team, id)
+
+    async def _locked(self, team: Team, id: str) -> ConversationLocked:
+        """Why a conversation could not be changed. Raises NotFound."""
+        await self.conversation(team, id)
+        return ConversationLocked(id)
 
     def named(self, items: Sequence[Item]) -> list[Item]:
         """Items as they are listed, under new ids."""
@@ -92,10 +103,15 @@ class Memory:
                 code="storing_is_off",
             )
 
-    async def said(self, team: Team, id: str) -> list[Item]:
-        """The items of a conversation. Raises NotFound, BadRequest, Forbidden."""
+    async def said(self, team: Team, id: str, request_id: str) -> list[Item]:
+        """The items of a conversation, which the request `request_id` locks, if it is given.
+
+        Raises NotFound, BadRequest, Forbidden, ConversationLocked.
+        """
         self._check_allowed(team)
         await self.conversation(team, id)
+        if request_id and not await self.conversations.lock(team.id, id, request_id):
+            raise await self._locked(team, id)
         with self._bounded("conversation") as bytes_max:
             texts = await self.conversations.items(team.id, bytes_max, id=id)
         return [msgspec.json.decode(text) for text in texts]

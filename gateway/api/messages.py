@@ -26,7 +26,7 @@ from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
-from gateway.wire.errors import ApiError, BadRequest
+from gateway.wire.errors import ApiError, BadRequest, BeyondChat
 from gateway.wire.requests import (
     BOM,
     MESSAGES_MAX,
@@ -214,16 +214,13 @@ def _translated(
     fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
 ) -> tuple[dict[str, Any], Native | None]:
     """The chat completion for a request, with its marks, and how it goes to Anthropic's API. Raises BadRequest."""
+    native = _native(fleet, request, body, raw, headers)
     try:
-        native = _native(fleet, request, body, raw, headers)
-        try:
-            return _chat(request, body), native
-        except _BeyondChat:
-            if native is None:
-                raise
-            return _stand_in(request, body, native)
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
+        return _chat(request, body), native
+    except BeyondChat:
+        if native is None:
+            raise
+        return _stand_in(request, body, native)
 
 
 # they change no answer, or `_chat` translates them
@@ -240,12 +237,12 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("n", "logprobs", "audio"):
         if body.get(name) and (name, body[name]) != ("n", 1):
             words = "a message is one text, without log probabilities; /v1/chat/completions has them"
-            raise _unsupported(name, f"`{name}` is not supported here: {words}")
+            raise BeyondChat(name, f"`{name}` is not supported here: {words}")
     choice, config = request.tool_choice, request.output_config or _OutputConfig()
     if further := set(body.get("output_config") or ()) - set(_OutputConfig.__struct_fields__):
         raise _no_such_field("output_config", min(further))
     if request.thinking is not None and request.thinking.type not in ("enabled", "disabled", "adaptive"):
-        raise _unsupported("thinking.type", "`thinking.type` may be enabled, disabled or adaptive here")
+        raise BeyondChat("thinking.type", "`thinking.type` may be enabled, disabled or adaptive here")
     translated = {
         "messages": [*_system(request.system), *_dialogue(request.messages)],
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
@@ -262,16 +259,8 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
     return shared | {name: value for name, value in translated.items() if value is not None}
 
 
-class _BeyondChat(BadRequest):
-    """The request has what no chat completion can say."""
-
-
-def _unsupported(param: str, message: str) -> _BeyondChat:
-    return _BeyondChat(message, param=param, code="unsupported_parameter")
-
-
-def _no_such_field(where: str, name: str) -> _BeyondChat:
-    return _unsupported(f"{where}.{name}", f"`{where}.{name}` is not supported here: leave it out")
+def _no_such_field(where: str, name: str) -> BeyondChat:
+    return BeyondChat(f"{where}.{name}", f"`{where}.{name}` is not supported here: leave it out")
 
 
 def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
@@ -404,7 +393,7 @@ def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
             messages += _users(turn.content, where, calls)
     if turns[-1].role == "assistant":
         if not messages[-1]["content"] or "tool_calls" in messages[-1]:
-            raise _unsupported(f"messages[{len(turns) - 1}].content", "A last message of the assistant may be a text")
+            raise BeyondChat(f"messages[{len(turns) - 1}].content", "A last message of the assistant may be a text")
         messages[-1]["prefix"] = True
     return messages
 
@@ -499,7 +488,7 @@ def _titled(block: Mapping[str, Any], text: str) -> str:
 def _no_such_block(block: Any, where: str, expected: str) -> BadRequest:
     kind = msgspec.json.encode(block.get("type") if isinstance(block, dict) else None).decode()[:100]
     words = f"A content block of the type {kind}, with these fields, is not supported here: expected {expected}"
-    return _unsupported(where, words)
+    return BeyondChat(where, words)
 
 
 class _Tool(msgspec.Struct):

@@ -28,7 +28,7 @@ from gateway.api.tokens import counted
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, shown
+from gateway.wire.errors import BadRequest, BeyondChat, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 from gateway.wire.types import CHAT, RESPONSE, Kind
 
@@ -68,6 +68,18 @@ class _Conversation(msgspec.Struct):
     id: str
 
 
+_Include = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+
+
 class ResponseRequest(msgspec.Struct):
     """The fields that differ from a chat completion's; the shared ones are checked there."""
 
@@ -81,7 +93,7 @@ class ResponseRequest(msgspec.Struct):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # the deployment refuses an input that is too long
-    include: list[str] | None = None
+    include: list[_Include] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | _Conversation | None = None
@@ -113,6 +125,7 @@ class Responses(Chat):
         super().__init__(pipeline, body_bytes_max)
         self._memory = memory
         self._background = background
+        self.release = memory.conversations.release
 
     async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
         assert isinstance(renderer, Response)
@@ -127,9 +140,9 @@ class Responses(Chat):
         self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
-        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline.fleet)
+        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline.fleet, arrival.request_id)
         # decision: one-shape-on-the-journey
-        turn = read_turn(_encoded(sent), headers, arrival, kind, metadata=body.get("metadata"))
+        turn = read_turn(msgspec.json.encode(sent), headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
         keeping = Keeping(
             self._memory.is_kept(request.store, identity.team),
@@ -140,7 +153,7 @@ class Responses(Chat):
         if keeping.is_background:
             if arrival.batch or not keeping.is_stored:
                 words = "a line of a batch" if arrival.batch else "a request whose response is not stored"
-                raise _unsupported("background", f"`background` is not supported in {words}: leave it out")
+                raise BeyondChat("background", f"`background` is not supported in {words}: leave it out")
             turn = msgspec.structs.replace(turn, deadline=None)
         is_kept = keeping.is_stored or conversation_id is not None
         keep = partial(self._memory.put, identity, keeping, own) if is_kept else None
@@ -169,16 +182,16 @@ class InputTokens(ObjectEndpoint):
 
 
 async def as_sent(
-    body: dict[str, Any], memory: Memory, identity: Identity, fleet: Fleet
+    body: dict[str, Any], memory: Memory, identity: Identity, fleet: Fleet, request_id: str = ""
 ) -> tuple[ResponseRequest, list[Item], dict[str, Any], Kind]:
     """A request's `body`, the items of its input without references, and the request to send, of its kind.
 
-    That is the equivalent chat completion, or the same request without the gateway's memory. Raises
-    ApiError with the invalid field.
+    That is the equivalent chat completion, or the same request without the gateway's memory. The
+    request `request_id`, where it is given, locks its conversation. Raises ApiError with the invalid field.
     """
     for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
-            raise _unsupported(name, f"`{name}` is not supported here: {way}")
+            raise BeyondChat(name, f"`{name}` is not supported here: {way}")
     request: ResponseRequest = convert(body, ResponseRequest)
     given, before = body.get("input"), list[Item]()
     conversation_id = _conversation_of(request)
@@ -195,7 +208,7 @@ async def as_sent(
     own = items = await memory.resolved(identity.team, own)
     if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
-            before = await memory.said(identity.team, conversation_id)
+            before = await memory.said(identity.team, conversation_id, request_id)
         else:
             before = await memory.before(identity.team, str(previous_id))
         items = [*before, *own]
@@ -210,7 +223,7 @@ async def as_sent(
     try:
         if not (may_pass and _is_beyond_chat(request, items)):
             return request, own, _chat(body, request, _messages(items, request.instructions, len(before))), CHAT
-    except _BeyondChat:
+    except BeyondChat:
         if not may_pass:
             raise
     sent = {name: value for name, value in body.items() if name not in _UNSENT}
@@ -230,14 +243,6 @@ def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:
     )
 
 
-def _encoded(sent: dict[str, Any]) -> bytes:
-    """Raises BadRequest."""
-    try:
-        return msgspec.json.encode(sent)
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
-
-
 def _conversation_of(request: ResponseRequest) -> str | None:
     named = request.conversation
     return named.id if isinstance(named, _Conversation) else named
@@ -250,7 +255,7 @@ def checked_items(given: list[dict[str, Any]]) -> list[Item]:
         item: _Item = convert(one, _Item, where)
         kind = item.type or "message"
         if kind not in ITEMS or kind == "item_reference":
-            raise _unsupported(f"{where}.type", f"Items of type `{kind[:100]}` are not supported here")
+            raise BeyondChat(f"{where}.type", f"Items of type `{kind[:100]}` are not supported here")
         if kind in ("message", *_OUTPUTS):
             _content(item.content if kind == "message" else item.output, where)
     return given
@@ -262,7 +267,7 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
     for where, given, known in (("text", text, _TEXT), ("reasoning", reasoning, _REASONING)):
         if further := given.keys() - known:
             name = f"{where}.{min(further)}"
-            raise _unsupported(name, f"`{name}` is not supported here: leave it out")
+            raise BeyondChat(name, f"`{name}` is not supported here: leave it out")
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
     translated = {
         "messages": messages,
@@ -282,14 +287,6 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
         translated["parallel_tool_calls"] = None
         translated["tool_choice"] = None if request.tool_choice in ("auto", "none") else translated["tool_choice"]
     return shared | {name: value for name, value in translated.items() if value is not None}
-
-
-class _BeyondChat(BadRequest):
-    """The request has what no chat completion can say."""
-
-
-def _unsupported(param: str, message: str) -> BadRequest:
-    return _BeyondChat(message, param=param, code="unsupported_parameter")
 
 
 SHELL = "local_shell"
@@ -336,7 +333,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if kind not in ("function", "custom"):
         shown = msgspec.json.encode(kind).decode()[:100]
         words = f"A `tool_choice` of type {shown} is not supported here"
-        raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required, a tool or allowed tools")
+        raise BeyondChat("tool_choice.type", f"{words}: it may be none, auto, required, a tool or allowed tools")
     named: _Named = convert(choice, _Named, "tool_choice")
     return _nested(kind, {"name": named.name})
 
@@ -354,7 +351,7 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
         where = f"input[{number}]"
         if (kind := given.get("type") or "message") not in ITEMS or kind == "item_reference":
             words = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
-            raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
+            raise BeyondChat(f"{where}.type", f"{words}; leave out what another tool has left")
         item: _Item = convert(given, _Item, where)
         match kind:
             case "message":
@@ -414,7 +411,7 @@ def _part(part: dict[str, Any], where: str) -> dict[str, Any]:
         case {"type": "input_file", "file_data": str(data)}:
             return _nested("file", {"filename": part.get("filename"), "file_data": data})
     kind = msgspec.json.encode(part.get("type")).decode()[:100]
-    raise _unsupported(where, f"A content part of this type, with these fields, is not supported here: {kind}")
+    raise BeyondChat(where, f"A content part of this type, with these fields, is not supported here: {kind}")
 
 
 def _response_format(given: Any) -> dict[str, Any] | None:
@@ -425,7 +422,7 @@ def _response_format(given: Any) -> dict[str, Any] | None:
             return {"type": "json_object"}
         case {"type": "json_schema"}:
             return _nested("json_schema", given)
-    raise _unsupported("text.format", "`text.format.type` may be text, json_object or json_schema")
+    raise BeyondChat("text.format", "`text.format.type` may be text, json_object or json_schema")
 
 
 def _nested(type: str, flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class ConversationsEndpoint(ObjectEndpoint):
                     raise NotFound(f"Item with id '{shown(item_id)}' not found in conversation with id '{id}'.")
                 if call.method == "GET":
                     return msgspec.Raw(item)
-                await kept.remove(team.id, id, item_id)
+                await self._memory.remove(team, id, item_id)
                 return _shown(found)
         raise no_such_action(self.path, call)
 

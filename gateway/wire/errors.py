@@ -2,12 +2,14 @@
 
     ApiError                   status, OpenAI's {message, type, param, code}, headers
     ├── BadRequest         400 the client's fault, `param` names the field
+    │   └── BeyondChat     400 the request has what no chat completion can say
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
     ├── TooLarge           413
     ├── UnsupportedMediaType 415 a body in another compression than gzip
     ├── InUse              409 a batch needs the file, or has ended
+    ├── ConversationLocked 409 another request writes the conversation
     ├── StorageFull        507 no room on the disk for a file
     ├── RateLimited        429 with retry-after: a retry can succeed
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
@@ -92,6 +94,15 @@ class BadRequest(ApiError):
     type = "invalid_request_error"
 
 
+class BeyondChat(BadRequest):
+    """The request has what no chat completion can say; a deployment of the same API may take it as it is."""
+
+    code = "unsupported_parameter"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message, param=param)
+
+
 class Unauthenticated(ApiError):
     status = 401
     type = "invalid_request_error"
@@ -147,6 +158,17 @@ class InUse(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"x-should-retry": "false"})
+
+
+class ConversationLocked(ApiError):
+    status = 409
+    type = "invalid_request_error"
+    code = "conversation_locked"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"Another request writes the conversation '{id}': try again when it has ended", headers=retry_after(1.0)
+        )
 
 
 class StorageFull(ApiError):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from gateway.backends.base import BackendRejected
 from tests.journey.conftest import OpenWorld
-from tests.world import World
+from tests.world import Finish, Tokens, World, until
 
 
 def said(text: str, role: str = "user") -> Any:
@@ -141,6 +143,67 @@ async def test_odd_conversations_are_refused_by_name(world: World, body: Any, pa
     """Nothing is kept of them."""
     refused = await world.ask(path="/v1/conversations", raw=json.dumps(body).encode())
     assert (refused.status, refused.error["param"]) == (400, param)
+
+
+async def test_one_request_at_a_time_writes_a_conversation(world: World) -> None:
+    """Others get a 409 at each worker until it ends, however it ends, or until the lease of a killed worker is over."""
+    other = await world.another()
+    client, another = world.client(), other.client().with_options(max_retries=0)
+    made = await client.conversations.create(items=[said("first")])
+    item = str((await client.conversations.items.list(made.id)).data[0].id)
+    asked: Any = {"model": "mock", "conversation": made.id}
+
+    async def is_locked() -> bool:
+        """At both workers, for all that writes the items."""
+        codes = set[Any]()
+        for ask in (
+            another.responses.create(**asked, input="x"),
+            client.with_options(max_retries=0).conversations.items.create(made.id, items=[said("x")]),
+            another.conversations.items.delete(item, conversation_id=made.id),
+        ):
+            try:
+                await ask
+            except openai.ConflictError as refused:
+                codes.add(refused.code)
+        return codes == {"conversation_locked"}
+
+    def pass_s(seconds: float) -> None:
+        world.clock.passes(seconds)
+        other.clock.passes(seconds)
+
+    for how in ({}, {"stream": True}, {"background": True}):
+        go = asyncio.Event()
+        world.backends["plain"].plays_once("slow ", go, "answer", Finish(), Tokens())
+        running = world.begin(path="/v1/responses", input=json.dumps(how), **asked, **how)
+        await until(lambda: len(world.backends["plain"].calls) > 0)
+        world.backends["plain"].calls.clear()
+        pass_s(14)
+        await world.background.renew()
+        pass_s(14)
+        assert await is_locked()
+        await another.conversations.update(made.id, metadata={"a": "b"})
+        await another.responses.input_tokens.count(model="mock", conversation=made.id)
+        go.set()
+        await running.reply()
+        await world.quiet()
+        await another.conversations.items.create(made.id, items=[said("x")])
+    world.backends["plain"].plays_once(BackendRejected("no"))
+    assert (await world.ask(path="/v1/responses", input="refused", **asked)).status == 400
+    go = asyncio.Event()
+    world.backends["plain"].plays_once("slow ", go)
+    leaving = world.begin(path="/v1/responses", input="leaves", stream=True, **asked)
+    await leaving.sees("slow")
+    leaving.leave()
+    await world.quiet()
+    world.backends["plain"].plays_once("slow ", go, Finish(), Tokens())
+    killed = world.begin(path="/v1/responses", input="killed", stream=True, **asked)
+    await killed.sees("slow")
+    pass_s(14)
+    assert await is_locked()
+    pass_s(2)
+    await another.responses.create(**asked, input="next")
+    go.set()
+    await killed.reply()
 
 
 async def test_one_memory_at_a_time(world: World) -> None:

@@ -221,6 +221,7 @@ async def test_a_beginning_of_the_answer_goes_to_a_deployment_that_goes_on_with_
     [
         ("responses", {"text": {"mood": "good"}}, "text.mood"),
         ("responses", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+        ("responses", {"include": ["file_search_call.results", "thoughts"]}, "include[1]"),
         ("messages", {"thinking": {"type": "between_tools"}}, "thinking.type"),
         (
             "messages",
