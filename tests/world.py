@@ -35,6 +35,7 @@ from cache.query import Near, Trial
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, schema
+from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.background import Background
@@ -717,6 +718,10 @@ class World:
         return self._money.unsettled
 
     # -- stored responses
+
+    async def gives(self, team: Team, *ids: str) -> None:
+        """Ids that a provider gave to a team through /passthrough."""
+        await ProviderIds(self._accounts.database).record("files", team.id, ids)
 
     async def delete_team(self, team: Team) -> None:
         await self._accounts.delete_team(team.id)

@@ -33,6 +33,14 @@ class ProviderIds:
             return set((await connection.execute(mine)).scalars())
 
     @uncancelled
+    async def of_others(self, team_id: int, ids: Collection[str]) -> set[str]:
+        """Those of `ids` that are another team's at a deployment, and this team's at none."""
+        asked = sa.select(provider_ids.c.id, provider_ids.c.team_id).where(provider_ids.c.id.in_(ids))
+        async with self._database.reading() as connection:
+            found = (await connection.execute(asked)).all()
+        return {row.id for row in found} - {row.id for row in found if row.team_id == team_id}
+
+    @uncancelled
     async def record(self, deployment: str, team_id: int, ids: Collection[str]) -> None:
         """Give `ids` to the team, but those that have one."""
         rows = [{"deployment": deployment, "id": one, "team_id": team_id} for one in sorted(ids)]

@@ -17,6 +17,7 @@ from cache import Entry, ExactCache
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
+from gateway.api.provider_ids import NamedObjects
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
@@ -80,6 +81,7 @@ class Chat:
         self._pipeline = pipeline
         self._body_bytes_max = body_bytes_max
         self._kind = kind
+        self._objects = NamedObjects(pipeline)
 
     async def read(
         self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
@@ -101,6 +103,7 @@ class Chat:
     ) -> tuple[Turn, Renderer]:
         """The same, with the body that arrives. Raises ApiError."""
         raw = await asgi.read_body(receive, headers, self._body_bytes_max)
+        await self._objects.check(raw, identity.team.id)
         return await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
 
     def own(self, turn: Turn) -> Alias | None:

@@ -21,11 +21,13 @@ from gateway.api.chat import Chat, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
+from gateway.api.provider_ids import NamedObjects
 from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.pipeline import Pipeline
 from gateway.wire.errors import ApiError, BadRequest, BeyondChat
 from gateway.wire.requests import (
     BOM,
@@ -169,11 +171,16 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
 
     operation = "count_tokens"
 
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
+        self._objects = NamedObjects(pipeline)
+
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         await super().__call__(scope, receive, self.named(send))
 
     async def answer(self, call: Call) -> Any:
         raw, body = await self.body(call)
+        await self._objects.check(raw, call.identity.team.id)
         request: PromptRequest = convert(body, PromptRequest)
         marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
         alias = self.alias(call, request.model)

@@ -10,7 +10,7 @@ sent, and of a provider's only the content type comes back.
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
@@ -22,6 +22,7 @@ from gateway.accounts import Identity
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.api import asgi
 from gateway.api.chat import Chat, DisconnectWatcher, Plain, Renderer, read_form
+from gateway.api.provider_ids import IDS_MAX, fields_of, ids_in
 from gateway.backends.base import Passage
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
@@ -48,37 +49,9 @@ _BYTES = re.compile(
 )
 _BLANK = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"  # before JSON, in any encoding
 _SENT = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
-_ID_KEY = re.compile(
-    r"(?!(?:(?:tool_)?call|tool_use|custom|user|request|organization|project|account|model)_id$)"
-    r"(?:.*_)?ids?|.*I[dD]s?|after|before|conversation|container|(?:.*_)?file|cached_?[cC]ontent"
-)
-_IDS_MAX = 500
 _UNREPORTED = "An answer in the background reports no tokens to charge"
 _CHOICES_MAX = 10_000
 _TOKENS_MAX = 1 << 20  # of a prompt, or an answer, without a bound
-
-
-def ids_in(value: Any, but: Sequence[str] = ()) -> Iterator[str]:
-    """The texts under names of ids, at any depth, but what `metadata` and `but` hold."""
-    for name, given in _fields_of(value, ("metadata", *but)):
-        if _ID_KEY.fullmatch(name):
-            for one in given if isinstance(given, list) else [given]:
-                # a call of a tool has an id of its answer alone
-                if isinstance(one, str) and one and not one.startswith(("call_", "toolu_")):
-                    yield one
-
-
-def _fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each field at any depth, but those of the names in `but`."""
-    left = [value]
-    while left:
-        match left.pop():
-            case dict() as fields:
-                found = [(name, given) for name, given in fields.items() if name not in but]
-                yield from found
-                left += [given for _, given in found]
-            case list() as items:
-                left += items
 
 
 class Passthrough(Chat):
@@ -121,8 +94,8 @@ class Passthrough(Chat):
             body = decode_object(raw)
         try:
             mentioned = {*ids, *ids_in(body), *ids_in(asked)}
-            if len(mentioned) > _IDS_MAX:
-                raise BadRequest(f"The request names more than {_IDS_MAX} objects: send fewer", code="invalid_value")
+            if len(mentioned) > IDS_MAX:
+                raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
             unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
             if unknown:
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
@@ -190,7 +163,7 @@ class Passthrough(Chat):
     def _check(self, body: Mapping[str, Any], *, is_counted: bool) -> None:
         """Raises BadRequest for a body whose cost would not be known, or whose copies no team could own."""
         name, model = self._deployment.name, self._deployment.model
-        parts = _fields_of([given for field, given in body.items() if field != "store"])
+        parts = fields_of([given for field, given in body.items() if field != "store"])
         stores = any(field == "store" and str(given).lower() in ("true", "1") for field, given in parts)
         other, no_price = body.get("model", model) != model, is_counted and not self._deployment.is_price_known
         for is_wrong, words, param, code in (
@@ -272,7 +245,7 @@ class _Passed(Plain):
         if not found:
             return
         await self._ids.record(self._deployment, self._team_id, found)
-        asked = found if len(found) <= _IDS_MAX else None
+        asked = found if len(found) <= IDS_MAX else None
         if not self._may_share and found - await self._ids.of_team(self._deployment, self._team_id, asked):
             raise _others()
 

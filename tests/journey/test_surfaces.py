@@ -238,6 +238,48 @@ async def test_a_part_of_a_field_is_never_left_out(world: World, surface: str, f
     assert param in (refused.error.get("param") or refused.error["message"])
 
 
+_GIVEN = {"base_url": "http://0.0.0.0/v1", "passthrough": ["GET /files/*"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS["chat"], {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "ID"}}]}]}),
+        (PATHS["responses"], {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "ID"}]}]}),
+        (PATHS["responses"], {"input": "x", "tools": [{"type": "file_search", "vector_store_ids": ["other", "ID"]}]}),
+        (PATHS["responses"], {"input": "x", "tools": [{"type": "code_interpreter", "container": "ID"}]}),
+        (PATHS["messages"], {"max_tokens": 9, "messages": _USER, "container": {"id": "ID"}}),
+        *(
+            (path, {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "container_upload", "file_id": "ID"}]}]})
+            for path in (PATHS["messages"], "/v1/messages/count_tokens")
+        ),
+    ],
+)  # fmt: skip
+async def test_what_a_provider_gave_to_another_team_is_not_there(
+    open_a_world: OpenWorld, path: str, fields: dict[str, Any]
+) -> None:
+    """By no surface, also where its field is written with escapes; the team's own and what no team was given pass."""
+    models = {"mock": {"deployments": [{**deployment("able", capabilities=sorted(CAPABILITIES)), **_GIVEN}]}}
+    world = await open_a_world(models=models)
+    mine, another = [await world.team(name) for name in ("mine", "others")]
+    await world.gives(mine, "obj_mine")
+    await world.gives(another, "obj_theirs")
+
+    async def refused(id: str, key: str) -> bool:
+        raw = json.dumps({"model": "mock", **fields}).replace("ID", id)
+        escaped = (
+            raw.replace("file", "fil\\u0065").replace("container", "c\\u006fntainer").replace("store", "s\\u0074ore")
+        )
+        told = [await world.ask(path=path, raw=one.encode(), key=key) for one in (raw, escaped)]
+        return {(one.status, "There is no obj_" in one.text) for one in told} == {(404, True)}
+
+    assert await refused("obj_theirs", mine.key)
+    assert await refused("obj_mine", another.key)
+    assert await refused("obj_mine\\u0000", mine.key)
+    assert not await refused("obj_mine", mine.key)
+    assert not await refused("obj_unknown", mine.key)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 async def test_a_message_that_no_check_expects_is_refused(open_a_world: OpenWorld, path: str) -> None:
     """With a deployment that takes Anthropic's requests as they come: parts that are no objects, and deep ones."""

@@ -1,0 +1,66 @@
+"""The ids of a provider's objects in requests and answers, and whose they are.
+
+Knows the names of fields that have ids, and no other shape. Invariant: a request to a model names no
+object that a provider gave to another team through `/passthrough`.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gateway.accounts.provider_ids import ProviderIds
+from gateway.pipeline import Pipeline
+from gateway.wire.errors import BadRequest, NotFound, shown
+from gateway.wire.requests import decode_object
+
+_ID_KEY = re.compile(
+    r"(?!(?:(?:tool_)?call|tool_use|custom|user|request|organization|project|account|model)_id$)"
+    r"(?:.*_)?ids?|.*I[dD]s?|after|before|conversation|container|(?:.*_)?file|cached_?[cC]ontent"
+)
+_OBJECT_KEY = re.compile(r"file_ids?|vector_store_ids?|container(?:_id)?|skill_id")
+_OBJECTS = (b"file_id", b"vector_store_id", b"container", b"skill_id")
+_ESCAPED = re.compile(rb"\\u00[2-7]")
+IDS_MAX = 500
+
+
+class NamedObjects:
+    """The objects that requests name. One per endpoint."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        has_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
+        self._ids = ProviderIds(pipeline.accounts.database) if has_owners else None
+
+    async def check(self, raw: bytes, team_id: int) -> None:
+        """Raises NotFound where a body names an object of another team, and BadRequest."""
+        if self._ids is None or not (any(map(raw.__contains__, _OBJECTS)) or _ESCAPED.search(raw)):
+            return
+        named = set(ids_in(decode_object(raw), keys=_OBJECT_KEY))
+        if len(named) > IDS_MAX:
+            raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
+        odd = {one for one in named if "\0" in one}  # no id, and no database takes it
+        if others := odd or (named and await self._ids.of_others(team_id, named)):
+            raise NotFound(f"There is no {shown(min(others))} here", code="not_found")
+
+
+def ids_in(value: Any, but: Sequence[str] = (), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
+    """The texts under names of ids, which `keys` match, at any depth, but what `metadata` and `but` hold."""
+    for name, given in fields_of(value, ("metadata", *but)):
+        if keys.fullmatch(name):
+            given = given.get("id") if isinstance(given, dict) else given  # Anthropic's container
+            for one in given if isinstance(given, list) else [given]:
+                # a call of a tool has an id of its answer alone
+                if isinstance(one, str) and one and not one.startswith(("call_", "toolu_")):
+                    yield one
+
+
+def fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Each field at any depth, but those of the names in `but`."""
+    left = [value]
+    while left:
+        match left.pop():
+            case dict() as fields:
+                found = [(name, given) for name, given in fields.items() if name not in but]
+                yield from found
+                left += [given for _, given in found]
+            case list() as items:
+                left += items
