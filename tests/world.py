@@ -115,8 +115,8 @@ class Whole:
     reason: str = "stop"
 
 
-Step = str | Finish | Tokens | Whole | asyncio.Event | BaseException
-"""A text is a delta, an event is waited for, an exception is raised."""
+Step = str | Finish | Tokens | Whole | Chunk | asyncio.Event | BaseException
+"""A text is a delta, a chunk is sent as it is, an event is waited for, an exception is raised."""
 
 
 def unavailable(detail: str = "out of order") -> BackendUnavailable:
@@ -256,7 +256,7 @@ class _Playing:
             elif isinstance(step, BaseException):
                 raise step
             else:
-                return [_chunk(step, self._is_text)]
+                return [step if isinstance(step, Chunk) else _chunk(step, self._is_text)]
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

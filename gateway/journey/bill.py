@@ -17,6 +17,7 @@ from gateway.journey.needs import booked_labels
 from gateway.journey.savings import CHECKING, Compared, compare, compare_other, joined
 from gateway.journey.turn import Turn
 from gateway.wire.types import Usage
+from gateway.wire.usage import usage_at_start
 from policies import Demand, Hold, Tokens
 from policies.windows import Unit
 
@@ -41,7 +42,7 @@ class Spent(msgspec.Struct, frozen=True):
 
     `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
     tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
-    reported, where they were more than the request allowed. `baseline_microusd`: the cost without
+    reported, where they were more than the request allowed, or none for the prompt. `baseline_microusd`: the cost without
     Sameway, None where it is not known, and `savings` its difference to `cost_microusd` by what
     made it.
     """
@@ -71,15 +72,20 @@ def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) 
     progress, deployment = one.progress, one.deployment
     output = alias.output_max(deployment, demand) if cut_at is None else cut_at
     output_max = max(output * demand.choices, progress.content_chunks)
-    if progress.usage is not None:
-        context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
-        return progress.usage.within(context_max, output_max)
+    context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
+    prompt_tokens = demand.prompt_tokens + progress.prefix_tokens
+    if (usage := progress.usage) is not None:
+        if not usage.prompt_tokens and not demand.measure:  # an answer to no prompt is a wrong count
+            usage = msgspec.structs.replace(usage, prompt_tokens=prompt_tokens)
+        return usage.within(context_max, output_max)
     if demand.measure:  # as bytes show no tokens
         has_unit = deployment.price.unit(demand.measure) is not None
         return Usage(0, 0) if has_unit else Usage(demand.prompt_tokens_max, output * demand.choices)
     may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
     said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
-    return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
+    begun = usage_at_start(progress.chunks[0].data) if progress.chunks else None
+    begun = Usage(prompt_tokens, 0) if begun is None else begun
+    return msgspec.structs.replace(begun, completion_tokens=said).within(context_max, output_max)
 
 
 def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:

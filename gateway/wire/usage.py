@@ -70,6 +70,10 @@ class _Reported(msgspec.Struct, gc=False):
     cost: _Money = None  # OpenRouter, in USD
 
 
+class _Start(msgspec.Struct, gc=False):
+    usage_at_start: msgspec.Raw = msgspec.Raw(b"null")
+
+
 _decode = msgspec.json.Decoder(_Reported).decode
 _NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS, _NO_CACHED = _Inputs(), _Outputs(), _Lives(), _Tools(), _Cached()
 _NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
@@ -120,6 +124,16 @@ def usage_of(raw: bytes) -> Usage | None:
         provider_cost_microusd=None if found.cost is None else math.ceil(round(found.cost * 1e6, 3)),
     )
     return usage.within(TOKENS_MAX, TOKENS_MAX)
+
+
+def usage_at_start(chunk: bytes) -> Usage | None:
+    """The tokens that Anthropic reports before a stream's text, in its first chunk; None without them."""
+    if b'"usage_at_start"' not in chunk:
+        return None
+    try:
+        return usage_of(msgspec.json.decode(chunk, type=_Start).usage_at_start)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _cleaned(given: Any) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.wire.types import Chunk
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World, deployment
 
@@ -24,6 +26,34 @@ async def test_a_reader_who_leaves_before_the_count_pays_for_the_bytes(world: Wo
     (row,) = await world.ledger()
     assert row.completion_tokens == 450
     assert row.usage_estimated
+
+
+async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world: World) -> None:
+    """Anthropic counts a prompt, its cached and written parts too, before the first word: no estimate replaces that."""
+    go = asyncio.Event()
+    head = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    details = {"cached_tokens": 100, "cache_write_tokens": 1_000}
+    count = {"prompt_tokens": 1_150, "completion_tokens": 1, "prompt_tokens_details": details}
+    started = Chunk(msgspec.json.encode({**head, "usage_at_start": count}))
+    world.backends["dear"].plays(started, "word", go)
+    client = world.begin(
+        model="dear", stream=True, max_tokens=450, messages=[{"role": "user", "content": "x " * 2_000}]
+    )
+    await client.sees("word")
+    client.leave()
+    await world.is_released()
+    (row,) = await world.ledger()
+    assert (row.prompt_tokens, row.cached_tokens, row.cache_write_tokens) == (1_150, 100, 1_000)
+    assert row.usage_estimated
+
+
+async def test_a_count_of_no_prompt_is_estimated(world: World) -> None:
+    """A deployment that counts an answer and no prompt makes no prompt free."""
+    world.backends["dear"].plays("x", Finish(), Tokens(prompt=0, completion=5))
+    await world.ask(model="dear", max_tokens=100)
+    (row,) = await world.ledger()
+    assert row.prompt_tokens > 0
+    assert row.completion_tokens == 5
 
 
 async def test_after_the_finish_the_count_is_awaited(world: World) -> None:
