@@ -28,7 +28,7 @@ _LASTING = re.compile(
     |everything|briefly|shortly)\b
     |only\ (?:answer|reply|respond|use|say|write|in|with)|must|shall\ not|do\ not
     |don['’]t\ (?!have|need|know|think|see|get|understand)|stop\ \w+ing|avoid|keep\ (?:it|your|the|in|to)
-    |pretend|imagine|suppose|assume|act\ (?:as|like)|behave|role|play|game|quiz|riddle|simulat\w*|persona|character
+    |pretend|imagine|what\ if|suppose|assume|act\ (?:as|like)|behave|role|play|game|quiz|riddle|simulat\w*|persona|character
     |pirate|let['’]?s|let\ us
     |you\ are|you['’]re|your\ (?:name|job|task|role|answers?|repl\w*|goal|rules?|instructions?)
     |be\ (?:brief|short|concise|rude|nice|a|an|my|more|less|as|very|formal|funny)

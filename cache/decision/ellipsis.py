@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 
-from cache.decision.words import FORMS, FUNCTION_WORDS, OTHER_NUMBERS, SMALL, UNITS, stem
+from cache.decision.words import CASED_UNITS, DATES, FORMS, FUNCTION_WORDS, OTHER_NUMBERS, SMALL, UNITS, stem
 
-_OPENING = r"(?:(?:and|now|then|so|ok|okay|but),? )?"
-_ITEM = "(?:one|option|choice|item|point|idea|suggestion)"
+_ITEM = "(?:one|option|choice)"
 _PLACE = rf"(?:the )?(?:(?P<nth>\w+) {_ITEM}|(?:number|{_ITEM}) (?P<number>\w+))"
 _ASKS = r"(?:(?:can|could|would) you (?:please )?|please )?"
 _ASSENT = (
@@ -21,9 +20,9 @@ _ASSENT = (
 )
 # of a text in small letters without marks
 _FORMS = {
-    name: re.compile(f"{_OPENING}(?:{form})(?: please| thanks| thank you| then)*")
+    name: re.compile(f"(?:(?:and|now|then|so|ok|okay|but) )?(?:{form})(?: please| thanks| thank you| then)*")
     for name, form in (
-        ("why", r"(?:why|how come)(?: (?:is|was) (?:that|this|it)(?: so)?)?"),
+        ("why", r"(?:why|how come)(?: is (?:that|this)(?: so)?)?"),
         ("yes", rf"(?:please )?{_ASSENT}(?: {_ASSENT})*"),
         ("take", rf"(?:(?:i'll|i will|let's|we'll) (?:take|have|pick|choose|go (?:with|for)) |give me )?{_PLACE}"),
         (
@@ -35,27 +34,35 @@ _FORMS = {
         ("simpler", rf"{_ASKS}(?:simplify (?:it|that|this)|(?:make (?:it|that|this) )?simpler)"),
     )
 }
+# how the talk ends where each assent accepts an offer, and where a place in a list is always chosen
+_ENDS = {
+    "yes": r"(?!.*(?:\b(?:or|not|stop|wait)\b|n't\b)).*\b(?:shall i|would you like|do you want me to|should i|want me to)\b.*\?",
+    "take": r"(?!.*(?:\b(?:not|least|already|now)\b|n't\b)).*\bwhich\b.*\b(?:like|prefer|want|choose|pick)\b.*",
+}
+_TRANSLATES = re.compile(r"\btranslat|\bhow (?:do|would|can) (?:i|you|we|one) say\b", re.IGNORECASE)
 _OTHER_THING = re.compile(
-    rf"{_OPENING}(?:(?P<about>(?:what|how) about )|(?P<worth>(?:what|how much) (?:is|are|was) (?:that|it|this) (?=in )))?"
-    r"(?P<rest>[^.!?;:\n]+?)(?:,? please)?[?.!]?"
+    r"(?:(?:(?:and|but),? )?(?:what|how) about |(?:and|but),? |(?P<order>now|then|so|ok|okay),? "
+    r"|(?P<worth>(?:what|how much) (?:is|are) (?:that|it|this) (?=in )))(?P<rest>[^.!?;:\n]+?)(?:,? please)?[?.!]?"
 )
 _NUMBERS = {"first": "1", "last": "-1"} | OTHER_NUMBERS | {word: str(value) for word, value in SMALL.items()}
-_WORDS_MAX = 4
+# dollars may be those of another country, a symbol another unit in another case, a second a place
+_UNITS = {word: unit for word, unit in UNITS.items() if unit not in CASED_UNITS | {"$", "s"}}
+_WORDS_MAX, _END_CHARS = 4, 300
 _NEUTRAL = frozenset(("on", "in", "for", "at"))
 
 
-def is_same_ellipsis(asked: str, known: str) -> bool:
-    """Whether two turns after the same talk have one form, and are about the same words or the same place in a list.
+def is_same_ellipsis(asked: str, known: str, talk: str) -> bool | None:
+    """Whether two turns after the same `talk` have one form, and are about the same words or the same place in a list.
 
-    A preposition of one may be missing in the other, as far as it says only where the rest belongs.
+    None where one has no form. A preposition may be missing in one, as far as it says only where the rest belongs.
     """
-    one, other = _read(asked), _read(known)
-    if one is None or other is None or one[1:] != other[1:]:
-        return False
-    return one[0] == other[0] or not (one[0] and other[0])
+    one, other = _read(asked, talk), _read(known, talk)
+    if one is None or other is None:
+        return None
+    return one[1:] == other[1:] and (one[0] == other[0] or not (one[0] and other[0]))
 
 
-def _read(text: str) -> tuple[str, ...] | None:
+def _read(text: str, talk: str) -> tuple[str, ...] | None:
     """A preposition or nothing, the name of the form, and what it is about; None for a turn of no form."""
     folded = text.strip().casefold().replace("’", "'")
     plain = " ".join(re.split(r"[\s,.!?]+", folded)).strip()
@@ -63,19 +70,25 @@ def _read(text: str) -> tuple[str, ...] | None:
         found = form.fullmatch(plain)
         if found is not None:
             places = [_NUMBERS.get(stem(word), word) for word in found.groups() if word]
-            return None if any(place.isalpha() for place in places) else ("", name, *places)
-    return _other_thing(folded)
+            end = talk.rstrip().rpartition("\n")[2][-_END_CHARS:].casefold().replace("’", "'")
+            is_meant = name not in _ENDS or ("?" not in text and re.fullmatch(_ENDS[name], end) is not None)
+            return None if any(place.isalpha() for place in places) else ("", name if is_meant else text, *places)
+    return _other_thing(folded, talk)
 
 
-def _other_thing(text: str) -> tuple[str, ...] | None:
+def _other_thing(text: str, talk: str) -> tuple[str, ...] | None:
     found = _OTHER_THING.fullmatch(text)
     words = found["rest"].replace("°", "").split() if found else []
-    if found is None or not 0 < len(words) <= _WORDS_MAX or found.start("rest") == 0:
+    if found is None or not 0 < len(words) <= _WORDS_MAX:
         return None
     preposition = words.pop(0) if words[0] in _NEUTRAL else ""
     stems = tuple(map(stem, words))
     if not words or not all(word.isalnum() for word in words) or FUNCTION_WORDS & set(words):
         return None
-    if found["worth"] and not all(word in UNITS or word in FORMS for word in stems):
-        return None
-    return preposition, "of", *(UNITS.get(word, word) for word in stems)
+    # "in Greek" is no "Greek", "at 10" no "10"
+    if not FORMS.isdisjoint(stems) or not all(word.isalpha() and word not in _NUMBERS for word in words):
+        preposition = preposition or "-"
+    is_asked = found["order"] is None or _TRANSLATES.search(talk) is not None
+    is_asked = is_asked and (found["worth"] is None or UNITS.keys() >= set(stems))
+    about = (_UNITS.get(one, one if one in DATES else word) for one, word in zip(stems, words, strict=True))
+    return preposition, "of" if is_asked else text, *about

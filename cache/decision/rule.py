@@ -174,11 +174,12 @@ class VerifiedRule:
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
         p, cold_p = model.certain.logistic.p(seen), self._cold.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
-        is_further = is_added(asked, known, witness.context if witness.places else None)
+        one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
+        is_further = is_added(asked, known, witness.context if witness.places else None) or one_turn is False
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
-        is_same = witness.is_reordered or (bool(witness.places) and is_same_ellipsis(query.text, witness.text))
-        is_same = is_same and vetoed is None and thresholds_of(min(error_max, ERROR_MAX)) is not None
+        is_same = (witness.is_reordered or one_turn is True) and vetoed is None
+        is_same = is_same and thresholds_of(min(error_max, ERROR_MAX)) is not None
         p = max(p, _SAME) if is_same else p
         is_certain = is_same or (
             query.untightened is None
@@ -187,11 +188,10 @@ class VerifiedRule:
             and p >= model.certain.threshold(error_max)
         )
         is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
-        is_allowed = is_young or model.allows_cold(seen, error_max, state.discernment)
         is_sure = is_certain or (
             vetoed is None
             and not is_further
-            and (query.untightened is not None or is_allowed)
+            and (query.untightened is not None or is_young or model.allows_cold(seen, error_max, state.discernment))
             and self._is_cold_sure(asked, witness, cold_p, error_max)
             and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
