@@ -474,10 +474,10 @@ class Pipeline:
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
         works = self._account(generation, rows)
-        works.append(self._store(generation, entry, store))
-        if generation.semantic.entry is not None and self.settings.cache.is_exact:
+        if generation.semantic.entry is not None and self.settings.cache.is_exact:  # before it is released
             point, controls, team = self._semantic.point, generation.turn.controls, generation.identity.team
             works.append(point(generation.fingerprint, controls, team, generation.alias, generation.semantic))
+        works.append(self._store(generation, entry, store))
         stored = None if generation.unsought else self._semantic.storing(generation.fingerprint)
         try:
             for work in list(map(Eager, works)):

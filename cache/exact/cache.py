@@ -254,10 +254,13 @@ class ExactCache:
         """A use of an entry that words pointed at."""
         self._touch(entry)
 
-    async def point(self, entry: Entry, words: bytes, verified: Verified) -> None:
-        """Let words find an entry, until it, its answer or its group change. Raises CacheUnavailable."""
+    async def point(self, fp: Fingerprint, entry: Entry, words: bytes, verified: Verified) -> None:
+        """Let the words of `fp` find an entry, until it, its answer or its group change. A claim on `fp` ends.
+        Raises CacheUnavailable.
+        """
         try:
-            await self._store.point(entry, words, verified, self.limits.size_bytes_max)
+            claim = self._store.claims.end(fp.exact)
+            await self._store.point(entry, words, verified, self.limits.size_bytes_max, claim)
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
 

@@ -3,8 +3,8 @@
     sameway:{P}:claim:E   string  `process:since`: the process that makes entry E, and since when, ms
 
 A claim is taken by the look-up that finds no entry, in the same script and so in the same round
-trip; storing the entry ends it. P is the partition in hex, E the entry's exact digest in hex.
-Knows no generations. Invariants: a process holds a claim only while it renews it, so that of one
+trip; storing the entry, or a pointer from its words, ends it. P is the partition in hex, E the
+entry's exact digest in hex. Knows no generations. Invariants: a process holds a claim only while it renews it, so that of one
 which was killed ends within `LEASE_S`, and any within `HELD_S_MAX`; only the process that holds a
 claim releases it; a Redis that takes no writes gives entries and no claims.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cache.exact.scripts import POINTED
+from cache.exact.scripts import POINTED, RELEASED
 from cache.fingerprint import Fingerprint
 from cache.redis_client import Redis
 
@@ -65,11 +65,7 @@ if found then return found end
 )
 
 # KEYS: claim. ARGV: process.
-_RELEASE = """
-local claim = redis.pcall('GET', KEYS[1])
-if type(claim) == 'string' and string.match(claim, '^(%x+):') == ARGV[1] then redis.call('DEL', KEYS[1]) end
-return 1
-"""
+_RELEASE = RELEASED + "release(KEYS[1], ARGV[1]) return 1"
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -89,7 +85,7 @@ class Claims:
     def __init__(self, redis: Redis, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
         self._monotonic = monotonic
-        self._process = secrets.token_hex(8)
+        self.process = secrets.token_hex(8)
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
     def look(
@@ -102,7 +98,7 @@ class Claims:
         client raises.
         """
         key = _KEY % (fp.partition.hex(), fp.exact.hex())
-        terms = (fp.exact, self._process, _LEASE_MS, int(wants), int(is_stale))
+        terms = (fp.exact, self.process, _LEASE_MS, int(wants), int(is_stale))
         if words is None:
             return self._redis.eval(_LOOK, 2, keys[0], key, *terms)
         return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], key, *keys[1:], *terms, words)
@@ -121,7 +117,7 @@ class Claims:
         return Look(None, elsewhere_ms=float(age_ms) if state == _ELSEWHERE else None)
 
     def end(self, exact: bytes) -> str:
-        """Give the key of a claim that ends with the storing of its entry; empty if none is held."""
+        """Give the key of a claim that ends with what is stored; empty if none is held."""
         held = self._held.pop(exact, None)
         return held[0] if held is not None else ""
 
@@ -129,7 +125,7 @@ class Claims:
         """End a claim without an entry: a process that waits for it makes it. Raises RedisError."""
         held = self._held.pop(fp.exact, None)
         if held is not None:
-            await self._redis.eval(_RELEASE, 1, held[0], self._process)
+            await self._redis.eval(_RELEASE, 1, held[0], self.process)
 
     async def renew(self) -> None:
         """Renew what is held; call it about once a second. Raises what the client raises.

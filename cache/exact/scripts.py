@@ -161,38 +161,53 @@ local function pointed(key, entries, words, groups, suspended)
 end
 """
 
+# Ends a claim, if it is of this process.
+RELEASED = """
+local function release(key, process)
+  local claim = redis.pcall('GET', key)
+  if type(claim) == 'string' and string.match(claim, '^(%x+):') == process then redis.call('DEL', key) end
+end
+"""
+
 # Points words at an entry. ARGV: size_max, key of the words, exact, its answer's time, the rest of the
-# pointer. It counts in the entry's size, and is not kept where that does not fit. An entry has nine
-# keys at most: its own, and those of the latest prompts. Answers whether it was kept.
-POINT = """
+# pointer, process. KEYS[9]: a claim of the process that ends, if any. The pointer counts in the entry's size,
+# and is not kept where that does not fit. An entry has nine keys at most: its own, and those of the
+# latest prompts. Answers whether it was kept.
+POINT = (
+    RELEASED
+    + """
 local about, bytes, groups, words = KEYS[2], KEYS[5], KEYS[7], KEYS[8]
 local key, id = ARGV[2], ARGV[3]
+if KEYS[9] then release(KEYS[9], ARGV[6]) end
 local known = redis.call('HGET', about, id)
 if not known then return 0 end
-local listed, more = redis.call('HGET', words, id .. 'p') or '', 0
-local was = redis.call('HGET', words, key)
+local both = redis.call('HMGET', words, id .. 'p', key)
+local listed, was = both[1] or '', both[2]
 if not (was and string.sub(was, 1, 16) == id) then
-  more = #ARGV[5] + 200
+  local more = #ARGV[5] + 200
   if redis.call('GET', bytes) + more > tonumber(ARGV[1]) then return 0 end
   if #listed >= 144 then
     local oldest = string.sub(listed, 17, 32)
     local pointer = redis.call('HGET', words, oldest)
     if pointer and string.sub(pointer, 1, 16) == id then redis.call('HDEL', words, oldest) end
     listed = string.sub(listed, 1, 16) .. string.sub(listed, 33)
-    more = 0
+  else
+    local size = tonumber(string.sub(known, 1, 10)) + more
+    redis.call('HSET', about, id, string.format('%010d', size) .. string.sub(known, 11))
+    redis.call('INCRBY', bytes, more)
   end
   listed = listed .. key
 end
 local joined, group = redis.call('HGET', groups, id), id .. ARGV[4]
 if joined and string.sub(joined, 1, 8) == ARGV[4] then group = string.sub(joined, 9) end
 redis.call('HSET', words, key, id .. ARGV[4] .. group .. ARGV[5], id .. 'p', listed)
-local size = tonumber(string.sub(known, 1, 10)) + more
-redis.call('HSET', about, id, string.format('%010d', size) .. string.sub(known, 11))
-redis.call('INCRBY', bytes, more)
-local left = redis.call('PTTL', about)
-if left > 0 then redis.call('PEXPIRE', words, left) end
+if redis.call('PTTL', words) < 0 then
+  local left = redis.call('PTTL', about)
+  if left > 0 then redis.call('PEXPIRE', words, left) end
+end
 return 1
 """
+)
 
 # KEYS: vectors, about. ARGV: pairs of exact, value. A vector lives only beside its entry, and no
 # longer than its partition.

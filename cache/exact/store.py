@@ -134,10 +134,11 @@ class EntryStore:
         """The encoded entry, perhaps an expired one."""
         return self._redis.execute_command("HGET", _keys(partition)[0], exact)
 
-    async def point(self, entry: Entry, words: bytes, verified: Verified, size_bytes_max: int) -> None:
-        """Let words point at an entry for as long as it and its answer are there."""
-        created, keys = struct.pack(">d", entry.created_at), _keys(entry.partition)[:8]
-        await self._redis.eval(POINT, 8, *keys, size_bytes_max, words, entry.exact, created, verified.encode())
+    async def point(self, entry: Entry, words: bytes, verified: Verified, size_bytes_max: int, claim: str = "") -> None:
+        """Let words point at an entry for as long as it and its answer are there. `claim`: see `store`."""
+        keys = (*_keys(entry.partition)[:8], *((claim,) if claim else ()))
+        terms = (size_bytes_max, words, entry.exact, struct.pack(">d", entry.created_at), verified.encode())
+        await self._redis.eval(POINT, len(keys), *keys, *terms, self.claims.process)
 
     async def lookup_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
         """The encoded entries, None for those that are gone."""

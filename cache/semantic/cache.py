@@ -336,7 +336,7 @@ class SemanticCache:
         asked, known = read(query.text), read(near.text)
         theirs = foreign_words(asked, known, near.context) if near.places else frozenset()
         mine = foreign_words(known, asked, near.context)
-        other = self._index.vector(room, self._by_entry[query.partition, near.exact])
+        (other,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
         if (
             not theirs
             or not self._contexts.is_carried(query.partition, near.text, theirs, vector, near.similarity)
@@ -355,7 +355,7 @@ class SemanticCache:
         matrix = self._contexts.matrix(room)
         where: Sequence[tuple[float, ...]] = [()] * len(numbers)
         if matrix is not None:
-            where = places(matrix, vector, [self._index.vector(room, number) for number in numbers])
+            where = places(matrix, vector, self._index.vectors(room, numbers))
         context = self._contexts.words(room)
         for number, similarity, pointed in zip(numbers, found.similarities.tolist(), where, strict=True):
             key = self._keys[number]
@@ -519,7 +519,7 @@ class SemanticCache:
         if key.number in self._rooms[key.room].pending:
             self._put_vectors([key], self._encoder.encode([key.asked]))
         if key.is_embedded:  # its prompt fits the encoder
-            vector = self._index.vector(key.room, key.number)
+            (vector,) = self._index.vectors(key.room, (key.number,))
             self._sketches.add(key.namespace, key.answer, vector, sketch)
 
     # --- keys

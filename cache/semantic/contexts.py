@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -129,11 +128,9 @@ def sentences(text: str) -> list[str]:
     return [one for one in dict.fromkeys(found) if one.count(" ") + 1 >= _SENTENCE_WORDS][:_SENTENCES_MAX]
 
 
-def places(
-    matrix: NDArray[np.float32], asked: NDArray[np.float32], known: Sequence[NDArray[np.float32]]
-) -> list[Places]:
+def places(matrix: NDArray[np.float32], asked: NDArray[np.float32], known: NDArray[np.float32]) -> list[Places]:
     """Where a question points beside each of some others, all of one context."""
-    cosines = np.stack([asked, *known]) @ matrix.T
+    cosines = np.concatenate((asked[None], known)) @ matrix.T
     weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / _WIDTH)
     roots = np.sqrt(weights / weights.sum(axis=1, keepdims=True))
     centred = cosines - cosines.mean(axis=1, keepdims=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,12 +149,12 @@ class VectorIndex:
                 self._remake_if_due(block)
         return was_there
 
-    def vector(self, namespace: bytes, key: int) -> NDArray[np.float32]:
-        """What a key of the namespace was added with, through float16. Raises RuntimeError where it
-        is not there.
+    def vectors(self, namespace: bytes, keys: Sequence[int]) -> NDArray[np.float32]:
+        """What keys of the namespace were added with, through float16, (n, dims). Raises RuntimeError where
+        one is not there.
         """
         with self._lock:
-            found: NDArray[np.float32] = self._blocks[namespace].lists.reconstruct(key)
+            found: NDArray[np.float32] = self._blocks[namespace].lists.reconstruct_batch(np.array(keys, dtype=np.int64))
         return found
 
     def search(self, namespace: bytes, queries: NDArray[np.float32], count: int) -> list[Found]:

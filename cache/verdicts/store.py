@@ -15,6 +15,7 @@ not entries: an answer made anew is in none.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -187,9 +188,8 @@ class VerdictStore:
         """Under its id, and under other names that its reader may know it by; a name means the
         latest reply that had it.
         """
-        value = reply.encode()
-        for name in (reply.id, *names):
-            await self._redis.execute_command("SET", _tag(partition) + "reply:" + name, value, "PX", _ms(ttl_s))
+        key, terms = _tag(partition) + "reply:", (reply.encode(), "PX", _ms(ttl_s))
+        await asyncio.gather(*(self._redis.execute_command("SET", key + one, *terms) for one in (reply.id, *names)))
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """The answer that a response served; None if it is not remembered, or not

@@ -246,14 +246,15 @@ class SemanticLookup:
     async def point(
         self, found: Fingerprint, controls: Controls, team: Team, alias: Alias, result: SemanticResult
     ) -> None:
-        """Let this prompt's words find the entry that the cache worker found to answer it."""
+        """Let this prompt's words find the entry that the cache worker found to answer it; that ends its claim."""
         key = None if controls.no_store else self.words_key(found, controls, team, alias)
         if key is None or result.entry is None or result.trial is None or result.similarity is None:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
         error_max = self._bounds.bound(team, alias.name, controls.error_max).error_max
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
-            await self._exact.point(result.entry, key, Verified(result.similarity, trial, error_max, self._clock()))
+            verified = Verified(result.similarity, trial, error_max, self._clock())
+            await self._exact.point(found, result.entry, key, verified)
 
     def begin_draft(self, found: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
         """Begin to read the answer to the nearest cached prompt, as a local engine's draft.

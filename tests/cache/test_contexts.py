@@ -74,7 +74,7 @@ def test_a_short_context_is_embedded_once() -> None:
 def test_what_points_at_one_sentence_overlaps_more_than_what_does_not() -> None:
     """Overlap and correlation are one for equal questions, and less for those of other sentences."""
     matrix = np.eye(4, dtype=np.float32)
-    same, other = places(matrix, matrix[0], [matrix[0], matrix[1]])
+    same, other = places(matrix, matrix[0], matrix[:2])
     assert same == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
     assert other[0] < 0.1
     assert other[1] < 0.0
