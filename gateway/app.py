@@ -140,6 +140,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.routes = {}
     app.state.stops_by = 0.0  # without a server that says when it stops, at once
+    app.state.requests = set[asyncio.Task[None]]()
     app.add_middleware(Front, routes=app.state.routes)
     document(app, PATHS, SCHEMAS)
 
@@ -253,11 +254,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.freeze()  # objects of the start-up live as long as the process
         gc.set_threshold(*_GC_THRESHOLDS)
         yield
+        if app.state.requests:  # the server has cancelled them
+            await asyncio.wait(app.state.requests, timeout=_SETTLE_S)
         await _finish_work(parts, app.state.stops_by - time.monotonic())
 
 
-def begin_stop(app: FastAPI) -> None:
-    """Begin no more work without a client, and note when what is under way is given up."""
+def begin_stop(app: FastAPI, requests: set[asyncio.Task[None]]) -> None:
+    """Begin no more work without a client, and note when what is under way is given up.
+
+    `requests` are those under way, from now on.
+    """
+    app.state.requests = requests
     app.state.stops_by = time.monotonic() + app.state.settings.shutdown_grace_s
     app.state.parts.runner.stop()
 

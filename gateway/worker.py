@@ -75,10 +75,10 @@ def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
 class _Server(uvicorn.Server):
     """uvicorn's, which calls `on_stop` before it waits for its clients."""
 
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[set[asyncio.Task[None]]], None]) -> None:
         super().__init__(config)
         self._on_stop = on_stop
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_stop()
+        self._on_stop(self.server_state.tasks)
         await super().shutdown(sockets)

@@ -10,7 +10,7 @@ sent, and of a provider's only the content type comes back.
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
@@ -85,6 +85,7 @@ class Passthrough(Chat):
         upload = None
         if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
             upload, body = await read_form(receive, headers, boundary, self._settings)
+            asked += _by_names(body.items())
         elif method != "GET" and not is_counted and _BYTES.fullmatch(media):
             upload = await self._kept(receive, headers, media)
         elif method != "GET" and (raw := await asgi.read_body(receive, headers, self._body_bytes_max)):
@@ -99,7 +100,7 @@ class Passthrough(Chat):
             unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
             if unknown:
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
-            self._check(body, is_counted=is_counted)
+            self._check(body, asked, is_counted=is_counted)
             self._complete(body, path, is_counted=is_counted)
             sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
             turn = Turn(
@@ -160,10 +161,14 @@ class Passthrough(Chat):
                 return path, rule, [part for one, part in zip(listed, parts, strict=True) if one == "*"]
         raise NotFound(f"{method} {shown(path)} is not passed on to {self._deployment.name}", code="path_not_allowed")
 
-    def _check(self, body: Mapping[str, Any], *, is_counted: bool) -> None:
-        """Raises BadRequest for a body whose cost would not be known, or whose copies no team could own."""
+    def _check(self, body: Mapping[str, Any], asked: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
+        """Raises BadRequest for a body whose cost would not be known, or whose copies no team could own.
+
+        `asked` are the fields of the query and of a form, by all names in each.
+        """
         name, model = self._deployment.name, self._deployment.model
-        parts = fields_of([given for field, given in body.items() if field != "store"])
+        nested = [one for one in asked if "store" not in one or len(one) > 1]
+        parts = fields_of([*nested, *(given for field, given in body.items() if field != "store")])
         stores = any(field == "store" and str(given).lower() in ("true", "1") for field, given in parts)
         other, no_price = body.get("model", model) != model, is_counted and not self._deployment.is_price_known
         for is_wrong, words, param, code in (
@@ -213,13 +218,25 @@ class Passthrough(Chat):
         )
 
 
-def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, str]]]:
+def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, Any]]]:
     """The query to send, and its fields, each by all names in it. Raises BadRequest."""
     query = scope.get("query_string", b"").decode("latin-1")
     pairs = parse_qsl(query, keep_blank_values=True) if _QUERY.fullmatch(query) else None
     if pairs is None or not _SECRETS.isdisjoint(re.sub("[^a-z]", "", name.lower()) for name, _ in pairs):
         raise BadRequest("The query can't be passed on: it has odd characters, or a credential", code="invalid_query")
-    return query, [dict.fromkeys(re.split(r"[\[\].]+", name), value) for name, value in pairs]
+    return query, _by_names(pairs)
+
+
+def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The fields of a query or a form, each by all names in its own, once more where its text is JSON."""
+    fields = []
+    for name, given in pairs:
+        names = re.split(r"[^\w-]+", name)
+        for value in (given if isinstance(given, list) else [given]) if names[0] != "metadata" else ():
+            fields.append(dict.fromkeys(names, value))
+            with suppress(*UNREADABLE, TypeError):  # a file has no text
+                fields.append(dict.fromkeys(names, msgspec.json.decode(value)))
+    return fields
 
 
 class _Passed(Plain):

@@ -273,11 +273,13 @@ class Files:
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
-        """Remove a row and its content, where they are there."""
+        """Remove a row and its content, where they are there and not complete: a commit may be that was not seen."""
         async with self._database.writing() as connection:
             where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
-            await connection.execute(sa.delete(_files).where(where))
-        await asyncio.to_thread(self.unlink, [file_id])
+            await connection.execute(sa.delete(_files).where(where, _files.c.is_ready.is_(False)))
+            is_complete = (await connection.execute(sa.select(_files.c.id).where(where))).scalar() is not None
+        if not is_complete:
+            await asyncio.to_thread(self.unlink, [file_id])
 
     @uncancelled
     async def usage(self) -> dict[int, tuple[int, int]]:

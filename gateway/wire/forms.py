@@ -50,11 +50,11 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class Form:
-    """A form that arrives. `field_bytes_max` bounds each field that is no file."""
+    """A form that arrives. `fields_bytes_max` bounds all fields that are no files, which memory holds."""
 
-    def __init__(self, boundary: bytes, field_bytes_max: int) -> None:
+    def __init__(self, boundary: bytes, fields_bytes_max: int) -> None:
         self.fields: list[tuple[str, str]] = []
-        self._field_bytes_max = field_bytes_max
+        self._fields_bytes_max = self._bytes_left = fields_bytes_max
         self._is_complete = False
         self._part, self._parts = FormPart(), 0
         self._header, self._value = b"", b""
@@ -125,8 +125,9 @@ class Form:
             self._pieces.append((self._part, data[start:end]))
             return
         self._data += data[start:end]
-        if len(self._data) > self._field_bytes_max:
-            words = f"The field {shown(self._part.name)} is longer than {self._field_bytes_max:,} bytes"
+        self._bytes_left -= end - start
+        if self._bytes_left < 0:
+            words = f"The fields up to {shown(self._part.name)} are longer than {self._fields_bytes_max:,} bytes"
             raise BadRequest(words, param=shown(self._part.name), code="invalid_value")
 
     def _on_part_end(self) -> None:

@@ -117,6 +117,21 @@ async def test_a_batch_does_not_end_before_its_chunks(host: Host) -> None:
     assert (batch.status, len(output)) == ("completed", 2)
 
 
+async def test_an_end_that_is_not_seen_keeps_its_files(host: Host) -> None:
+    """A worker that loses its connection, or is cancelled, while the end of a batch commits removes no output."""
+    made = await begin(host.client, line("a"))
+    end = host.parts.batches.end
+
+    async def unseen(*asked: Any, **more: Any) -> bool:
+        assert await end(*asked, **more)
+        raise ConnectionError
+
+    host.parts.batches.end = unseen  # type: ignore[method-assign]
+    await run(host)
+    batch, output, _ = await results(host.client, made.id)
+    assert (batch.status, len(output)) == ("completed", 1)
+
+
 async def test_a_response_on_several_lines_is_one_line(host: Host, upstream: Upstream) -> None:
     """An upstream's JSON on several lines is one line of the output, whole, and is paid once."""
     made = await begin(host.client, *[line(f"l{number}", model="lines") for number in range(3)])

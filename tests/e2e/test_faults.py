@@ -304,6 +304,13 @@ def test_stopping_in_order(upstream: Upstream, tmp_path: Path) -> None:
     with run_gateway(tmp_path, {"models": models, "shutdown_grace_s": 2}) as gateway, ThreadPoolExecutor(3) as pool:
         asked = {model: pool.submit(gateway.chat, "until the end", model, stream=model != "late") for model in models}
         wait_for(lambda: len(upstream.seen().requests) == 3)
+        host, port = gateway.root.removeprefix("http://").split(":")
+        head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: 900000\r\n"
+        upload = socket.create_connection((host, int(port)))
+        upload.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n".encode())
+        upload.sendall(b'Content-Disposition: form-data; name="file"\r\n\r\n' + b"x" * 600_000)
+        folder = gateway.data_dir / "files"
+        wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
         assert gateway.process is not None
         children = psutil.Process(gateway.process.pid).children(recursive=True)
         gateway.process.send_signal(signal.SIGHUP)  # as a closed terminal sends it
@@ -322,11 +329,18 @@ def test_stopping_in_order(upstream: Upstream, tmp_path: Path) -> None:
     assert replies["short"].text.endswith("data: [DONE]\n\n")
     assert replies["late"].status_code == 503
     assert replies["late"].json()["error"]["code"] == "shutting_down"
+    assert upload.recv(12) == b"HTTP/1.1 503"
+    assert list(folder.iterdir()) == []
+    upload.close()
     assert "[DONE]" not in replies["long"].text
     assert '"code":"shutting_down"' in replies["long"].text.splitlines()[-2]
-    records = {record["alias"]: record for record in gateway.records()}
-    assert {alias: record["status"] for alias, record in records.items()} == {"short": 200, "long": 503, "late": 503}
-    assert len(gateway.records()) == 3
+    records = {record.get("alias", ""): record for record in gateway.records()}
+    assert {alias: record["status"] for alias, record in records.items() if alias} == {
+        "short": 200,
+        "long": 503,
+        "late": 503,
+    }
+    assert len(gateway.records()) == 4
 
 
 STOPS: dict[str, tuple[signal.Signals, Callable[[Gateway], list[psutil.Process]]]] = {

@@ -407,6 +407,13 @@ def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: P
         assert ask(gateway, "GET", f"/vector_stores?{query}").status_code == 404, query
     for body in ({"a": [{"dataset_id": theirs}]}, {"cachedContent": theirs}, {"x": {"vectorStoreIds": [mine, theirs]}}):
         assert ask(gateway, "POST", "/jobs", json=body).status_code == 404, body
+    for name, value in (
+        ("file_ids[]", [mine, theirs]), ("video[id]", theirs), ("video", json.dumps({"id": theirs})), ("file_ids", f'["{theirs}"]'),
+    ):  # fmt: skip
+        reply = ask(gateway, "POST", "/files", data={name: value}, files={"file": ("a", b"a")})
+        assert reply.status_code == 404, name
+    stores = ask(gateway, "POST", "/files", data={"response[store]": "true"}, files={"file": ("a", b"a")})
+    assert stores.json()["error"]["param"] == "store"
     assert ask(gateway, "GET", "/status?a=%2561fter").status_code == 400
     assert len(provider.requests) == before
 

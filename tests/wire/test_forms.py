@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.wire.forms import Parcel
+from gateway.wire.errors import BadRequest
+from gateway.wire.forms import Form, Parcel
 
 _OVER_THE_LIMIT = """
 import asyncio, resource, sys
@@ -43,3 +44,12 @@ async def test_bytes_that_are_gone_end_a_read(tmp_path: Path) -> None:
     await parcel.write(b"late")
     with pytest.raises(OSError, match="not on the disk"):
         assert [piece async for piece in parcel.read(0, 4)] == []
+
+
+def test_the_fields_of_a_form_are_bounded_together() -> None:
+    """Memory holds all fields of a form: many below the bound are refused as one above it."""
+    form = Form(b"b", 100)
+    part = b'--b\r\nContent-Disposition: form-data; name="f%d"\r\n\r\n%b\r\n'
+    parts = b"".join(part % (number, b"x" * 30) for number in range(4))
+    with pytest.raises(BadRequest, match="up to f3 are longer than 100 bytes"):
+        form.read(parts)
