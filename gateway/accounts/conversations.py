@@ -73,19 +73,19 @@ class Conversations:
         """Give back the lock of a request, if it has one. While the database fails, its lease ends by itself."""
         if request_id in self._locked:
             with suppress(SQLAlchemyError, OSError):
-                await self._lease({request_id: self._locked.pop(request_id)}, 0.0)
+                await self._lease({request_id: self._locked.pop(request_id)}, locked_by="", locked_until_s=0.0)
 
     async def renew(self) -> None:
         """Keep the locks of this worker's requests."""
         if self._locked:
-            await self._lease(self._locked, self._clock() + LEASE_S)
+            await self._lease(self._locked, locked_until_s=self._clock() + LEASE_S)
 
     @uncancelled
-    async def _lease(self, locked: Mapping[str, str], until_s: float) -> None:
+    async def _lease(self, locked: Mapping[str, str], **values: Any) -> None:
         c = conversations.c
         are_held = sa.and_(c.id.in_(list(locked.values())), c.locked_by.in_(list(locked)))
         async with self._database.writing(is_durable=False) as connection:
-            await connection.execute(sa.update(conversations).where(are_held).values(locked_until_s=until_s))
+            await connection.execute(sa.update(conversations).where(are_held).values(values))
 
     # -- conversations and items
 
@@ -113,7 +113,9 @@ class Conversations:
         """As `add`, as a part of another transaction. What a request adds that has `ended` frees its lock."""
         where, c, values = [self._is_free], conversations.c, dict[str, Any]()
         if ended is not None:
-            where, values = [], {"locked_until_s": sa.case((c.locked_by == ended, 0.0), else_=c.locked_until_s)}
+            where, is_its = [], c.locked_by == ended  # a renewal under way finds no lock of it any more
+            values["locked_by"] = sa.case((is_its, ""), else_=c.locked_by)
+            values["locked_until_s"] = sa.case((is_its, 0.0), else_=c.locked_until_s)
             self._locked.pop(ended, None)
         size = sum(len(item) for _, item in items)
         if not await self._changed(connection, team_id, id, *where, size=size, **values):

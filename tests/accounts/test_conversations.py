@@ -94,3 +94,15 @@ async def test_a_response_ends_once(store: Store) -> None:
         assert ended is not None
         assert (ended.status, ended.body) == (None, b"{}") if number == 0 else (changes, row.body)
     assert len(await store.talks.items(store.team_id, 1_000, id=_TALK)) == 3
+
+
+async def test_a_renewal_under_way_locks_nothing_again(store: Store, accounts: Accounts) -> None:
+    """A request that ends while its worker renews its lock leaves the conversation free for the next one."""
+    assert await store.talks.lock(store.team_id, _TALK, "req_1")
+    async with accounts.database.writing() as connection:
+        renewing = asyncio.create_task(store.talks.renew())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert await store.talks.append(connection, store.team_id, _TALK, [("next", b"{}")], ended="req_1")
+    await renewing
+    assert await store.talks.lock(store.team_id, _TALK, "req_2")
