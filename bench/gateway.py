@@ -278,9 +278,9 @@ def _against(arguments: argparse.Namespace) -> int:
     checkout, python = against.checkout_of(arguments.against)
     wanted = set(arguments.scenario or _SOAKED)
     scenarios = [s for s in SCENARIOS if s.name in wanted]
-    unfit = [s.name for s in scenarios if s.rate_of or s.pace_ms or s.traffic not in (Traffic.UNIQUE, Traffic.REPEATED)]
+    unfit = [s.name for s in scenarios if s.rate_of or s.pace_ms or s.traffic is Traffic.ZIPF]
     if unfit:
-        raise BenchError(f"--against: {', '.join(unfit)}: neither closed-loop misses nor closed-loop exact hits")
+        raise BenchError(f"--against: {', '.join(unfit)}: neither closed-loop misses nor closed-loop hits")
     effort = against.Effort(rounds=arguments.repeats or (3 if arguments.quick else 7))
 
     def this(start: int) -> System:

@@ -1,4 +1,4 @@
-"""Two checkouts of Sameway in turn: the ratio of what their gateway workers cost a request, and how far it spreads.
+"""Two checkouts of Sameway in turn: the ratio of what their workers cost a request, and how far it spreads.
 
 CPU a request depends on how many requests a turn of the event loop finds, and on the memory layout that a process
 happened to get. `one_core` steadies the first. Fresh processes in each round, several pairs of them, average the second.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.lab.measure import Plan, load_of, target_of
+from bench.lab.measure import Plan, load_of, prime, target_of
 from bench.lab.native import Stub, run_load
 from bench.lab.processes import BenchError, Meter, cpu_s, peak_rss_mb
 from bench.lab.scenarios import Scenario, Traffic, write_bodies
@@ -31,7 +31,7 @@ from bench.lab.systems import Running, System
 TOLERANCE = 0.02
 _CONFIDENCE = 0.875  # of the interval that a verdict goes by; seven rounds reach it without their two extremes
 _ROUNDS_MIN = 5
-_WORKER = "gateway"
+_WORKERS = ("gateway", "cache")
 _WARM_REQUESTS = 256  # before each slice; four times what a scenario of hits repeats
 _IDLE_S = 0.03
 _IDLE_SHARE = 0.05  # of a core: what a worker uses that does nothing
@@ -46,12 +46,14 @@ class Effort:
     rounds: int = 7
     starts: int = 2
     slices: int = 4
-    misses: int = 400  # requests of a slice
+    misses: int = 400  # requests of a slice, also of hits that are all new
     hits: int = 1200
 
 
 class Comparison(msgspec.Struct):
-    """One scenario on both sides. CPU in milliseconds a request, user and system, of the gateway's workers."""
+    """One scenario on both sides. CPU in milliseconds a request, user and system, of the workers: the
+    gateway's, and the cache worker where there is one.
+    """
 
     scenario: str
     connections: int
@@ -164,7 +166,8 @@ def _start_both(
                 own.mkdir()
                 running = side.system(start).start(group[0].setup, stub, own)
                 stack.callback(running.stop)
-                workers = Meter(running.roots, running.role_of).pids(_WORKER)
+                meter = Meter(running.roots, running.role_of)
+                workers = [pid for role in _WORKERS for pid in meter.pids(role)]
                 if not workers:
                     raise BenchError(f"no process below {running.roots} is known as a gateway worker")
                 pair.append((side, running, workers, own))
@@ -189,10 +192,12 @@ def _slice(
     folder: Path,
 ) -> tuple[float, float]:
     """CPU seconds of the workers for one slice, and their peak memory so far in MB."""
-    count = effort.misses if scenario.traffic is Traffic.UNIQUE else effort.hits
+    count = _count(scenario, effort)
     bodies = write_bodies(scenario, target_of(running, scenario).model, salt, folder)
     load = load_of(running, scenario, bodies, connections, None, _PLAN)
     load = dataclasses.replace(load, count=count, warmup_count=_WARM_REQUESTS)
+    if bodies.first not in (None, bodies.asked):
+        prime(load, bodies)
     before_s, reached = 0.0, 0
 
     def begin() -> None:
@@ -208,6 +213,11 @@ def _slice(
     return used_s, sum(map(peak_rss_mb, workers))
 
 
+def _count(scenario: Scenario, effort: Effort) -> int:
+    """The requests of a slice; those that are all new are dear."""
+    return effort.misses if scenario.traffic in (Traffic.UNIQUE, Traffic.PARAPHRASED) else effort.hits
+
+
 def _idle_cpu_s(workers: Sequence[int]) -> float:
     """CPU seconds of the workers so far, read once they have nothing to do."""
     deadline = time.monotonic() + _IDLE_MAX_S
@@ -221,7 +231,7 @@ def _idle_cpu_s(workers: Sequence[int]) -> float:
 
 def _comparison(scenario: Scenario, connections: int, effort: Effort, this: _Side, other: _Side) -> Comparison:
     name = scenario.name
-    a_round = effort.starts * effort.slices * (effort.misses if scenario.traffic is Traffic.UNIQUE else effort.hits)
+    a_round = effort.starts * effort.slices * _count(scenario, effort)
     ratios = [own / its for own, its in zip(this.cpu_s[name], other.cpu_s[name], strict=True)]
     return Comparison(
         scenario=name,
@@ -264,7 +274,7 @@ def verdict_of(ratios: Sequence[float]) -> str:
 def render(comparisons: Sequence[Comparison], this: str, other: str) -> str:
     """The table; `this` and `other` name the trees."""
     lines = [
-        f"CPU of the gateway workers a request, {this} by {other}: medians of {len(comparisons[0].ratios)} rounds",
+        f"CPU of the workers a request, {this} by {other}: medians of {len(comparisons[0].ratios)} rounds",
         f"{'scenario':<18} {'this ms':>8} {'other ms':>8} {'ratio':>6}  {'min..max':<14} {'RSS MB':>11}  verdict",
     ]
     for row in comparisons:

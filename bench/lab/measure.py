@@ -159,7 +159,7 @@ def _sample(
     bodies = write_bodies(scenario, target_of(running, scenario).model, salt, folder)
     load = load_of(running, scenario, bodies, connections, rate, plan)
     if bodies.first is not None:
-        _prime(load, bodies)
+        prime(load, bodies)
     meter = Meter(running.roots, running.role_of)
     before, started_s, machine_s = stub.stats(), time.monotonic(), machine_cpu_s()
 
@@ -180,7 +180,7 @@ def _sample(
     return Sample(result, cost, after.requests - before.requests, upstream_s, window_s, max(0.0, other_s / window_s))
 
 
-def _prime(load: Load, bodies: Bodies) -> None:
+def prime(load: Load, bodies: Bodies) -> None:
     """Asks each of `first` once, so that the measured requests can be hits."""
     assert bodies.first is not None
     once = Load(

@@ -26,6 +26,7 @@ class Traffic(enum.Enum):
     UNIQUE = enum.auto()  # each is new
     REPEATED = enum.auto()  # each was answered before the measurement
     PARAPHRASED = enum.auto()  # each says what was answered before in other words
+    RESPELLED = enum.auto()  # each is what was answered before, spelled otherwise: its words find the entry
     ZIPF = enum.auto()  # cold at first; the i-th most popular of ZIPF_BODIES is asked 1/i as often as the first
 
 
@@ -46,7 +47,7 @@ _TASKS = (
     "boil an egg", "bake sourdough bread", "learn to play the guitar", "train for a marathon", "repair a flat tyre",
     "grow tomatoes indoors", "clean a cast iron pan", "remove a coffee stain", "write a cover letter", "start a podcast",
 )  # fmt: skip
-_ASKED = "How do I {}?"
+_ASKED, _RESPELLED = "How do I {}?", "how do I {}"
 _FORMS = (
     "how can I {}?", "how would I {}?", "how should I {}?", "how could I {}?", "how might I {}?", "how do I {}, please?",
     "how may I {}?", "how exactly do I {}?", "what is the way to {}?", "how do you {}?", "how can you {}?",
@@ -92,6 +93,7 @@ SCENARIOS = (
     Scenario("hit-open", Setup.HIT_MEMORY, Traffic.REPEATED, rate_of="hit-memory"),
     Scenario("zipf", Setup.HIT_MEMORY, Traffic.ZIPF),
     Scenario("semantic-hit", Setup.SEMANTIC, Traffic.PARAPHRASED, connections=(1, 32), is_quick=True),
+    Scenario("repeated-paraphrase", Setup.WORDS, Traffic.RESPELLED, connections=(1, 32)),
     Scenario("miss-2-workers", Setup.TWO_WORKERS),
     Scenario("hit-2-workers", Setup.TWO_WORKERS, Traffic.REPEATED),
 )
@@ -118,9 +120,11 @@ def write_bodies(scenario: Scenario, model: str, salt: str, folder: Path) -> Bod
             texts = [_filled(f"Question {n} of run {salt}. ", scenario.prompt_bytes) for n in range(REPEATED_BODIES)]
             _write(asked, scenario, model, texts)
             return Bodies(asked, asked, len(texts))
-        case Traffic.PARAPHRASED:
+        case Traffic.PARAPHRASED | Traffic.RESPELLED:
             first = _write(folder / f"{salt}-first.jsonl", scenario, model, map(_ASKED.format, _TASKS))
-            return Bodies(_write(asked, scenario, model, _paraphrases(salt)), first, len(_TASKS))
+            is_new = scenario.traffic is Traffic.PARAPHRASED
+            texts = _paraphrases(salt) if is_new else list(map(_RESPELLED.format, _TASKS))
+            return Bodies(_write(asked, scenario, model, texts), first, len(_TASKS))
         case Traffic.ZIPF:
             texts = [_filled(f"Topic {n} of run {salt}. ", scenario.prompt_bytes) for n in range(ZIPF_BODIES)]
             order = folder / f"{salt}.order"

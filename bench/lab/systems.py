@@ -28,6 +28,7 @@ class Setup(enum.StrEnum):
     HIT_MEMORY = "hit-memory"  # exact answers from the worker's own memory
     HIT_REDIS = "hit-redis"  # exact answers from Redis, each time
     SEMANTIC = "semantic"  # answers by meaning
+    WORDS = "words"  # the same, from Redis each time and without audits: each would end a question's hits by its words
     TWO_WORKERS = "two-workers"
 
 

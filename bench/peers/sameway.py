@@ -110,8 +110,9 @@ def _settings(setup: Setup, stub: Upstream, folder: Path, cache: Mapping[str, ob
         "log_format": "json",
         "engines": {},
         "cache": {
-            "is_semantic": setup is Setup.SEMANTIC,
-            **({"l1_bytes_max": 0} if setup is Setup.HIT_REDIS else {}),
+            "is_semantic": setup in (Setup.SEMANTIC, Setup.WORDS),
+            "is_audited": setup is not Setup.WORDS,
+            **({"l1_bytes_max": 0} if setup in (Setup.HIT_REDIS, Setup.WORDS) else {}),
             **cache,
         },
         "models": {"instant": model("/v1"), "paced": model("/pace/10/v1")},
