@@ -29,6 +29,7 @@ from starlette.routing import Match
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
+from cache.redis_link import RedisLink
 from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
@@ -86,7 +87,6 @@ from gateway.telemetry.metric_names import (
 )
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
-from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.types import KINDS, Chunk

@@ -421,7 +421,11 @@ class CacheSettings(_Section):
         "auto",
         description="of the embedder on CPUs; `auto`: bfloat16 where the processor has it; alike on hosts that share a Redis",
     )
-    threads: int | None = Field(None, gt=0, description="CPU threads of the embedder; default: two, or one on one core")
+    threads: int | None = Field(
+        None,
+        gt=0,
+        description="CPU threads of the embedder, of which a short text takes one; default: two, or one on one core",
+    )
 
     @field_validator("volatile")
     @classmethod

@@ -32,6 +32,7 @@ from redis.asyncio import Redis
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Partition, Purge, Query, SemanticClient
 from cache.entry import About
 from cache.query import Near, Trial
+from cache.redis_link import RedisLink
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, schema
@@ -71,7 +72,6 @@ from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.model_judges import ModelJudges
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
-from gateway.transport.redis_link import RedisLink
 from gateway.wire.types import KINDS, Chunk, Usage
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, WindowKind
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM

@@ -25,6 +25,8 @@ from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key
 
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = 128
+# up to this a pass is no faster on several cores, and costs half as much again: they wait for each other
+_ALONE_TOKENS = 32
 _MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -102,7 +104,10 @@ class BertEmbedder:
         self._tokenizer = Tokenizer.from_file(str(plan.folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._request, self._tensor = _compile(plan, load_file(plan.folder / "model.safetensors"), threads, is_bfloat16)
+        model, self._tensor = _graph(plan, load_file(plan.folder / "model.safetensors"))
+        self._alone = self._request = _compile(model, 1, is_bfloat16)
+        if threads > 1:
+            self._request = _compile(model, threads, is_bfloat16)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order."""
@@ -124,10 +129,11 @@ class BertEmbedder:
         # named: tensors only point at their arrays
         inputs = (ids, positions, mask, pooled.astype(np.float32))
         # handed to `infer` they would cost three times as much
+        request = self._alone if len(ids) <= _ALONE_TOKENS else self._request
         for place, values in enumerate(inputs):
-            self._request.set_input_tensor(place, self._tensor(values, shared_memory=True))
-        self._request.infer()
-        vectors: NDArray[np.float32] = self._request.get_output_tensor(0).data
+            request.set_input_tensor(place, self._tensor(values, shared_memory=True))
+        request.infer()
+        vectors: NDArray[np.float32] = request.get_output_tensor(0).data
         unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
@@ -164,11 +170,9 @@ def _openvino() -> Any:
     return openvino
 
 
-def _compile(
-    plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: int, is_bfloat16: bool
-) -> tuple[Any, Any]:
-    """A request of the compiled graph (token ids, positions, attention mask (0 or -inf), pooling
-    weights -> pooled vectors), and what makes a tensor of an array for it.
+def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> tuple[Any, Any]:
+    """The graph (token ids, positions, attention mask (0 or -inf), pooling weights -> pooled
+    vectors), and what makes a tensor of an array for it.
     """
     openvino = _openvino()
     from openvino import opset13 as op
@@ -207,7 +211,11 @@ def _compile(
         x = normed(op.add(x, seen), name + "attention.output.LayerNorm")
         wide = op.gelu(linear(x, name + "intermediate.dense"), "erf")
         x = normed(op.add(x, linear(wide, name + "output.dense")), name + "output.LayerNorm")
-    model = openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling])
+    return openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling]), openvino.Tensor
+
+
+def _compile(model: Any, threads: int, is_bfloat16: bool) -> Any:
+    """A request of a graph, compiled."""
     how = {
         # decision: embedder-precision
         "INFERENCE_PRECISION_HINT": "bf16" if is_bfloat16 else "f32",
@@ -216,7 +224,7 @@ def _compile(
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
     }
-    return openvino.Core().compile_model(model, "CPU", how).create_infer_request(), openvino.Tensor
+    return _openvino().Core().compile_model(model, "CPU", how).create_infer_request()
 
 
 def _has_weights(path: Path) -> bool:

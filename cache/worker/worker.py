@@ -33,7 +33,7 @@ import msgspec
 import uvloop
 
 from cache.query import Miss, MissReason, Neighbourhood
-from cache.redis_client import connect
+from cache.redis_link import RedisLink
 from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
 from cache.worker.options import Options, read_options
@@ -131,7 +131,7 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
+        redis = RedisLink(self._options.redis_url, _REDIS_TIMEOUT_S)
         self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max)
         self._judging = AnswerJudging(cache)
         self._cache = cache

@@ -14,6 +14,7 @@ import msgspec
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
+from cache.redis_link import RedisLink
 from gateway.accounts import Identity, Team
 from gateway.accounts.stored_responses import LIVE, ResponseStore
 from gateway.api import asgi
@@ -25,7 +26,6 @@ from gateway.journey.turn import Ended, Turn
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
-from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, Unavailable
 
 _PREFIX = "sameway:background:"

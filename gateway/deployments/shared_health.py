@@ -28,9 +28,9 @@ from urllib.parse import urlsplit
 import msgspec
 from redis.exceptions import RedisError
 
+from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
 from gateway.settings import Settings
-from gateway.transport.redis_link import RedisLink
 from policies.breaker import BreakerLimits, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from redis.exceptions import RedisError
 
 from cache import ExactCache, Partition, SemanticClient
+from cache.redis_link import RedisLink
 from cache.verdicts import Judgement, Ruling, Source, VerdictStore, equal
 from cache.worker import Answered
 from gateway.accounts import Accounts
@@ -36,7 +37,6 @@ from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.measured_error import LiveError, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
-from gateway.transport.redis_link import RedisLink
 
 _log = get_logger()
 

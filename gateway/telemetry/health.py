@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
 from cache import SemanticClient
+from cache.redis_link import RedisLink
 from cache.worker import Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
 from gateway.deployments.deployment import Deployment
@@ -27,7 +28,6 @@ from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.parts import Health, Part
-from gateway.transport.redis_link import RedisLink
 
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late

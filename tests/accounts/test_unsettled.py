@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cache.redis_link import RedisLink
 from gateway.accounts import LedgerRow, decode_row
 from gateway.accounts.spool import Spool
 from gateway.journey.budget import Money
 from gateway.settings import BudgetSettings
-from gateway.transport.redis_link import RedisLink
 from policies import Budgets, Hold
 from policies.holds import LEDGER_STREAM
 from tests.services import run_redis

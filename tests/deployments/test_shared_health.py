@@ -11,11 +11,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import build_fleet
 from gateway.deployments.shared_health import SharedHealth, identity
 from gateway.settings import Settings
-from gateway.transport.redis_link import RedisLink
 from tests.services import RedisServer
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError, ResponseError
 
-from gateway.transport.redis_link import RedisLink
+from cache.redis_link import RedisLink
 from tests.services import RedisServer, redis_binary, run_redis
 
 SCRIPT = "return redis.call('INCRBY', KEYS[1], ARGV[1])"

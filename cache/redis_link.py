@@ -1,4 +1,4 @@
-"""The gateway's Redis client: all commands of one tick of the event loop leave together.
+"""The processes' Redis client: all commands of one tick of the event loop leave together.
 
 Replaces redis-py's client for commands and scripts; a command is a future instead of a task. Plain
 servers are reached through `redis_connection`, Sentinel and Cluster through redis-py's pipelines.
@@ -22,8 +22,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_client import connect
-from gateway.exceptions import fresh
-from gateway.transport.redis_connection import Command, Pending, RedisWire, answer, fail, open_connection
+from cache.redis_connection import Command, Pending, RedisWire, answer, fail, open_connection
 
 _PATIENCE_S = 0.002
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # pauses between probes while Redis is away
@@ -168,7 +167,7 @@ class RedisLink:
             return
         repeated = [pending for pending in unanswered if pending.is_repeated]
         for pending in repeated:
-            fail(pending, fresh(error))
+            fail(pending, error)
         again = [pending for pending in unanswered if not pending.is_repeated]
         for pending in again:
             pending.is_repeated = True
@@ -211,7 +210,7 @@ class RedisLink:
         """Fail the batch and all queued commands, which would fail too, and begin to probe."""
         behind, self._waiting = self._waiting, []
         for pending in (*batch, *behind):
-            fail(pending, fresh(error))
+            fail(pending, error)
         if self._is_up:
             self._is_up = False
             self._prober = asyncio.create_task(self._probe_until_up())

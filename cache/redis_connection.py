@@ -29,9 +29,6 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from gateway.exceptions import fresh
-from policies.durations import duration_s
-
 Command = tuple[Any, ...]
 
 _ERRORS: Mapping[str, type[RedisError]] = {
@@ -140,7 +137,7 @@ class RedisWire(asyncio.Protocol):
             return
         late_s = self._loop.time() - self._unanswered[0].sent_at - self._timeout_s
         if late_s >= 0:
-            self._end(RedisTimeoutError(f"no reply within {duration_s(self._timeout_s)}"))
+            self._end(RedisTimeoutError(f"no reply within {self._timeout_s:g} s"))
         else:
             self._timer = self._loop.call_later(-late_s, self._check)
 
@@ -193,7 +190,7 @@ async def open_connection(
                 tls = True if parts.scheme == "rediss" else None
                 _, wire = await loop.create_connection(make, host, port, ssl=tls)
     except TimeoutError:
-        raise RedisTimeoutError(f"no connection within {duration_s(timeout_s)}") from None
+        raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
     except OSError as error:
         raise RedisConnectionError(f"no connection: {error}") from None
     batch = [Pending(command, loop.create_future()) for command in _greeting(parts)]
@@ -209,7 +206,7 @@ async def open_connection(
 
 def _fail_all(error: RedisError, unanswered: list[Pending]) -> None:
     for pending in unanswered:
-        fail(pending, fresh(error))
+        fail(pending, error)
 
 
 def _greeting(parts: SplitResult) -> list[Command]:
@@ -232,9 +229,14 @@ def answer(pending: Pending, reply: Any) -> None:
 
 
 def fail(pending: Pending, error: RedisError) -> None:
-    """Fail the command's future, without a warning if its caller was cancelled."""
+    """Fail the command's future, without a warning if its caller was cancelled.
+
+    The future gets a copy: an error that several raised would keep the frames of all.
+    """
     if not pending.future.done():
-        pending.future.set_exception(error)
+        copy = type(error).__new__(type(error), *error.args)
+        copy.__dict__.update(error.__dict__)
+        pending.future.set_exception(copy)
         pending.future.exception()
 
 
