@@ -320,6 +320,10 @@ class ModelTally(TallyOut):
     model: str
 
 
+class SurfaceTally(TallyOut):
+    surface: str = Field(description="the route of logs and metrics, or `batch_lines`")
+
+
 class DeploymentTallyOut(_Out):
     deployment: str = ""
     ok: int
@@ -347,6 +351,7 @@ class StatsOut(_Out):
     total: TallyOut
     by_team: list[TeamTally]
     by_model: list[ModelTally]
+    by_surface: list[SurfaceTally]
     by_deployment: list[DeploymentTallyOut]
     series: list[PointOut]
     ttft: dict[str, _Percentiles] = Field(description="by what answered; `hit` and `all` are sums")

@@ -194,7 +194,7 @@ def _add_history(api: APIRouter, parts: AdminParts) -> None:
     async def stats(
         window: Window = Window.DAY, team: _Id | None = None, model: _Label | None = None
     ) -> models.StatsOut:
-        """Hit rate by kind, tokens, money and time saved, latency: in total, by team, by model and over time."""
+        """Hit rate by kind, tokens, money and time saved, latency: in total, by team, model and surface, and over time."""
         return await views.stats(parts, window, team, model)
 
     @api.get("/routes")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from redis.exceptions import RedisError
@@ -36,6 +36,7 @@ from policies import Demand
 _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 _ERRORS_SHOWN = 3
+Key = TypeVar("Key", int, str)
 # a short question, without `max_tokens`, in a body of 100 bytes
 _SHORT = Demand(
     prompt_tokens=10,
@@ -180,25 +181,19 @@ async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None =
 
 
 def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
-    """A summary for the API: teams and models by descending requests."""
-    by_team = [
-        models.TeamTally(
-            **_tally(tally).model_dump(),
-            team_id=team_id,
-            team=team_names.get(team_id, "" if not team_id else "deleted"),
-        )
-        for team_id, tally in summary.by_team.items()
-    ]
-    by_model = [
-        models.ModelTally(**_tally(tally).model_dump(), model=model) for model, tally in summary.by_model.items()
-    ]
+    """A summary for the API: teams, models and surfaces by descending requests."""
+    names = {0: "", **team_names}
     return models.StatsOut(
         window=summary.window,
         start_s=summary.start_s,
         end_s=summary.end_s,
         total=_tally(summary.total),
-        by_team=sorted(by_team, key=lambda one: -one.requests),
-        by_model=sorted(by_model, key=lambda one: -one.requests),
+        by_team=[
+            models.TeamTally(**sums, team_id=team_id, team=names.get(team_id, "deleted"))
+            for team_id, sums in _ranked(summary.by_team)
+        ],
+        by_model=[models.ModelTally(**sums, model=model) for model, sums in _ranked(summary.by_model)],
+        by_surface=[models.SurfaceTally(**sums, surface=surface) for surface, sums in _ranked(summary.by_surface)],
         by_deployment=[
             models.DeploymentTallyOut.model_validate(tally).model_copy(update={"deployment": name})
             for name, tally in sorted(summary.by_deployment.items())
@@ -207,6 +202,12 @@ def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
         ttft=summary.ttft,
         duration=summary.duration,
     )
+
+
+def _ranked(tallies: Mapping[Key, Tally]) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """The sums of each part of the traffic, by descending requests."""
+    for key, tally in sorted(tallies.items(), key=lambda one: -one[1].requests):
+        yield key, _tally(tally).model_dump()
 
 
 def _tally(tally: Tally) -> models.TallyOut:

@@ -10,6 +10,7 @@ certificate's id. The letters:
     truth, certificates    those of `checks`; certificates have r too
     judges                 RULED
     deployment             TRIED
+    SURFACE and a letter   r and TALLIED of a surface: the kind is then `surface/kind`
 
 Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of both.
 """
@@ -28,6 +29,8 @@ KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 DEPLOYMENT = "deployment"
 TRUTH = "truth"
 JUDGES = "judges"
+SURFACE = "@"
+BATCH_LINES = "batch_lines"  # the surface of lines of batches; of other requests it is the record's route
 REQUESTS = "r"
 TTFT = "t"
 DURATION = "d"

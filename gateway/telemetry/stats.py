@@ -205,12 +205,13 @@ class Stats:
         """Add the sums since the last call to the buckets of each resolution."""
         records, self._records = self._records, []
         self._routes.extend(records)
-        alike: dict[tuple[int, int, str, str], list[Record]] = {}
+        alike: dict[tuple[int, int, str, str, str], list[Record]] = {}
         deployments: dict[tuple[int, str], DeploymentTally] = {}
         for record in records:
             kind = buckets.kind_of(record.cache, record.status, record.error)
             minute = int(record.at_s) // 60
-            alike.setdefault((minute, record.team_id, kind, record.alias), []).append(record)
+            surface = buckets.BATCH_LINES if record.batch else record.route
+            alike.setdefault((minute, record.team_id, kind, record.alias, surface), []).append(record)
             if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
                 self._near.append(record)
             for attempt in record.attempts:
@@ -221,9 +222,11 @@ class Stats:
                 tally = deployments.setdefault((minute, record.deployment), DeploymentTally())
                 tally.completion_tokens += record.completion_tokens
                 tally.cost_microusd += record.cost_microusd
-        for (minute, team_id, kind, model), some in alike.items():
+        for (minute, team_id, kind, model, surface), some in alike.items():
             counted = dict(_amounts(some))
             self._count(minute, team_id, kind, model, counted.items())
+            told = [(buckets.SURFACE + letter, counted[letter]) for letter in (buckets.REQUESTS, *buckets.TALLIED)]
+            self._count(minute, team_id, f"{surface}/{kind}", model, told)
             if kind in buckets.HITS:
                 hits = self._hits.setdefault((minute // 60, team_id, kind, model), [0, 0, 0])
                 for place, letter in enumerate((buckets.REQUESTS, "u", "sv")):

@@ -90,6 +90,7 @@ class Summary(msgspec.Struct, frozen=True):
     total: Tally
     by_team: dict[int, Tally]
     by_model: dict[str, Tally]
+    by_surface: dict[str, Tally]
     by_deployment: dict[str, DeploymentTally]
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
@@ -182,6 +183,7 @@ class Sums:
         self._total = Folded()
         self._by_team: dict[int, Tally] = {}
         self._by_model: dict[str, Tally] = {}
+        self._by_surface: dict[str, Tally] = {}
         self._by_deployment: dict[str, DeploymentTally] = {}
         self._checks: dict[tuple[int, str], CheckCounts] = {}
         self._rulings: dict[str, RulingCounts] = {}
@@ -201,6 +203,11 @@ class Sums:
         self._series.append(point.point(start_s, length_s))
 
     def _add(self, point: Folded, field: buckets.Field, amount: int) -> None:
+        if field.letter.startswith(buckets.SURFACE):
+            surface, _, kind = field.kind.partition("/")
+            own = buckets.Field(field.letter.removeprefix(buckets.SURFACE), field.team_id, kind, field.model)
+            fold(self._by_surface.setdefault(surface, Tally()), own, amount)
+            return
         fold_checks(self._checks, field, amount)
         if field.kind != buckets.TRUTH:
             self._total.fold(field, amount)
@@ -217,6 +224,7 @@ class Sums:
             total=self._total.tally,
             by_team=self._by_team,
             by_model=self._by_model,
+            by_surface=self._by_surface,
             by_deployment=self._by_deployment,
             series=tuple(self._series),
             ttft=self._total.percentiles(buckets.TTFT),

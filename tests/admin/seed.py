@@ -19,6 +19,18 @@ from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+_SURFACES = (
+    "chat",
+    "chat",
+    "chat",
+    "messages",
+    "messages",
+    "responses",
+    "embeddings",
+    "rerank",
+    "image_edits",
+    "passthrough",
+)
 _MISSES = (("numbers", 0.941), ("far", 0.712), ("polarity", 0.905), ("names", 0.887), ("words", 0.861))
 
 
@@ -141,6 +153,8 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
     kind = chance.choices(kinds, (38, 14, 3, 40, 5))[0]
     record = SimpleNamespace(
         request_id=f"req_{number:05}",
+        route=_SURFACES[number % len(_SURFACES)],
+        batch="batch_1" if number % 11 == 0 else "",
         at_s=NOW_S - back_s,
         team_id=ids[team],
         team=team,

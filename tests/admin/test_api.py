@@ -328,7 +328,8 @@ async def test_stats_tell_hits_money_and_latency(world: World, client: httpx.Asy
     """In total, by team with its name, by model, by deployment and over time; every kind is there, also at 0."""
     team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
     at = {"at_s": NOW_S, "team_id": team["id"]}
-    for record in (miss(**at), hit(**at), hit(cache="semantic", **at), hit(cache="coalesced", alias="large", **at)):
+    large = hit(cache="coalesced", alias="large", route="messages", **at)
+    for record in (miss(**at), hit(**at), hit(cache="semantic", **at), large):
         world.stats.add(record)
     await world.stats.flush()
     stats = (await client.get("/admin/api/stats", params={"window": "1h"})).json()
@@ -340,6 +341,10 @@ async def test_stats_tell_hits_money_and_latency(world: World, client: httpx.Asy
     assert (total["cost_microusd"], total["saved_microusd"]) == (120, 360)
     assert stats["by_team"][0]["team"] == "search"
     assert [one["model"] for one in stats["by_model"]] == ["small", "large"]
+    assert {one["surface"]: (one["requests"], one["hits"]) for one in stats["by_surface"]} == {
+        "chat": (3, 2),
+        "messages": (1, 1),
+    }
     assert stats["by_deployment"][0] == {
         "deployment": "local", "ok": 1, "failed": 0, "completion_tokens": 11, "cost_microusd": 120
     }  # fmt: skip
@@ -347,6 +352,7 @@ async def test_stats_tell_hits_money_and_latency(world: World, client: httpx.Asy
     assert stats["ttft"]["miss"]["p50_ms"] == pytest.approx(100, rel=0.1)
     narrowed = (await client.get("/admin/api/stats", params={"window": "1h", "model": "large"})).json()
     assert narrowed["total"]["requests"] == 1
+    assert [one["surface"] for one in narrowed["by_surface"]] == ["messages"]
 
 
 async def test_routes_say_why(world: World, client: httpx.AsyncClient) -> None:

@@ -47,6 +47,7 @@ async def test_workers_add_up(redis: Redis) -> None:
     assert summary.total.saved_tokens == 102
     assert {team: tally.requests for team, tally in summary.by_team.items()} == {1: 5, 2: 1}
     assert summary.by_model["large"].by_kind == {"semantic": 1}
+    assert summary.by_surface["chat"] == summary.total
     assert (summary.by_deployment["local"].ok, summary.by_deployment["gpt"].failed) == (1, 1)
     assert summary.by_deployment["local"].cost_microusd == 120
 
@@ -62,6 +63,33 @@ async def test_a_query_can_be_of_one_team_or_one_model(redis: Redis) -> None:
     assert by_team.total.requests == by_model.total.requests == 1
     assert sum(point.tally.requests for point in by_team.series) == 1
     assert set(by_model.by_model) == {"odd|name"}
+
+
+async def test_each_request_counts_in_one_surface(redis: Redis) -> None:
+    """By its route, or as a line of a batch, of all workers; filters narrow surfaces too, and their sums are the total."""
+    left, right = Stats(redis, Clock()), Stats(redis, Clock())
+    left.add(miss(route="messages"))
+    right.add(hit(route="messages", alias="odd|na/me"))
+    left.add(miss(route="messages", status=429, error="insufficient_quota", attempts=(), cost_microusd=0))
+    right.add(miss(route="responses", status=502, error="upstream"))
+    left.add(miss(batch="batch_1"))
+    right.add(hit(route="files", cache="bypass", team_id=2))
+    await left.flush()
+    await right.flush()
+    summary = await left.query(Window.HOUR)
+    by_kind = {surface: tally.by_kind for surface, tally in summary.by_surface.items()}
+    assert by_kind == {
+        "messages": {"miss": 1, "exact": 1, "refused": 1},
+        "responses": {"failed": 1},
+        "batch_lines": {"miss": 1},
+        "files": {"bypass": 1},
+    }
+    told = summary.by_surface["messages"]
+    assert (told.cost_microusd, told.hit_rate, told.saved_microusd, told.saved_tokens) == (120, 0.5, 120, 51)
+    for name in ("requests", "cost_microusd", "saved_microusd", "prompt_tokens"):
+        assert sum(getattr(one, name) for one in summary.by_surface.values()) == getattr(summary.total, name)
+    assert set((await left.query(Window.DAY, team_id=2)).by_surface) == {"files"}
+    assert set((await left.query(Window.DAY, model="odd|na/me")).by_surface) == {"messages"}
 
 
 @pytest.mark.parametrize(
