@@ -31,6 +31,7 @@ from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.plain import chunk_of
 from gateway.wire.types import EMBEDDING, RERANK, Chunk
+from gateway.wire.usage import count_of
 from policies.durations import duration_s
 
 # Fields that are passed to litellm: OpenAI's, and sampling parameters that providers share. With
@@ -104,7 +105,8 @@ def _unlink_closed_responses() -> None:
 def _keep_cached_sounds() -> None:
     """Let Gemini's usage say how many of its cached tokens are sounds, which cost more than text.
 
-    litellm reads the kinds, prices them elsewhere by this field, and leaves it out here.
+    litellm reads the kinds, prices them elsewhere by this field, and leaves it out here. A usage of
+    another shape, which would raise there, is one without what can't be read.
     """
     from litellm.llms.vertex_ai.gemini.vertex_and_google_ai_studio_gemini import VertexGeminiConfig
     from litellm.types.llms.openai import CachedTokensDetails
@@ -112,12 +114,26 @@ def _keep_cached_sounds() -> None:
     count = VertexGeminiConfig._calculate_usage
 
     def counted(completion_response: Any) -> Any:
-        usage, kinds = count(completion_response), completion_response["usageMetadata"].get("cacheTokensDetails")
-        sounds = sum(kind.get("tokenCount", 0) for kind in kinds or () if kind.get("modality") == "AUDIO")
+        given = completion_response.get("usageMetadata")
+        told = {name: _readable(name, value) for name, value in given.items()} if isinstance(given, dict) else {}
+        completion_response["usageMetadata"] = told  # litellm reads more of it later
+        usage = count(completion_response)
+        kinds = told.get("cacheTokensDetails", ())
+        sounds = sum(kind["tokenCount"] for kind in kinds if kind.get("modality") == "AUDIO")
         usage.prompt_tokens_details.cached_tokens_details = CachedTokensDetails(audio_tokens=sounds)
         return usage
 
     VertexGeminiConfig._calculate_usage = staticmethod(counted)
+
+
+def _readable(name: str, value: Any) -> Any:
+    """A count of Gemini's usage, or the list of its counts by kind; other fields as they came."""
+    if name.endswith("Details"):
+        kinds = [kind for kind in value if isinstance(kind, dict)] if isinstance(value, list) else []
+        return [
+            {**kind, "tokenCount": count_of(kind.get("tokenCount", kind.get("token_count"))) or 0} for kind in kinds
+        ]
+    return count_of(value) or 0 if name.endswith("Count") else value
 
 
 async def _rehearse(litellm: Any) -> None:

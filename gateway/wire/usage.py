@@ -147,12 +147,13 @@ def _cleaned(given: Any) -> dict[str, Any]:
         elif name == "cost":
             if (usd := _number(value)) is not None and usd <= COST_USD_MAX:
                 cleaned[name] = usd
-        elif (count := _count(value)) is not None:
+        elif (count := count_of(value)) is not None:
             cleaned[name] = count
     return cleaned
 
 
-def _count(value: Any) -> int | None:
+def count_of(value: Any) -> int | None:
+    """A provider's count of tokens, also a fraction, which is rounded up, or in a text; None for anything else."""
     number = _number(value)
     return None if number is None else math.ceil(min(number, TOKENS_MAX))
 

@@ -6,6 +6,7 @@ Shapes: the providers' API references; usages are made by their documentation, a
 from __future__ import annotations
 
 import json
+import re
 import struct
 import threading
 import zlib
@@ -278,6 +279,43 @@ async def test_an_answer_costs_what_its_provider_bills(
     assert price.cost(tokens_of(usage)) == microusd, usage
     # as the provider says itself, and no library
     assert usage.provider_cost_microusd == (4_200 if recorded == openai(OPENROUTER) else None)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("usage", "prompt_tokens"),
+    [
+        *[(odd, None) for odd in (None, 7, "many", [], [None])],
+        *[
+            ({"cacheTokensDetails": odd}, 1_000)
+            for odd in (None, 7, "AUDIO", {}, [None, "AUDIO", 7, []], [{"modality": "AUDIO", "tokenCount": None}])
+        ],
+        *[
+            ({name: odd}, 1_000)
+            for name in ("promptTokensDetails", "candidatesTokensDetails")
+            for odd in (None, "x", [1])
+        ],
+        ({"candidatesTokenCount": None, "thoughtsTokenCount": "x", "cachedContentTokenCount": []}, 1_000),
+        ({"promptTokenCount": "1001", "cacheTokensDetails": [{"modality": "AUDIO", "tokenCount": "5"}]}, 1_001),
+    ],
+)
+async def test_a_usage_of_geminis_that_cannot_be_read_costs_no_answer(
+    server: ThreadingHTTPServer, usage: Any, prompt_tokens: int | None, is_stream: bool
+) -> None:
+    """The text comes through litellm; what can be read of the counts is counted."""
+    told = json.dumps({**CACHED_SOUNDS, **usage} if isinstance(usage, dict) else usage).encode()
+    server.whole, server.stream = (  # type: ignore[attr-defined]
+        re.sub(rb'(?<="usageMetadata": ).*?(?=, "modelVersion")', told, sent) for sent in gemini(CACHED_SOUNDS)
+    )
+    one = backend("litellm", "gemini/gemini-2.5-flash", f"http://127.0.0.1:{server.server_port}")
+    await one.start()
+    chunks = await collect(one.stream(ask(is_stream=is_stream)))
+    await one.aclose()
+    choices = [choice for chunk in chunks for choice in json.loads(chunk.data)["choices"]]
+    pieces = [choice["delta" if is_stream else "message"] for choice in choices]
+    assert "".join(piece.get("content") or "" for piece in pieces) == TEXT
+    counted = [chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None]
+    assert counted[-1:] == ([] if prompt_tokens is None else [prompt_tokens])
 
 
 @pytest.mark.parametrize("usage", ["many", 7, [1]])
