@@ -192,27 +192,30 @@ class ResponseStore:
     @uncancelled
     async def change(
         self, id: str, *where: sa.ColumnElement[bool], ended: StoredResponse | None = None, **values: Any
-    ) -> None:
-        """Change the row of a response that is generated; where it has `ended`, its items join its conversation."""
+    ) -> bool:
+        """Change the row of a response, if it is generated still; returns whether it was.
+
+        Where it has `ended`, its items join its conversation.
+        """
         async with self._database.writing(is_durable=False) as connection:
             is_it = sa.and_(responses.c.id == id, responses.c.status.in_(LIVE), *where)
-            is_changed = (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount
+            is_changed = (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount > 0
             if is_changed and ended is not None:
                 await self._join(connection, ended)
+            return is_changed
 
-    async def end(self, row: StoredResponse) -> None:
-        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile.
+    async def end(self, row: StoredResponse) -> bool:
+        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile; returns whether it is kept.
 
         While the database fails, try again. Never raises.
         """
         while True:
             try:
-                await self.change(row.id, ended=row, status=row.status, body=row.body, size_bytes=row.size_bytes)
-                return
+                return await self.change(row.id, ended=row, status=row.status, body=row.body, size_bytes=row.size_bytes)
             except (SQLAlchemyError, OSError) as error:
                 if self._is_closing or _is_refused(error):
                     self._lost([row], _why(error))
-                    return
+                    return False
                 _log.warning("responses_not_written", reason=type(error).__name__, waiting=1)
                 await asyncio.sleep(_RETRY_S)
 

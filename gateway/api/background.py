@@ -2,13 +2,15 @@
 
 A worker generates what it was asked for, and keeps its lease of the row: a response whose lease has
 ended has failed, and is never generated again. Knows the events of a response as bytes. Invariants:
-each has one record, as any request; a stream has every event once, in order, or says that it broke.
+each has one record, as any request; a stream has every event once, in order, or says that it broke,
+and its last event is what the row says, which its end or a cancellation writes, the first of them.
 
     sameway:background:ID   list   the events of a streamed response, by their number
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import msgspec
 from redis.exceptions import RedisError
@@ -104,8 +106,9 @@ class Background:
 
         async def refused(error: ApiError) -> None:
             events = response.failed(error)
-            await response.keep()
-            await self._tell(work, events)
+            with suppress(asgi.ClientGone):
+                await response.keep()
+                await self._tell(work, events)
             self._count("failed")
 
         try:

@@ -16,6 +16,7 @@ import msgspec
 from gateway.accounts import Identity, Team
 from gateway.accounts.conversations import Added, Conversation, HistoryTooLong
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
+from gateway.api.asgi import ClientGone
 from gateway.journey.turn import new_id
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, ConversationLocked, Forbidden, NotFound, shown
@@ -208,7 +209,11 @@ class Memory:
             ) from None
 
     async def put(self, identity: Identity, keeping: Keeping, own: Sequence[Item], response: Item) -> None:
-        """Keep a response; `own` are its input's items. Raises only for one that is queued in the background."""
+        """Keep a response; `own` are its input's items.
+
+        Raises, of one in the background alone, what the database raises where it is queued, and ClientGone
+        at its end where it was cancelled, given up or deleted before.
+        """
         id, status, added = response["id"], response["status"], keeping.conversation_id
         digits = id.removeprefix("resp_")
         items = [_kept(item, digits, number, is_new=added is not None) for number, item in enumerate(own)]
@@ -228,8 +233,8 @@ class Memory:
             await self._store.put(row)
         elif status == "queued":
             await self._store.begin(row)
-        else:
-            await self._store.end(row)
+        elif not await self._store.end(row):
+            raise ClientGone
 
 
 def kept_id(id: str, digits: str) -> str:

@@ -87,7 +87,7 @@ _REPEATED: dict[str, Any] = msgspec.json.decode(
 
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
-"""Keeps a response. Raises only where it is queued."""
+"""Keeps a response. Raises only for one in the background."""
 
 
 _NOT_KEPT = Keeping(is_stored=False)
@@ -105,6 +105,7 @@ class Response(EventRenderer):
         super().__init__(bool(body.get("stream")))
         self._key = arrival.request_id.removeprefix("req_")
         repeated = {name: default if body.get(name) is None else body[name] for name, default in _REPEATED.items()}
+        repeated["tools"] = _without_secrets(repeated["tools"])
         self._keep, self.is_kept = keep, keep is not None
         head = {"id": f"resp_{self._key}", "created_at": int(arrival.at_s), "model": body["model"]}
         head |= {"store": keeping.is_stored, "previous_response_id": keeping.previous_id}
@@ -347,10 +348,24 @@ class PassedResponse(Response):
 
     def _own(self, response: dict[str, Any]) -> dict[str, Any]:
         output = [self._named(item) for item in response.get("output") or () if isinstance(item, dict)]
-        return {**response, **self._head, "output": output}
+        return {**response, **self._head, "output": output, "tools": _without_secrets(response.get("tools"))}
 
     def _named(self, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "id": kept_id(item["id"], self._key)} if isinstance(item.get("id"), str) else item
+
+
+def _without_secrets(tools: Any) -> list[Any]:
+    """Tools as a response shows and keeps them: without what authorizes the calls of MCP servers."""
+    return [
+        {
+            name: _without_secrets(given) if name == "tools" else given
+            for name, given in tool.items()
+            if tool.get("type") != "mcp" or name not in ("authorization", "headers")
+        }
+        if isinstance(tool, dict)
+        else tool
+        for tool in (tools if isinstance(tools, list) else ())
+    ]
 
 
 _NUMBERS = re.compile(rb'"sequence_number":\s*(\d{1,9})')

@@ -111,6 +111,26 @@ async def test_a_cancelled_response_costs_no_more(world: World, is_stream: bool)
         assert (last.type, last.response.status) == ("response.failed", "cancelled")
 
 
+@pytest.mark.parametrize("act", ["cancel", "delete"])
+async def test_an_answer_that_ends_after_its_cancellation_is_nowhere_complete(world: World, act: str) -> None:
+    """Where another worker's cancellation or deletion is written first, the stream never says that it was completed."""
+    another = (await world.another()).client()
+    begun, id, go = await begin_stream(world)
+    talk = await another.conversations.create()
+    made, go_too = await begin(world, world.client(), conversation=talk.id)
+    for one in (id, made.id):
+        await getattr(another.responses, act)(one)
+    go.set()
+    go_too.set()
+    await until(lambda: world.ended == ["cancelled", "cancelled"])
+    told = (await begun.reply()).text
+    assert "response.completed" not in told
+    assert (await another.conversations.items.list(talk.id)).data == []
+    assert ("response.failed" in told and '"status":"cancelled"' in told) == (act == "cancel"), told
+    if act == "cancel":
+        assert [(await another.responses.retrieve(one)).status for one in (id, made.id)] == ["cancelled"] * 2
+
+
 async def test_only_a_response_in_the_background_is_cancelled(world: World) -> None:
     """One that has ended stays as it is; another kind is refused."""
     client = world.client()
@@ -136,7 +156,7 @@ async def test_a_worker_that_is_gone_leaves_a_failure(world: World) -> None:
     last = [one async for one in await another.responses.retrieve(id, stream=True)][-1]
     assert (last.type, last.response.error) == ("response.failed", found.error)  # type: ignore[union-attr]
     go.set()
-    await until(lambda: world.ended == ["completed"])
+    await until(lambda: world.ended == ["cancelled"])
     assert (await client.responses.retrieve(id)).status == "failed"
     assert len(world.backends["plain"].calls) == 1
 

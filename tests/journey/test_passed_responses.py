@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +137,37 @@ async def test_it_runs_in_the_background_and_in_conversations(world: World, serv
     )
     await client.responses.create(model="mock", input="and?", tools=[_SEARCHES], conversation=talk.id)  # type: ignore[list-item]
     assert server.seen[1][1]["input"][1:3] == [SEARCH, TEXT]
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+async def test_what_authorizes_calls_of_mcp_servers_is_nowhere_kept(
+    open_a_world: OpenWorld, server: Server, is_background: bool
+) -> None:
+    """Queued, in progress or ended, in the database and in the events, also where the provider repeats it; it goes out."""
+    able = deployment("able", "gpt-up", capabilities=["responses", "tools"], allow_fields=["mcp"])
+    able["price"] = {**_PRICE, "factors": {"mcp": 1}}
+    world = await open_a_world(models={"mock": {"deployments": [able]}})
+    await world.connects("able", server.url)
+    secrets = {"authorization": "oauth-secret", "headers": {"X-Key": "header-secret"}}
+    tools = [{"type": "mcp", "server_label": "d", "server_url": "https://example.com", **secrets}]
+    tools += [{**_SPACE, "tools": [{**tools[0]}, _FUNCTION]}]
+    server.answer = response(TEXT, tools=tools)
+    told = ""
+    for is_stream in (False, True):
+        body = {"model": "mock", "input": f"north {is_stream}?", "tools": tools, "stream": is_stream}
+        reply = await ask(world, {**body, "background": is_background})
+        assert reply.status == 200, reply.text
+        told += reply.text
+    assert [one["tools"] for _, one in server.seen] == [tools] * 2
+    found = [await world.client().responses.retrieve(id) for id in {*re.findall("resp_[0-9a-f]{32}", told)}]
+    assert len(found) == 2
+    assert {one.tools[0].server_label for one in found} == {"d"}  # type: ignore[union-attr]
+    kept = [told.encode(), *(str(one.to_dict(warnings=False)).encode() for one in found)]
+    kept += [file.read_bytes() for file in Path(world.sql_url.removeprefix("sqlite:///")).parent.glob("*.db*")]
+    for key in await world.redis.keys("sameway:background:*"):
+        kept += await world.redis.lrange(key, 0, -1)  # type: ignore[misc]
+    assert b"server_label" in b"".join(kept[3:])
+    assert b"-secret" not in b"".join(kept)
 
 
 async def test_a_stream_that_breaks_off_says_so_and_is_not_kept(world: World, server: Server) -> None:
