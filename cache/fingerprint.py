@@ -157,7 +157,8 @@ def fingerprint(
         is_whole = text is None
         compat = (_whole_digest(link) if is_whole else _compat_digest(before + _encode(rest))).digest()
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"not a JSON request: {error}") from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"not a JSON request: {why}") from error
     return Fingerprint(
         partition=partition, exact=link, compat=compat, chain=tuple(chain) or (link,), text=text, namespace=namespace
     )

@@ -343,29 +343,22 @@ class Uploads(Chat):
             return await super().take(scope, receive, headers, arrival, identity)
         upload, body = await read_form(receive, headers, boundary, self._settings)
         model = asgi.model_of(scope)
-        try:
+        with upload:
             body = body if model is None else {**body, "model": model}
-            turn = turn_of(body, b"", headers, arrival, self._kind, upload=upload)
-        except BaseException:
-            upload.parcel.close()
-            raise
-        return turn, Plain()
+            return turn_of(body, b"", headers, arrival, self._kind, upload=upload), Plain()
 
 
 async def read_form(
     receive: asgi.Receive, headers: Mapping[str, str], boundary: bytes, settings: Settings
 ) -> tuple[FormFiles, dict[str, Any]]:
     """The files of a form, and the body that its fields are. The caller closes the files. Raises ApiError."""
-    form, upload = Form(boundary, settings.body_bytes_max), FormFiles(settings.data_dir)
-    try:
+    form = Form(boundary, settings.body_bytes_max)
+    with FormFiles(settings.data_dir) as upload:
         async for data in asgi.pieces(receive, headers, settings.upload_bytes_max):
             for part, piece in form.read(data):
                 await upload.add(part, piece)
         form.check()
         return upload, upload.body(form)
-    except BaseException:
-        upload.parcel.close()
-        raise
 
 
 def _folded(entry: Entry) -> bytes:

@@ -97,6 +97,9 @@ class MessageRequest(PromptRequest, kw_only=True):
 class InAnthropicsShape:
     """The headers and errors of an endpoint of Anthropic's API."""
 
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        await super().__call__(scope, receive, self.named(send))  # type: ignore[misc]  # the endpoint's own
+
     @staticmethod
     async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
         headers = [JSON, *base_headers(request_id), (b"request-id", request_id.encode())]
@@ -125,9 +128,6 @@ class Messages(InAnthropicsShape, Chat):
     """The endpoint. One instance per worker."""
 
     operation = "messages"
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        await super().__call__(scope, receive, self.named(send))
 
     async def read(
         self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
@@ -174,9 +174,6 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)
         self._objects = NamedObjects(pipeline)
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        await super().__call__(scope, receive, self.named(send))
 
     async def answer(self, call: Call) -> Any:
         raw, body = await self.body(call)

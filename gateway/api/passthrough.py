@@ -11,7 +11,7 @@ sent, and of a provider's only the content type comes back.
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -22,7 +22,7 @@ from gateway.accounts import Identity
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.api import asgi
 from gateway.api.chat import Chat, DisconnectWatcher, Plain, Renderer, read_form
-from gateway.api.provider_ids import IDS_MAX, fields_of, ids_in
+from gateway.api.provider_ids import BLANK, IDS_MAX, fields_of, ids_in
 from gateway.backends.base import Passage
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
@@ -47,7 +47,6 @@ _TEXT = re.compile("[ -~]*")
 _BYTES = re.compile(
     r"(?:(?:audio|image|video)/[\w.+-]{1,60}|application/(?:octet-stream|pdf))(?:; ?[\w-]{1,60}=[\w.-]{1,60}){0,5}"
 )
-_BLANK = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"  # before JSON, in any encoding
 _SENT = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
 _UNREPORTED = "An answer in the background reports no tokens to charge"
 _CHOICES_MAX = 10_000
@@ -93,13 +92,15 @@ class Passthrough(Chat):
                 words = "Expected a body of application/json, or of multipart/form-data with files, or sounds, images, videos"
                 raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
             body = decode_object(raw)
-        try:
+        with upload or nullcontext():
             mentioned = {*ids, *ids_in(body), *ids_in(asked)}
             if len(mentioned) > IDS_MAX:
                 raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
             unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
             if unknown:
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
+            if upload is not None:
+                await self._objects.check_files(upload, team_id, self._body_bytes_max)
             self._check(body, asked, is_counted=is_counted)
             self._complete(body, path, is_counted=is_counted)
             sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
@@ -119,26 +120,19 @@ class Passthrough(Chat):
                 passage=Passage(method, path, query, tuple(sent), is_counted),
             )
             owned = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
-        except BaseException:
-            if upload is not None:
-                upload.parcel.close()
-            raise
-        return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
+            return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
 
     async def _kept(self, receive: asgi.Receive, headers: Mapping[str, str], media: str) -> FormFiles:
         """The bytes of a body, on the disk. The caller closes them. Raises ApiError."""
-        upload, begun = FormFiles(self._settings.data_dir, media), b""
-        try:
+        begun = b""
+        with FormFiles(self._settings.data_dir, media) as upload:
             async for data in asgi.pieces(receive, headers, self._settings.upload_bytes_max):
-                begun = begun or data.lstrip(_BLANK)[:1]
+                begun = begun or data.lstrip(BLANK)[:1]
                 if begun in (b"{", b"["):  # a provider that ignores the type would find ids in it
                     raise UnsupportedMediaType(f"The body begins as JSON does, and is said to be {media}")
                 if data:
                     await upload.parcel.write(data)
-        except BaseException:
-            upload.parcel.close()
-            raise
-        return upload
+            return upload
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: DisconnectWatcher, send: asgi.Send) -> Ended:
         try:

@@ -5,13 +5,14 @@ object that a provider gave to another team through `/passthrough`.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, NotFound, shown
-from gateway.wire.requests import decode_object
+from gateway.wire.errors import BadRequest, NotFound, UnsupportedMediaType, shown
+from gateway.wire.forms import FormFiles
+from gateway.wire.requests import decode_object, decode_strictly
 
 _ID_KEY = re.compile(
     r"(?!(?:(?:tool_)?call|tool_use|custom|user|request|organization|project|account|model)_id$)"
@@ -21,6 +22,7 @@ _OBJECT_KEY = re.compile(r"file_ids?|vector_store_ids?|container(?:_id)?|skill_i
 _OBJECTS = (b"file_id", b"vector_store_id", b"container", b"skill_id")
 _ESCAPED = re.compile(rb"\\u00[2-7]")
 IDS_MAX = 500
+BLANK = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"  # before JSON, in any encoding
 
 
 class NamedObjects:
@@ -32,14 +34,45 @@ class NamedObjects:
 
     async def check(self, raw: bytes, team_id: int) -> None:
         """Raises NotFound where a body names an object of another team, and BadRequest."""
-        if self._ids is None or not (any(map(raw.__contains__, _OBJECTS)) or _ESCAPED.search(raw)):
-            return
-        named = set(ids_in(decode_object(raw), keys=_OBJECT_KEY))
+        if self._ids is not None:
+            await self._check(_named(raw, decode_object), team_id)
+
+    async def check_files(self, files: FormFiles, team_id: int, bytes_max: int) -> None:
+        """The same of files that begin as JSON does, each line of at most `bytes_max` bytes.
+
+        Raises NotFound, and UnsupportedMediaType where a line can't be read that may name objects.
+        """
+        for part in files.files:
+            begun, rest = b"", b""
+            try:
+                async for piece in files.parcel.read(part.at, part.size):
+                    begun = begun or piece.lstrip(BLANK)[:2]
+                    *lines, rest = (rest + piece).split(b"\n")
+                    if begun and begun[:1] not in (b"{", b"["):
+                        break
+                    if begun[1:] == b"\0" or len(rest) > bytes_max:
+                        raise BadRequest("Expected UTF-8, and shorter lines")
+                    for line in lines:
+                        await self._check(_named(line, decode_strictly), team_id)
+                else:
+                    await self._check(_named(rest, decode_strictly), team_id)
+            except BadRequest as error:
+                words = f"send a JSON object, or one on each line. {error.message}"
+                raise UnsupportedMediaType(f"{shown(part.filename or '')} can't be searched for ids: {words}") from None
+
+    async def _check(self, named: set[str], team_id: int) -> None:
         if len(named) > IDS_MAX:
             raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
         odd = {one for one in named if "\0" in one}  # no id, and no database takes it
-        if others := odd or (named and await self._ids.of_others(team_id, named)):
+        if self._ids is not None and (others := odd or (named and await self._ids.of_others(team_id, named))):
             raise NotFound(f"There is no {shown(min(others))} here", code="not_found")
+
+
+def _named(raw: bytes, decode: Callable[[bytes], dict[str, Any]]) -> set[str]:
+    """The ids of objects in a JSON object, which is read where it may have some. Raises BadRequest."""
+    if any(map(raw.__contains__, _OBJECTS)) or _ESCAPED.search(raw):
+        return set(ids_in(decode(raw), keys=_OBJECT_KEY))
+    return set()
 
 
 def ids_in(value: Any, but: Sequence[str] = (), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:

@@ -348,26 +348,24 @@ class PassedResponse(Response):
 
     def _own(self, response: dict[str, Any]) -> dict[str, Any]:
         output = [self._named(item) for item in response.get("output") or () if isinstance(item, dict)]
-        return {**response, **self._head, "output": output, "tools": _without_secrets(response.get("tools"))}
+        return {**response, **self._head, "output": output, "tools": _without_secrets(response.get("tools", []))}
 
     def _named(self, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "id": kept_id(item["id"], self._key)} if isinstance(item.get("id"), str) else item
 
 
-def _without_secrets(tools: Any) -> list[Any]:
+def _without_secrets(tools: Any) -> Any:
     """Tools as a response shows and keeps them: without what authorizes the calls of MCP servers."""
-    return [
-        {
-            name: _without_secrets(given) if name == "tools" else given
-            for name, given in tool.items()
-            if tool.get("type") != "mcp" or name not in ("authorization", "headers")
-        }
-        if isinstance(tool, dict)
-        else tool
-        for tool in (tools if isinstance(tools, list) else ())
-    ]
+    if isinstance(tools, list):
+        return [_without_secrets(tool) for tool in tools]
+    if not isinstance(tools, dict):
+        return tools
+    hidden = _SECRETS if tools.get("type") == "mcp" else ()
+    shown = {name: given for name, given in tools.items() if name not in hidden}
+    return shown | {"tools": _without_secrets(tools["tools"])} if "tools" in tools else shown
 
 
+_SECRETS = ("authorization", "headers")
 _NUMBERS = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 

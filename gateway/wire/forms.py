@@ -202,12 +202,20 @@ class FormFiles:
     def __init__(self, folder: Path, media: str = "") -> None:
         self.parcel = Parcel(folder)
         self._media = media
-        self._files: list[FormPart] = []
+        self.files: list[FormPart] = []
+
+    def __enter__(self) -> "FormFiles":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Remove the files where the block raised."""
+        if error is not None:
+            self.parcel.close()
 
     async def add(self, part: FormPart, piece: bytes) -> None:
-        if part not in self._files:
+        if part not in self.files:
             part.at = self.parcel.size
-            self._files.append(part)
+            self.files.append(part)
         if piece:
             part.digest.update(piece)
             part.size += len(piece)
@@ -216,7 +224,7 @@ class FormFiles:
     def body(self, form: Form) -> dict[str, Any]:
         """The form as the body of a request: a repeated field is a list, a file its name, type and digest."""
         body: dict[str, Any] = {}
-        for name, value in [*form.fields, *((part.name, _described(part)) for part in self._files)]:
+        for name, value in [*form.fields, *((part.name, _described(part)) for part in self.files)]:
             if name.endswith("[]"):
                 body.setdefault(name, []).append(value)
             elif name in body:
@@ -242,7 +250,7 @@ class FormFiles:
         for name, value in fields:
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
             parts.append((f"--{boundary}\r\n{_disposition(name)}\r\n\r\n{text}\r\n".encode("utf-8", "replace"), 0, 0))
-        for part in self._files:
+        for part in self.files:
             head = f"{_disposition(part.name, part.filename or '')}\r\nContent-Type: {part.media}"
             parts.append((f"--{boundary}\r\n{head}\r\n\r\n".encode("utf-8", "replace"), part.at, part.size))
             parts.append((b"\r\n", 0, 0))

@@ -255,7 +255,9 @@ def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
     """The JSON object in `raw`, with `model` in place of its own if given. Raises BadRequest."""
     try:
         body = msgspec.json.decode(raw.removeprefix(BOM))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # msgspec reports it as an early end
         half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None
         why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else str(error)
@@ -276,8 +278,12 @@ def decode_strictly(raw: bytes) -> dict[str, Any]:
     try:
         json.loads(raw.removeprefix(BOM), object_pairs_hook=_refuse_twins)
     except RecursionError:
-        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
+        raise _too_deep() from None
     return body
+
+
+def _too_deep() -> BadRequest:
+    return BadRequest("The body is nested too deeply", code="invalid_json")
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:

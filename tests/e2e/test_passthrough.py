@@ -412,10 +412,30 @@ def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: P
     ):  # fmt: skip
         reply = ask(gateway, "POST", "/files", data={name: value}, files={"file": ("a", b"a")})
         assert reply.status_code == 404, name
+    named = f'{{"file_id": "{theirs}"}}'
+    for status, text in (
+        (404, named), (404, f'\ufeff\n {{"a": 1}}\n{{"body": [{{"vector_store_ids": ["{mine}", "{theirs}"]}}]}}\n'),
+        (404, named.replace("file", "fil\\u0065")), (415, named.replace(": ", ":\n")), (415, f"[{named}]"),
+        (415, f'{{"file_id": "{theirs}", "file_id": "{mine}"}}'), (415, named[:-1] + ", }"),
+    ):  # fmt: skip
+        for name in ("a", "a.txt", "a.jsonl"):
+            reply = ask(gateway, "POST", "/files", data={"purpose": "x"}, files={"file": (name, text.encode())})
+            assert reply.status_code == status, text
+    for encoding in ("utf-16", "utf-16-be", "utf-32-le"):
+        reply = ask(gateway, "POST", "/files", files={"file": ("a.json", named.encode(encoding))})
+        assert reply.status_code == 415, encoding
     stores = ask(gateway, "POST", "/files", data={"response[store]": "true"}, files={"file": ("a", b"a")})
     assert stores.json()["error"]["param"] == "store"
     assert ask(gateway, "GET", "/status?a=%2561fter").status_code == 400
     assert len(provider.requests) == before
+    for text in (
+        f'{{"custom_id": "1"}}\n{{"file_id": "{mine}"}}\n',
+        "[1] a file_id",
+        '{"id": "row"}\n' * 90_000,
+        f"see file_id {theirs}",
+    ):
+        reply = ask(gateway, "POST", "/files", files={"file": ("a", text.encode())})
+        assert reply.status_code == (415 if text[0] == "[" else 200), text[:99]
 
 
 def test_every_cost_is_known_before_it_is_made(gateway: Gateway, provider: Provider) -> None:

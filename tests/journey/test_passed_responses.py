@@ -139,6 +139,21 @@ async def test_it_runs_in_the_background_and_in_conversations(world: World, serv
     assert server.seen[1][1]["input"][1:3] == [SEARCH, TEXT]
 
 
+@pytest.mark.parametrize("depth", [495, 3000])
+async def test_what_is_nested_too_deeply_is_said_to_be(world: World, server: Server, depth: int) -> None:
+    """In a tool, an item or a field of the provider's own; nothing goes out."""
+    deep = "[" * depth + "]" * depth
+    for fields in (
+        f'"input": "x", "tools": [{{"type": "web_search", "odd": {deep}}}]',
+        f'"input": [{{"type": "web_search_call", "action": {deep}}}]',
+        f'"input": "x", "tools": [{{"type": "web_search"}}], "odd": {deep}',
+    ):
+        refused = await world.ask(path=_PATH, raw=f'{{"model": "mock", {fields}}}'.encode())
+        assert (refused.status, refused.error["code"]) == (400, "invalid_json")
+        assert "nested too deeply" in refused.error["message"]
+    assert server.seen == []
+
+
 @pytest.mark.parametrize("is_background", [False, True])
 async def test_what_authorizes_calls_of_mcp_servers_is_nowhere_kept(
     open_a_world: OpenWorld, server: Server, is_background: bool
