@@ -28,14 +28,23 @@ class Own:
     fields: Mapping[str, Any]
 
 
-Said = Mapping[str, Any] | Refused | Own | None
+@dataclass(frozen=True)
+class Idle:
+    """Fields that a surface takes, and that leave a plain request as it is."""
+
+    fields: Mapping[str, Any]
+
+
+Said = Mapping[str, Any] | Refused | Own | Idle | None
 
 
 @dataclass(frozen=True)
 class Feature:
     """`chat`, `responses` and `messages` say the same; None: that API has no word for it.
 
-    `backends` has a word for each of `BACKENDS`: yes, none (no effect), 400.
+    `backends` has a word for each of `BACKENDS`: yes, none (no effect), 400. `passed` is that of an `openai`
+    deployment with the capability `responses` for a response, where it is not the word for a chat: own, as the
+    request goes to its `/responses`, or 400.
     """
 
     name: str
@@ -43,6 +52,21 @@ class Feature:
     responses: Said
     messages: Said
     backends: str = _ALL
+    passed: str = ""
+
+    @property
+    def passing(self) -> str:
+        """The word of a deployment with the capability `responses`."""
+        match self.responses:
+            case None:
+                usual = "–"
+            case Refused():
+                usual = "400"
+            case Idle():
+                usual = "none"
+            case _:
+                usual = "yes"
+        return self.passed or usual
 
 
 QUESTION = "Which way is north?"
@@ -103,6 +127,8 @@ _TEXT = {"type": "text", "text": QUESTION}
 _DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
 _CITED = {**_DOCUMENT, "citations": {"enabled": True}}
 _PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+_SPACE = {"type": "namespace", "name": "mcp__docs__", "description": "Docs.", "tools": [_FLAT]}
+_NO_CHAT = "– – – –"
 _FILE, _INPUT_FILE = {"filename": "a.pdf", "file_data": _PDF}, {"type": "input_file", "filename": "a.pdf"}
 
 FEATURES = (
@@ -170,6 +196,7 @@ FEATURES = (
             "messages[0].content[0]",
         ),
         "yes yes 400 400",
+        passed="own",
     ),
     Feature(
         "citations of documents",
@@ -330,18 +357,32 @@ FEATURES = (
         "– – – –",
     ),
     Feature("the use of a computer", *[Refused(_COMPUTER, "tools[0].type")] * 3, "– – – –"),
+    Feature("namespaces of tools", None, Refused({"tools": [_SPACE]}, "tools[0].type"), None, _NO_CHAT, passed="own"),
+    Feature(
+        "a shell on the client's machine", None, {"tools": [{"type": "local_shell"}]}, None, _NO_CHAT, passed="own"
+    ),
+    Feature(
+        "encrypted reasoning", None, Idle({"include": ["reasoning.encrypted_content"]}), None, _NO_CHAT, passed="own"
+    ),
+    Feature("`max_tool_calls`", None, Idle({"max_tool_calls": 3}), None, _NO_CHAT),
+    Feature("`truncation`", None, Idle({"truncation": "auto"}), None, _NO_CHAT),
+    Feature("a summary of reasoning", None, Idle({"reasoning": {"summary": "auto"}}), None, _NO_CHAT),
+    Feature("edits of the context", None, None, Idle({"context_management": {"edits": []}}), _NO_CHAT),
+    Feature("thinking as the model sees fit", None, None, Idle({"thinking": {"type": "adaptive"}}), _NO_CHAT),
 )
 """The corpus. Each row of the table."""
 
-_CELLS = {"yes": "yes", "none": "no effect", "400": "400", "–": "–"}
+_CELLS = {"yes": "yes", "none": "no effect", "400": "400", "–": "–", "own": "as it came"}
 
 
 def table() -> Iterable[str]:
     """The rows of docs/api.md."""
-    yield f"| feature | chat | responses | messages | {' | '.join(f'`{name}`' for name in BACKENDS)} |"
-    yield f"| --- {'| --- ' * (3 + len(BACKENDS))}|"
+    backends = [*(f"`{name}`" for name in BACKENDS), "with `/responses`"]
+    yield f"| feature | chat | responses | messages | {' | '.join(backends)} |"
+    yield f"| --- {'| --- ' * (3 + len(backends))}|"
     for one in FEATURES:
-        cells = [*map(_cell, (one.chat, one.responses, one.messages)), *(_CELLS[word] for word in one.backends.split())]
+        words = [*one.backends.split(), one.passing]
+        cells = [*map(_cell, (one.chat, one.responses, one.messages)), *(_CELLS[word] for word in words)]
         yield f"| {one.name} | {' | '.join(cells)} |"
 
 
@@ -353,4 +394,6 @@ def _cell(said: Said) -> str:
             return f"400 `{said.param}`"
         case Own():
             return "yes, apart"
+        case Idle():
+            return "no effect"
     return "yes"

@@ -23,7 +23,7 @@ from gateway.journey.turn import arrive, read_turn
 from gateway.settings import CAPABILITIES, DeploymentSettings
 from gateway.wire.types import opened
 from tests.journey.conftest import OpenWorld
-from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Own, Refused
+from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Idle, Own, Refused
 from tests.world import Finish, Reply, Tokens, World, deployment
 
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
@@ -74,8 +74,11 @@ async def test_one_request_is_one_on_all_surfaces(open_a_world: OpenWorld, featu
         if said is None:
             continue
         calls = world.backends["able"].calls
+        if isinstance(said, Idle):
+            await ask(world, surface, {})
+            first = False
         before = len(calls)
-        reply = await ask(world, surface, said.fields if isinstance(said, Refused | Own) else said)
+        reply = await ask(world, surface, said.fields if isinstance(said, Refused | Own | Idle) else said)
         if isinstance(said, Refused):
             assert reply.status == 400, reply.text
             named = reply.error.get("param") or reply.error["message"]
@@ -89,6 +92,30 @@ async def test_one_request_is_one_on_all_surfaces(open_a_world: OpenWorld, featu
         assert len(calls) == before + first
         first = isinstance(said, Own)
     assert len(texts) <= 1
+
+
+async def test_a_deployment_with_the_responses_api_gets_as_it_came_what_no_chat_can_say(
+    open_a_world: OpenWorld,
+) -> None:
+    """The table's word for each: a chat, the request with all its fields, or a 400; what is reserved stays so."""
+    able = deployment("able", capabilities=sorted(CAPABILITIES - {"messages"}))
+    world = await open_a_world(models={"mock": {"deployments": [able]}})
+    calls = world.backends["able"].calls
+    for feature in FEATURES:
+        said = feature.responses
+        if said is None:
+            assert feature.passing == "–", feature.name
+            continue
+        fields = said if isinstance(said, dict) else said.fields  # type: ignore[union-attr]
+        before = len(calls)
+        reply = await ask(world, "responses", {**fields, "instructions": fields.get("instructions", feature.name)})
+        sent = calls[before].body if len(calls) > before else {}
+        as_chat = "none" if isinstance(said, Idle) else "yes"
+        word = "400" if reply.status == 400 else "own" if "input" in sent else as_chat
+        assert (reply.status, word) == (400 if word == "400" else 200, feature.passing), (feature.name, reply.text)
+        assert bool(sent) is (word != "400")
+        if word == "own":
+            assert {name: sent[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda one: one.name)
