@@ -53,8 +53,8 @@ _PLAIN_CALLS = {EMBEDDING: "aembedding", RERANK: "arerank"}
 # fmt: off
 _IDLE: Mapping[str, Any] = {
     "audio": {}, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "logprobs": False, "modalities": ["text"], "n": 1,
-    "presence_penalty": 0, "response_format": {"type": "text"}, "stop": [], "temperature": 1, "tool_choice": "auto",
-    "tools": [], "top_p": 1,
+    "parallel_tool_calls": True, "presence_penalty": 0, "response_format": {"type": "text"}, "stop": [], "temperature": 1,
+    "tool_choice": "auto", "tools": [], "top_p": 1, "verbosity": "medium",
 }
 # fmt: on
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
@@ -229,15 +229,17 @@ class ManagedBackend:
         """The arguments of litellm.acompletion, or of the function for a plain request.
 
         Has the known fields of the body, and of a generation unknown ones where the provider speaks
-        OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks.
+        OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks, or that can't be sent.
         """
         body = request.prefilled if request.prefix else request.body
         fields = _PLAIN_FIELDS if request.kind.is_plain else _FIELDS
         arguments = {name: value for name, value in body.items() if name in fields and value is not None}
-        known = _FIELDS | _OWN_FIELDS | _CREDENTIALS
-        unknown = {name: value for name, value in body.items() if name not in known and not request.kind.is_plain}
-        if unknown and self._speaks_openai(litellm):
+        known = _FIELDS | _OWN_FIELDS | _CREDENTIALS | arguments.keys()
+        unknown = {name: value for name, value in body.items() if name not in known and value is not None}
+        if unknown and self._speaks_openai(litellm) and not request.kind.is_plain:
             arguments["extra_body"] = unknown
+        elif lacking := unknown.keys() - {"prompt_cache_retention"}:
+            raise unfit(f"`{min(lacking)}` is not supported by this model's API", min(lacking))
         if is_stream:
             arguments["stream_options"] = {"include_usage": True}
         if self.api_key:

@@ -74,7 +74,21 @@ async def test_plain_requests(upstream: Upstream, model: str, kind: Kind, body: 
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 1, "user": "u"}, "presence_penalty"),
         ({"n": 2}, "n"),
-        ({"temperature": 0, "n": 1, "presence_penalty": 0, "logit_bias": {}, "seed": 1, "verbosity": "low"}, ""),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"x_new": [1], "seed": 1}, "x_new"),
+        (
+            {
+                "temperature": 0,
+                "n": 1,
+                "presence_penalty": 0,
+                "logit_bias": {},
+                "seed": 1,
+                "verbosity": "medium",
+                "x": None,
+                "prompt_cache_retention": "24h",
+            },
+            "",
+        ),
     ],
 )
 async def test_a_field_that_the_provider_lacks_is_refused(upstream: Upstream, fields: Any, refused: str) -> None:
