@@ -130,8 +130,7 @@ class Passthrough(Chat):
                 begun = begun or data.lstrip(BLANK)[:1]
                 if begun in (b"{", b"["):  # a provider that ignores the type would find ids in it
                     raise UnsupportedMediaType(f"The body begins as JSON does, and is said to be {media}")
-                if data:
-                    await upload.parcel.write(data)
+                await upload.parcel.write(data)
             return upload
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: DisconnectWatcher, send: asgi.Send) -> Ended:

@@ -256,7 +256,7 @@ def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw.removeprefix(BOM))
     except RecursionError:
-        raise _too_deep() from None
+        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # msgspec reports it as an early end
         half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None
@@ -278,12 +278,8 @@ def decode_strictly(raw: bytes) -> dict[str, Any]:
     try:
         json.loads(raw.removeprefix(BOM), object_pairs_hook=_refuse_twins)
     except RecursionError:
-        raise _too_deep() from None
+        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
     return body
-
-
-def _too_deep() -> BadRequest:
-    return BadRequest("The body is nested too deeply", code="invalid_json")
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
