@@ -8,6 +8,7 @@ reports, or the price of a request, which is set; of a client's headers only a f
 sent, and of a provider's only the content type comes back.
 """
 
+import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -163,16 +164,12 @@ class Passthrough(Chat):
         nested = [one for one in asked if "store" not in one or len(one) > 1]
         parts = fields_of([*nested, *(given for field, given in body.items() if field != "store")])
         stores = any(field == "store" and str(given).lower() in ("true", "1") for field, given in parts)
+        is_unreported = is_counted and body.get("background")
         other, no_price = body.get("model", model) != model, is_counted and not self._deployment.is_price_known
         for is_wrong, words, param, code in (
             (other, f"`{name}` is priced for the model `{model}`: send that one", "model", "invalid_value"),
             (no_price, f"`{name}` has no known price: set `price` of the deployment", "model", "price_unknown"),
-            (
-                is_counted and body.get("background"),
-                f"{_UNREPORTED}: leave `background` out",
-                "background",
-                "price_unknown",
-            ),
+            (is_unreported, f"{_UNREPORTED}: leave `background` out", "background", "price_unknown"),
             (stores, "What a part of a request stores has no owner: leave its `store` out", "store", "invalid_value"),
         ):
             if is_wrong:
@@ -227,9 +224,15 @@ def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
         names = re.split(r"[^\w-]+", name)
         for value in (given if isinstance(given, list) else [given]) if names[0] != "metadata" else ():
             fields.append(dict.fromkeys(names, value))
-            with suppress(*UNREADABLE, TypeError):  # a file has no text
-                fields.append(dict.fromkeys(names, msgspec.json.decode(value)))
+            if isinstance(value, str):  # else it is a file
+                with suppress(ValueError):  # no JSON
+                    fields.append(dict.fromkeys(names, json.loads(value.lstrip("\ufeff"), object_pairs_hook=_each)))
     return fields
+
+
+def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The fields of an object, also those of one name: which of them the provider reads is not known."""
+    return [dict([pair]) for pair in pairs]
 
 
 class _Passed(Plain):

@@ -409,6 +409,7 @@ def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: P
         assert ask(gateway, "POST", "/jobs", json=body).status_code == 404, body
     for name, value in (
         ("file_ids[]", [mine, theirs]), ("video[id]", theirs), ("video", json.dumps({"id": theirs})), ("file_ids", f'["{theirs}"]'),
+        ("video", f'{{"id": "{theirs}", "id": "{mine}"}}'), ("video", f'\ufeff{{"id": "{theirs}", "a": NaN}}'),
     ):  # fmt: skip
         reply = ask(gateway, "POST", "/files", data={name: value}, files={"file": ("a", b"a")})
         assert reply.status_code == 404, name
@@ -424,6 +425,8 @@ def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: P
     for encoding in ("utf-16", "utf-16-be", "utf-32-le"):
         reply = ask(gateway, "POST", "/files", files={"file": ("a.json", named.encode(encoding))})
         assert reply.status_code == 415, encoding
+    deep = "[" * 90_000 + f'{{"id": "{theirs}"}}' + "]" * 90_000
+    assert ask(gateway, "POST", "/files", data={"video": deep}, files={"file": ("a", b"a")}).status_code == 400
     stores = ask(gateway, "POST", "/files", data={"response[store]": "true"}, files={"file": ("a", b"a")})
     assert stores.json()["error"]["param"] == "store"
     assert ask(gateway, "GET", "/status?a=%2561fter").status_code == 400
