@@ -37,7 +37,7 @@ from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.parts import AdminParts
-from gateway.admin.routes import admin_router
+from gateway.admin.routes import admin_routes
 from gateway.admin.views import deployments_of
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
@@ -243,7 +243,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             raise
         app.state.parts = parts
         app.state.routes.update(_routes(settings, parts))
-        app.include_router(admin_router(parts))
+        app.router.routes.extend(admin_routes(parts))
         _start_loops(parts, stack)
         if parts.metrics.error is not None:
             _log.warning(

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gateway.admin.guard import Guard
-from gateway.admin.routes import admin_router
+from gateway.admin.routes import admin_routes
 from gateway.reserved import FIELDS, TOOLS
 from gateway.settings import SECTIONS, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
@@ -109,7 +109,7 @@ def admin_paths() -> dict[str, Any]:
     settings = Settings(admin_key="sk-admin", secret="secret")
     services = MagicMock(settings=settings, guard=Guard(settings, MagicMock(), MagicMock()))  # routes use none here
     app = FastAPI()
-    app.include_router(admin_router(services))
+    app.router.routes.extend(admin_routes(services))
     return {path: methods for path, methods in app.openapi()["paths"].items() if path.startswith("/admin/api/")}
 
 

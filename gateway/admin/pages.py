@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from starlette.routing import BaseRoute
 
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import budget_views, cache_views, misses, savings_views, views
@@ -47,7 +48,7 @@ _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": 
 _NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
 
-def pages_router(parts: AdminParts) -> APIRouter:
+def page_routes(parts: AdminParts) -> list[BaseRoute]:
     """Every page and form of the dashboard, and its static files."""
     pages = Pages(parts.clock, parts.version)
     router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
@@ -67,8 +68,7 @@ def pages_router(parts: AdminParts) -> APIRouter:
     async def favicon() -> Response:
         return static_file("favicon.svg") or Response(status_code=404)
 
-    files.include_router(router)
-    return files
+    return [*files.routes, *router.routes]
 
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> None:

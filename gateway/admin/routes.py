@@ -1,7 +1,7 @@
 """The admin API: /admin/api. The dashboard shows the same values.
 
 Each route needs the admin key (or the dashboard's session) and answers errors in OpenAI's shape.
-`admin_router` makes the whole admin plane, pages included. The docstrings of routes are
+`admin_routes` makes the whole admin plane, pages included. The docstrings of routes are
 descriptions in the OpenAPI document.
 """
 
@@ -19,12 +19,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
 from pydantic import BeforeValidator, Field
+from starlette.routing import BaseRoute
 
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
 from gateway.admin import budget_views, cache_views, misses, models, operations, savings_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
-from gateway.admin.pages import pages_router
+from gateway.admin.pages import page_routes
 from gateway.admin.parquet import ParquetFile
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import ROUTES_CURSOR, CacheKind, Outcome, RouteFilter
@@ -66,9 +67,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _SECURITY = (HTTPBearer(scheme_name="adminKey", auto_error=False), APIKeyCookie(name=COOKIE, auto_error=False))
 
 
-def admin_router(parts: AdminParts) -> APIRouter:
-    """All routes under /admin."""
-    router = APIRouter()
+def admin_routes(parts: AdminParts) -> list[BaseRoute]:
+    """All routes under /admin.
+
+    A list, as a router that is included builds each of its routes once more.
+    """
     api = APIRouter(
         prefix="/admin/api",
         tags=["admin"],
@@ -82,9 +85,7 @@ def admin_router(parts: AdminParts) -> APIRouter:
     _add_ledger(api, parts)
     _add_machine(api, parts)
     _add_cache(api, parts)
-    router.include_router(api)
-    router.include_router(pages_router(parts))
-    return router
+    return [*api.routes, *page_routes(parts)]
 
 
 def _add_teams(api: APIRouter, parts: AdminParts) -> None:

@@ -35,7 +35,7 @@ from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.routes import admin_router
+from gateway.admin.routes import admin_routes
 from gateway.batches.batches import Batches
 from gateway.batches.files import Files
 from gateway.deployments.fleet import build_fleet
@@ -270,7 +270,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         session="",
     )
     world.session = await guard.new_session()
-    world.app.include_router(admin_router(admin))
+    world.app.router.routes.extend(admin_routes(admin))
     while not (await semantic.status()).is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:
