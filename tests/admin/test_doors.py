@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +22,7 @@ from gateway.admin.guesses import Guesses, network_of
 from gateway.app import create_app
 from gateway.settings import Settings
 from tests.admin.world import World, open_world
+from tests.e2e.worker import keep_collector
 from tests.services import RedisServer
 from tests.world import deployment
 
@@ -41,6 +41,7 @@ async def start(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Open]:
     """Starts workers of one installation in this process, without their loops."""
+    keep_collector(monkeypatch)
     monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
     async with AsyncExitStack() as stack:
 
@@ -52,7 +53,6 @@ async def start(
             return app
 
         yield open_app
-    gc.unfreeze()
 
 
 @asynccontextmanager

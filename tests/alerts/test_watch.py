@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +24,7 @@ from gateway.app import create_app
 from gateway.settings import AlertSettings, Settings
 from policies import Budgets, WindowKind
 from policies.windows import Unit
+from tests.e2e.worker import keep_collector
 from tests.services import RedisServer
 from tests.world import until
 
@@ -327,7 +327,7 @@ def test_a_webhook_is_encrypted_or_on_this_host(url: str, is_good: bool) -> None
 
 
 async def test_a_worker_of_the_application_alerts(
-    redis_server: RedisServer, redis: Redis, tmp_path: Path, receiver: Receiver
+    redis_server: RedisServer, redis: Redis, tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop of a started worker finds the budget and sends its alerts."""
     alerts: Any = {"webhook_url": receiver.url}
@@ -339,9 +339,9 @@ async def test_a_worker_of_the_application_alerts(
     await accounts.close()
     budgets = Budgets(redis)
     assert await budgets.settle(budgets.unreserved("h", team.id), 800_000, b"{}")
+    keep_collector(monkeypatch)
     app = create_app(settings)
     async with app.router.lifespan_context(app):
         await until(lambda: len(receiver.got) == 2)
     assert receiver.marks == reached(50, 80)
     assert await redis.get(LOCK) is None
-    gc.unfreeze()

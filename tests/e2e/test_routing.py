@@ -15,6 +15,7 @@ from gateway.app import create_app
 from gateway.settings import Settings
 from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, wait_for
 from tests.e2e.upstream import Upstream
+from tests.e2e.worker import keep_collector
 from tests.services import RedisServer
 
 _fresh = itertools.count()
@@ -70,6 +71,7 @@ async def test_what_has_become_slow_is_waited_for(
     redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time that was learned from fast answers is given up where nobody else can answer: a few requests later it suffices."""
+    keep_collector(monkeypatch)
     monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
     settings = Settings(
         data_dir=tmp_path,
@@ -102,6 +104,7 @@ async def test_a_refused_key_is_marked_and_takes_no_host_out_of_service(
     redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deployments page and the problems say that the key is refused; readiness stays, because every host has that key."""
+    keep_collector(monkeypatch)
     monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
     settings = Settings(
         data_dir=tmp_path,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,9 +30,16 @@ class OpenWorker:
     port: int
 
 
+def keep_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An application that opens neither collects nor freezes: this process holds more than the application."""
+    idle = SimpleNamespace(collect=lambda *_: 0, freeze=lambda: None, set_threshold=lambda *_: None)
+    monkeypatch.setattr(app_module, "gc", idle)
+
+
 @asynccontextmanager
 async def open_worker(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenWorker]:
     """A worker that serves on a free port."""
+    keep_collector(monkeypatch)
     monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
     monkeypatch.setattr(ExactCache, "is_l1_on", True)  # the loop that would say so is off
     app = create_app(settings)
@@ -47,7 +54,6 @@ async def open_worker(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> As
     finally:
         server.should_exit = True
         await serving
-        gc.unfreeze()
 
 
 class Host:
