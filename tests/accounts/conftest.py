@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import multiprocessing
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
 
 from gateway.accounts.accounts import Accounts
 from tests.services import PostgresServer
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.accounts.spender"])
+
+
+def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process that runs `target`, from a server that has imported the accounts once for all: nothing of this process is in it."""
+    process = _FORKS.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,4 @@
-"""A process that spends money until it is killed: reserve, settle, drain. Each acknowledged settle is a line in its file.
-
-python -m tests.accounts.spender REDIS_URL DATABASE_URL FILE LIMIT_MICROUSD
-"""
+"""What processes of these tests run: one spends money until it is killed, one only opens the accounts."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import random
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from redis.asyncio import Redis
@@ -41,7 +39,8 @@ def limits_of(limit_microusd: int) -> list[Budget]:
 
 
 async def spend(budgets: Budgets, limits: Sequence[Budget], writer: LedgerWriter, file: int) -> None:
-    """One after another for ever, as a gateway does: a settle that got no answer is tried again."""
+    """Reserve, settle, drain, one after another for ever, as a gateway does: a settle that got no answer is tried again. Each
+    acknowledged settle is a line in `file`."""
     while True:
         name = uuid.uuid4().hex
         try:
@@ -99,5 +98,20 @@ async def main(redis_url: str, database_url: str, path: str, limit_microusd: int
     await asyncio.gather(writer.run(), *(spend(budgets, limits, writer, file) for _ in range(8)))
 
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
+def run(redis_url: str, database_url: str, path: str, limit_microusd: int) -> None:
+    asyncio.run(main(redis_url, database_url, path, limit_microusd))
+
+
+def open_first(url: str, said: str) -> None:
+    """Writes to the file `said` whether this process made the first key, and whether it imported alembic for that."""
+
+    async def opened() -> object:
+        accounts = Accounts(url)
+        await accounts.open()
+        try:
+            return await accounts.ensure_first()
+        finally:
+            await accounts.close()
+
+    first = asyncio.run(opened())
+    Path(said).write_text(f"{'first' if first else 'later'} {'alembic' in sys.modules}")

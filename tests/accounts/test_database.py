@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -19,33 +17,18 @@ from gateway.accounts import Invalid, Ledger, LedgerFilter, SchemaUnknown, schem
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database, _create, _upgrade
 from gateway.accounts.ledger import Group
-from tests.accounts.conftest import empty
-
-_OPEN = """
-import asyncio, sys
-from gateway.accounts import Accounts
-async def main():
-    accounts = Accounts(sys.argv[1])
-    await accounts.open()
-    first = await accounts.ensure_first()
-    await accounts.close()
-    print("first" if first else "later", "alembic" in sys.modules)
-asyncio.run(main())
-"""
+from tests.accounts.conftest import empty, fork
+from tests.accounts.spender import open_first
 
 
-def start(url: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _OPEN, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def test_processes_that_start_at_once_make_it_once(database_url: str) -> None:
+def test_processes_that_start_at_once_make_it_once(database_url: str, tmp_path: Path) -> None:
     """Three processes open an empty database together: all come up, one makes the first key, and none imports alembic."""
-    together = [start(database_url) for _ in range(3)]
-    said = [process.communicate(timeout=60) for process in together]
-    assert [process.returncode for process in together] == [0, 0, 0], said
-    assert sorted(out.split() for out, _ in said) == [["first", "False"], ["later", "False"], ["later", "False"]]
+    files = [tmp_path / f"said-{number}" for number in range(3)]
+    together = [fork(open_first, database_url, str(file)) for file in files]
+    for process in together:
+        process.join(60)
+    assert [process.exitcode for process in together] == [0, 0, 0]
+    assert sorted(file.read_text() for file in files) == ["first False", "later False", "later False"]
 
 
 def contents(connection: sa.Connection) -> dict[str, object]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,17 +15,12 @@ from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
 from policies import Budgets
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE
-from tests.accounts.spender import LEASE_S, limits_of
+from tests.accounts.conftest import fork
+from tests.accounts.spender import LEASE_S, limits_of, run
 from tests.services import run_redis
 
-_ROOT = Path(__file__).parents[2]
 _LIMIT = 150_000
 _KILLS = 8
-
-
-def start(redis_url: str, database_url: str, path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.accounts.spender", redis_url, database_url, str(path), str(_LIMIT)]
-    return subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE)
 
 
 def lines(path: Path) -> list[str]:
@@ -46,23 +38,24 @@ def test_nothing_is_lost_or_doubled_by_kills(database_url: str, tmp_path: Path) 
     """Three workers spend and write while each is killed again and again, and Redis twice; then the sums are compared."""
     chance, path = random.Random(), tmp_path / "acknowledged"
     with run_redis(is_durable=True) as server:
-        processes = [start(server.url, database_url, path) for _ in range(3)]
+        arguments = server.url, database_url, str(path), _LIMIT
+        processes = [fork(run, *arguments) for _ in range(3)]
         try:
             for kill in range(_KILLS):
                 wait_for_more(path, chance.randrange(10, 60))
                 victim = chance.randrange(3)
-                assert processes[victim].poll() is None, processes[victim].stderr.read().decode()[-2000:]
-                processes[victim].send_signal(signal.SIGKILL)
-                processes[victim].wait()
+                assert processes[victim].is_alive()
+                processes[victim].kill()
+                processes[victim].join()
                 if kill in (2, 5):
                     server.kill()
                     server.start()
-                processes[victim] = start(server.url, database_url, path)
+                processes[victim] = fork(run, *arguments)
             wait_for_more(path, 50)
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
+                process.join()
         asyncio.run(compare(server.url, database_url, path))
 
 

@@ -88,11 +88,11 @@ def test_search_is_exact_whatever_came_and_went(kind: Any, steps: list[tuple[str
 def test_lists_are_made_beside_the_work() -> None:
     """While a thread makes them, and makes them again at four times the size and at a quarter of it: every living key is found by its own
     vector, no removed one ever."""
-    index = VectorIndex(DIMS, flat_max=500)
+    index = VectorIndex(DIMS, flat_max=250)
     chance = random.Random(0)
     living: dict[int, Any] = {}
     made = set()
-    for key in range(6_000):
+    for key in range(3_000):
         living[key] = unit(key)
         index.add(b"A", key, living[key])
         if key % 3 == 0:
@@ -109,14 +109,14 @@ def test_lists_are_made_beside_the_work() -> None:
     assert 1 in made
     assert len(made | {index.lists(b"A")}) >= 3
     before = index.lists(b"A")
-    for key in list(living)[:-300]:
+    for key in list(living)[:-150]:
         assert index.remove(b"A", key)
         del living[key]
     wait_until_settled(index)
     assert index.lists(b"A") < before
     for key, vector in living.items():
         assert index.search(b"A", vector[None, :], 1)[0].keys.tolist() == [key]
-    assert len(index) == len(living) == 300
+    assert len(index) == len(living) == 150
 
 
 def test_lists_miss_little() -> None:

@@ -262,25 +262,3 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
             return sum(row["cost_microusd"] for row in rows)
 
         wait_for(lambda: in_ledger() == budget()["spent_microusd"] > 0, 10)  # rows reach SQL a moment later
-
-
-def test_without_money_nobody_is_asked(upstream: Upstream, tmp_path: Any) -> None:
-    """A budget of 0: no judge model, no shadow checks, no team; the cheap judges go on."""
-    config = {
-        "cache": {"shadow_share": 1.0, "judge_model": "judge", "judge_budget_usd": 0},
-        "models": {
-            "mock": {"deployments": [deployment(upstream.url, "plain")]},
-            "judge": {"deployments": [deployment(upstream.url, "judge", "judge")]},
-        },
-    }
-    long = "The reasons are many and each deserves to be told in its own words here. " * 3
-    upstream.labels({ASKED: long + "One.", "Tell me the capital of Italy.": long + "Other."})
-    with run_gateway(tmp_path, config) as running:
-        running.wait_ready()
-        running.chat(ASKED)
-        assert kind(running.chat(PARAPHRASE)) == "semantic"
-        running.chat("Tell me the capital of Italy.")
-        wait_for(lambda: verdicts(running, 'ruling="unknown"') + verdicts(running, 'ruling="different"') >= 1, 10)
-        assert [team["name"] for team in running.admin("GET", "/teams")["teams"]] == ["default"]
-    assert {one["body"]["model"] for one in upstream.seen().requests} == {"mock"}
-    assert upstream.seen().generations == 2
