@@ -47,6 +47,7 @@ from policies import Budget, WindowKind
 from policies.windows import KEY, TEAM, Overdraft, Unit
 
 _T = TypeVar("_T")
+_FIRST_TEAM = "default"
 _ROWS_AT_ONCE = 200
 # looks at the database for keys that the snapshot lacks: guesses must not keep it busy
 _LOOKS_PER_S = 10.0
@@ -209,8 +210,8 @@ class Accounts:
             raise
 
     @uncancelled
-    async def ensure_first(self, team: str = "default", plaintext: str | None = None) -> str | None:
-        """Create `team` and its first key in a new database, and return the key's plaintext.
+    async def ensure_first(self, plaintext: str | None = None) -> str | None:
+        """Create the team `default` and its key in a new database, and return the key's plaintext.
 
         `plaintext` presets the key. Returns None in a database that had its first key before; of
         processes that race, one gets the key. Raises Invalid for a `plaintext` that is too short to
@@ -227,9 +228,9 @@ class Accounts:
             claim = sa.update(installation).where(sa.not_(installation.c.is_claimed)).values(is_claimed=True)
             if (await connection.execute(claim)).rowcount == 0:
                 return None
-            team_id = (await connection.execute(sa.select(teams.c.id).where(teams.c.name == team))).scalar()
+            team_id = (await connection.execute(sa.select(teams.c.id).where(teams.c.name == _FIRST_TEAM))).scalar()
             if team_id is None:
-                team_id = await _insert(connection, teams, self._new_team(team, {}))
+                team_id = await _insert(connection, teams, self._new_team(_FIRST_TEAM, {}))
             await _insert(connection, schema.keys, self._new_key(team_id, "first", made, {}))
         return made
 
@@ -294,10 +295,10 @@ class Accounts:
         return await self.update_key(key_id, is_active=False)
 
     @uncancelled
-    async def list_keys(self, team_id: int | None = None) -> list[Key]:
-        """All keys, or one team's, by id."""
+    async def list_keys(self) -> list[Key]:
+        """All keys, by id."""
         async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.keys, _key, team_id)]
+            return [row async for row in _read(connection, schema.keys, _key)]
 
     # ── budgets ──
 

@@ -35,9 +35,9 @@ def holds(parts: AdminParts) -> list[models.HoldOut]:
     return list(found.values())
 
 
-async def budgets(parts: AdminParts, team_id: int | None = None) -> list[models.BudgetOut]:
-    """Budgets with their current use; without it while Redis is away."""
-    found, needed = await parts.accounts.list_budgets(team_id), holds(parts)
+async def budgets(parts: AdminParts) -> list[models.BudgetOut]:
+    """All budgets with their current use; without it while Redis is away."""
+    found, needed = await parts.accounts.list_budgets(), holds(parts)
     try:
         states: Sequence[BudgetState | None] = await parts.budgets.spent(found)
     except RedisError:

@@ -20,7 +20,6 @@ from policies import Budget, Demand
 from policies.counters import Need, value_of
 from policies.windows import ALIAS, DEPLOYMENT, KEY, TAG, USER, Overdraft
 
-TAGS_HEADER = "x-sameway-tags"
 TAGS_MAX = 16
 """The tags of a request that its rows of the ledger have."""
 

@@ -56,7 +56,7 @@ async def test_expired_revoked_and_switched_off(database_url: str) -> None:
     revoked = await accounts.revoke_key(lasting.key.id)
     assert not revoked.is_active
     assert accounts.identify(lasting.plaintext) is None
-    assert [key.name for key in await accounts.list_keys(team.id)] == ["brief", "lasting"]
+    assert [key.name for key in await accounts.list_keys()] == ["brief", "lasting"]
     await accounts.close()
 
 
@@ -308,10 +308,10 @@ async def test_the_first_key_may_be_given(accounts: Accounts) -> None:
         with pytest.raises(Invalid, match="api_key"):
             await accounts.ensure_first(plaintext=weak)
     preset = "sk-preset-0123456789"
-    assert await accounts.ensure_first("mine", preset) == preset
+    assert await accounts.ensure_first(preset) == preset
     found = accounts.identify(preset)
     assert found is not None
-    assert (found.team.name, found.key.prefix) == ("mine", "sk-preset-")
+    assert (found.team.name, found.key.prefix) == ("default", "sk-preset-")
 
 
 async def test_last_use_is_written_now_and_then(database_url: str) -> None:

@@ -374,7 +374,7 @@ async def test_a_line_is_a_request_of_the_key(host: Host, upstream: Upstream) ->
     assert [one["custom_id"] for one in output] == ["shared again"]
     assert [one["response"]["body"]["error"]["code"] for one in errors] == ["insufficient_quota"]
     late = await begin(host.client, line("late"))
-    key_id = (await host.parts.accounts.list_keys(1))[0].id
+    key_id = (await host.parts.accounts.list_keys())[0].id
     await host.parts.accounts.revoke_key(key_id)
     await run(host)
     key = await host.parts.accounts.create_key(1, "new")
