@@ -5,17 +5,22 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import parse_qs
 
 import pytest
 import yaml
 
 from cache.fingerprint import FIELDS, FieldKind
-from gateway.cli import main
-from gateway.settings import SECTIONS, Settings
-from tests.documents import DOCUMENTS, ROOT, generated, with_generated, without_generated
+from gateway.app import create_app
+from gateway.cli import _parser, main
+from gateway.settings import SECTIONS, PriceSettings, Settings
+from gateway.telemetry.metric_names import DEFINITIONS
+from tests.documents import DOCUMENTS, ROOT, admin_paths, generated, with_generated, without_generated
 from tests.golden.source import COLLECTORS, PACKAGES
 
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
@@ -23,6 +28,8 @@ README, API, REASONS, OPERATIONS, CONFIGURATION = (
     TEXTS[name]
     for name in ("README.md", "docs/api.md", "docs/reasons.md", "docs/operations.md", "docs/configuration.md")
 )
+DOCUMENT: dict[str, Any] = create_app(Settings()).openapi()
+PATHS, SCHEMAS = {**DOCUMENT["paths"], **admin_paths()}, DOCUMENT["components"]["schemas"]
 
 # HTTP's own, and those between the gateway and a provider
 _HEADERS_UNDOCUMENTED = {"content-type", "x-gzip"}
@@ -210,6 +217,47 @@ def test_sample_configurations_pass_the_check(
         path = tmp_path / f"{number}.yaml"
         path.write_text(sample)
         assert main(["check-config", "--config", str(path)]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_sample_commands_can_run(name: str) -> None:
+    """What a document calls on a command line is there: commands with their options, benches, a request's route and fields."""
+    for line in "\n".join(_fences(TEXTS[name], "console")).splitlines():
+        match shlex.split(line.partition("$ ")[2], comments=True):
+            case ["./run", "bench", bench, *_]:
+                assert (ROOT / f"bench/{bench}.py").exists(), line
+            case ["./run", ("serve" | "sameway") as command, *given]:
+                _parser().parse_args([command, *given] if command == "serve" else given)  # SystemExit where it is wrong
+            case ["./run", command, *_]:
+                assert f"\n  {command}) " in (ROOT / "run").read_text(), line
+            case ["curl", url, *options]:
+                path = re.sub(r"^\$BASE_URL", "/v1", url.partition("?")[0]).removeprefix("$HOST").removeprefix("$ROOT")
+                operation = PATHS[path]["post" if "-d" in options else "get"]
+                if "-d" in options:
+                    body = operation["requestBody"]["content"]["application/json"]["schema"]
+                    schema = SCHEMAS[body["$ref"].rpartition("/")[2]] if "$ref" in body else body
+                    assert json.loads(options[options.index("-d") + 1]).keys() <= schema["properties"].keys(), line
+                else:
+                    asked = {one["name"] for one in operation["parameters"]}
+                    assert parse_qs(url.partition("?")[2]).keys() <= asked, line
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_names_exist(name: str) -> None:
+    """A metric, a section's setting, and a path of the API, wherever a text names one, is one that there is."""
+    metrics = {one.name for one in DEFINITIONS}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", one) for one in re.findall(r"\bsameway_[a-z_]+[a-z]\b", TEXTS[name])}
+    assert shown <= metrics
+    types = {name: (one.annotation, *get_args(one.annotation)) for name, one in Settings.model_fields.items()}
+    known = {name: section for name, found in types.items() for section in SECTIONS if section in found}
+    known["price"] = PriceSettings
+    for section, field in re.findall(rf"`({'|'.join(known)})\.(?:[A-Z]+\.)?([a-z]\w+)(?:: [^`]*)?`", TEXTS[name]):
+        assert field in known[section].model_fields, f"{section}.{field}"
+    served = {re.sub(r"\{\w+\}", "{}", path) for path in PATHS} | {"/v1", "/admin/api"}
+    for path in re.findall(
+        r"`(?:[A-Z]+ )?(/(?:v1|admin/api|healthz|metrics|readyz|tokenize)[^`\s.?]*)[`?]", TEXTS[name]
+    ):
+        assert re.sub(r"\{\w+\}", "{}", path.rstrip("/")) in served, path
 
 
 def test_sample_programs_compile() -> None:
