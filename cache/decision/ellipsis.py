@@ -56,7 +56,8 @@ def is_same_ellipsis(asked: str, known: str, talk: str) -> bool | None:
 
     None where one has no form. A preposition may be missing in one, as far as it says only where the rest belongs.
     """
-    one, other = _read(asked, talk), _read(known, talk)
+    one = _read(asked, talk)
+    other = None if one is None else _read(known, talk)
     if one is None or other is None:
         return None
     return one[1:] == other[1:] and (one[0] == other[0] or not (one[0] and other[0]))

@@ -23,6 +23,7 @@ from cache.decision.guards import (
     COLD_FIRST,
     COLD_WRONG,
     CONTEXT_WRONG,
+    Thresholds,
     fixed_reason,
     is_added,
     is_other_in_context,
@@ -121,13 +122,12 @@ class FixedRule:
 
     def at(self, error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
         """The decision at an error bound, which needs no state."""
-        asked = read(text)
-        reasons = tuple(self.reason(error_max, asked, one) for one in neighbours)
+        asked, thresholds = read(text), thresholds_of(error_max)
+        reasons = tuple([self.reason(thresholds, asked, one) for one in neighbours])
         return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
 
-    def reason(self, error_max: float | None, asked: TextFeatures, one: Neighbour) -> MissReason | None:
-        """Why a neighbour is not served at an error bound."""
-        thresholds = thresholds_of(error_max)
+    def reason(self, thresholds: Thresholds | None, asked: TextFeatures, one: Neighbour) -> MissReason | None:
+        """Why a neighbour is not served at an error bound, by its row."""
         if thresholds is None:
             return MissReason.STRICT
         if one.similarity < thresholds.same:
@@ -172,10 +172,9 @@ class VerifiedRule:
         known = read(witness.text)
         model = state.model or self._cold
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
-        p, cold_p = model.certain.logistic.p(seen), self._cold.certain.logistic.p(seen)
+        p = model.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
         one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
-        is_further = is_added(asked, known, witness.context if witness.places else None) or one_turn is False
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
         is_same = (witness.is_reordered or one_turn is True) and vetoed is None
@@ -187,12 +186,15 @@ class VerifiedRule:
             and model.certain.is_fitted
             and p >= model.certain.threshold(error_max)
         )
+        is_further = not is_certain and (
+            is_added(asked, known, witness.context if witness.places else None) or one_turn is False
+        )
         is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
         is_sure = is_certain or (
             vetoed is None
             and not is_further
             and (query.untightened is not None or is_young or model.allows_cold(seen, error_max, state.discernment))
-            and self._is_cold_sure(asked, witness, cold_p, error_max)
+            and self._is_cold_sure(asked, witness, seen, error_max)
             and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
         cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
@@ -234,14 +236,15 @@ class VerifiedRule:
         model.learn(row)
         return model
 
-    def _is_cold_sure(self, asked: TextFeatures, witness: Neighbour, p: float, error_max: float) -> bool:
+    def _is_cold_sure(self, asked: TextFeatures, witness: Neighbour, seen: Vector, error_max: float) -> bool:
         """Whether the fixed rule serves, or the prior of questions about one context; no other prior does."""
+        p = self._cold.certain.logistic.p(seen)
         known, in_context = read(witness.text), self.prior.in_context if witness.places else None
         least = in_context.threshold(error_max) if in_context is not None else None
         if least is not None and p >= least and not is_other_in_context(asked, known):
             return True
         is_likely = p >= THRESHOLD_MIN or not witness.places
-        return is_likely and self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
+        return is_likely and self._fixed.reason(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
 
 
 def _after_one_more(counters: NamespaceCounters, paid: float) -> NamespaceCounters:
@@ -274,18 +277,22 @@ def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
 
 
 def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
-    """The groups by their votes. The witness of each is its nearest key that no veto stops; groups
-    without one come last, that of the neighbour which the fixed rule would serve comes first, with
-    it as the witness.
+    """The first groups by their votes, `_COMPARED` at least if there are so many. The witness of each
+    is its nearest key that no veto stops; groups without one come last, that of the neighbour which
+    the fixed rule would serve comes first, with it as the witness.
     """
-    found = []
+    free: list[Candidate] = []
+    vetoed: list[Candidate] = []
     text = read(asked)
-    for one in candidates(neighbours):
-        keys = (place for place, near in enumerate(neighbours) if (near.group or near.exact) == one.group)
-        free = next((at for at in keys if veto(text, read(neighbours[at].text), neighbours[at].age_s) is None), None)
-        is_first = guarded is not None and (neighbours[guarded].group or neighbours[guarded].exact) == one.group
-        place = guarded if guarded is not None and is_first else one.place if free is None else free
-        made = Candidate(one.group, place, one.share, one.count, one.rival)
-        found.append((0 if is_first else 1 if free is not None else 2, made))
-    found.sort(key=lambda pair: pair[0])
-    return [one for _, one in found]
+    first = b"" if guarded is None else neighbours[guarded].group or neighbours[guarded].exact
+    for one in sorted(candidates(neighbours), key=lambda one: one.group != first):
+        if len(free) == _COMPARED:
+            break
+        keys = (at for at, near in enumerate(neighbours) if (near.group or near.exact) == one.group)
+        served = (at for at in keys if veto(text, read(neighbours[at].text), neighbours[at].age_s) is None)
+        place = guarded if one.group == first else next(served, None)
+        if place is None:
+            vetoed.append(one)
+        else:
+            free.append(Candidate(one.group, place, one.share, one.count, one.rival))
+    return [*free, *vetoed]
