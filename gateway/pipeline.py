@@ -75,8 +75,8 @@ class _Looked(msgspec.Struct, frozen=True):
     """The outcome of stages 3 and 4.
 
     `headers` are the rate limits'. `warm` are the prompt tokens that deployments saw last, by name.
-    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`. `pointed`: what the prompt's words
-    found, a hit or an audit of one.
+    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`. `words`: the key that they were looked
+    for by; `pointed`: what they found, a hit or an audit of one.
     """
 
     headers: dict[bytes, bytes]
@@ -85,6 +85,7 @@ class _Looked(msgspec.Struct, frozen=True):
     elsewhere_ms: float | None = None
     warm: dict[str, int] = {}
     degraded: tuple[str, ...] = ()
+    words: bytes | None = None
     pointed: SemanticResult | None = None
 
 
@@ -227,6 +228,7 @@ class Pipeline:
         return _Looked(
             headers,
             looked.entry if may_look and not is_pointed else None,
+            words=words,
             pointed=self._semantic.follow(found, controls, team, alias, looked) if is_pointed else None,
             warm=warm,
             degraded=("redis",) if looked.miss is LookupMiss.UNAVAILABLE else (),
@@ -252,6 +254,9 @@ class Pipeline:
             generation = generation_of(turn, identity, alias, relaxed, looked.warm, looked.degraded)
             generation.unsought, generation.elsewhere_ms = unsought, looked.elsewhere_ms
             generation.is_claimed = looked.is_claimed
+            if relaxed.text is not None and not unsought:
+                known = looked.words if relaxed.compat == found.compat else None
+                generation.words = known or words_key(relaxed.compat, relaxed.text)
             if looked.pointed is not None:
                 generation.looked_up(looked.pointed)
             flight = Flight(generation, turn.deadline)
@@ -474,9 +479,9 @@ class Pipeline:
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
         works = self._account(generation, rows)
-        if generation.semantic.entry is not None and self.settings.cache.is_exact:  # before it is released
-            point, controls, team = self._semantic.point, generation.turn.controls, generation.identity.team
-            works.append(point(generation.fingerprint, controls, team, generation.alias, generation.semantic))
+        words, is_kept = generation.words, self.settings.cache.is_exact and not generation.turn.controls.no_store
+        if generation.semantic.entry is not None and words is not None and is_kept:  # before it is released
+            works.append(self._semantic.point(generation.fingerprint, words, generation.semantic))
         works.append(self._store(generation, entry, store))
         stored = None if generation.unsought else self._semantic.storing(generation.fingerprint)
         try:
@@ -556,7 +561,7 @@ class Pipeline:
         deployment = generation.answered_by if is_hinted else None
         try:
             if entry is not None:
-                words = words_key(entry.compat, entry.text) if entry.text is not None else None
+                words = generation.words if entry.text is not None else None
                 result = await self.exact.store(entry, warm=deployment, chain=found.chain, words=words)
                 store = result.refusal.value if result.refusal else store
                 generation.is_claimed = generation.is_claimed and result.refusal is not None

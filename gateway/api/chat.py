@@ -159,7 +159,7 @@ class Chat:
         body = renderer.whole(chunks, reply.served)
         if renderer.is_kept:
             await renderer.keep()
-        first = media_headers(reply.media) if reply.media else [JSON]
+        first = media_headers(media) if (media := reply.media) else [JSON]
         status = reply.reader.status if reply.reader is not None else 200
         await asgi.send_whole(send, status, [*first, *answer_headers(reply), *cost_header(reply)], body)
 

@@ -69,6 +69,7 @@ class Generation(msgspec.Struct, eq=False):
     hedge: Hedged | None = None  # a second deployment that was asked at the same time
     served: Entry | None = None  # the recorded answer that is replayed
     is_claimed: bool = False  # other workers wait for its entry
+    words: bytes | None = None  # the key by which its prompt's words find an answer
     elsewhere_ms: float | None = None  # another worker had been making its entry for so long
     awaited_until: float = 0.0  # by time.perf_counter, where it has waited for that worker
     seams: list[Seam] = []  # where another deployment went on with the answer

@@ -62,8 +62,11 @@ class Bounds:
         """The least bound of settings, team, alias and request (`asked`), before any tightening."""
         model, cache = self._settings.models.get(alias), self._settings.cache
         of_alias = model.semantic_error_max if model is not None else None
-        given = (cache.error_max, team.semantic_error_max, of_alias, asked)
-        return min(bound for bound in given if bound is not None)
+        least = cache.error_max
+        for bound in (team.semantic_error_max, of_alias, asked):
+            if bound is not None and bound < least:
+                least = bound
+        return least
 
     def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
         """The bound for a request of `team` for `alias`; `asked` is the request's own bound."""
@@ -86,6 +89,7 @@ class SemanticResult(msgspec.Struct, frozen=True):
 
     entry: Entry | None = None
     similarity: float | None = None  # of the hit, or of the nearest entry that is not served
+    error_max: float = 0.0  # the bound of a hit that the cache worker found
     miss_reason: str = ""
     nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
     question: str = ""  # the request's own text, of a hit; empty unless prompts may be logged
@@ -201,6 +205,7 @@ class SemanticLookup:
         return SemanticResult(
             entry=pointed.entry,
             similarity=result.similarity,
+            error_max=bound.error_max,
             question=found.text if self._settings.log_prompts else "",
             trial=result.trial,
         )
@@ -243,18 +248,14 @@ class SemanticLookup:
         question = found.text if self._settings.log_prompts and found.text is not None else ""
         return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
 
-    async def point(
-        self, found: Fingerprint, controls: Controls, team: Team, alias: Alias, result: SemanticResult
-    ) -> None:
+    async def point(self, found: Fingerprint, words: bytes, result: SemanticResult) -> None:
         """Let this prompt's words find the entry that the cache worker found to answer it; that ends its claim."""
-        key = None if controls.no_store else self.words_key(found, controls, team, alias)
-        if key is None or result.entry is None or result.trial is None or result.similarity is None:
+        if result.entry is None or result.trial is None or result.similarity is None:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
-        error_max = self._bounds.bound(team, alias.name, controls.error_max).error_max
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
-            verified = Verified(result.similarity, trial, error_max, self._clock())
-            await self._exact.point(found, result.entry, key, verified)
+            verified = Verified(result.similarity, trial, result.error_max, self._clock())
+            await self._exact.point(found, result.entry, words, verified)
 
     def begin_draft(self, found: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
         """Begin to read the answer to the nearest cached prompt, as a local engine's draft.

@@ -6,6 +6,7 @@ through unchanged.
 
 import json
 import re
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -115,8 +116,8 @@ class ChatRequest(_Request, kw_only=True):
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
         media: list[str] = []
-        beyond = sum(message.audio is not None for message in self.messages)
-        if {type(message.content) for message in self.messages} != _TEXTS:
+        beyond = len(self.messages) - list(map(_audio_of, self.messages)).count(None)
+        if set(map(type, map(_content_of, self.messages))) != _TEXTS:
             self.check_contents(body)
             lists = [message.content for message in self.messages if type(message.content) is list]
             media = [kind for parts in lists for kind in _media(parts)]
@@ -323,6 +324,7 @@ def _media(parts: list[dict[str, Any]]) -> list[str]:
 
 _NO_NEEDS: frozenset[str] = frozenset()
 _TEXTS = {str}
+_audio_of, _content_of = attrgetter("audio"), attrgetter("content")
 # no part of the prompt, though a body may be long by them; and its parts
 _FORMS = ("response_format", "structured_outputs", "guided_choice", "guided_grammar", "guided_json", "guided_regex")
 _UNTOLD = frozenset({*_FORMS, "logit_bias", "metadata", "prediction"})

@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from openai import OpenAI
 from redis.asyncio import Redis
 from sqlalchemy import event
 
+from cache.decision import normal_form
 from cache.entry import Purge
 from cache.query import Hit, Trial
 from gateway.app import Parts
@@ -245,16 +246,19 @@ async def test_a_hit_by_the_same_words(worker: Worker) -> None:
 @pytest.mark.parametrize("worker", [{"is_audited": False}], indirect=True)
 async def test_a_hit_by_meaning(worker: Worker, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the look-up, one command points the new words at the entry and ends the claim; what is remembered for feedback
-    shares a round trip."""
+    shares a round trip. The words are brought into their normal form once."""
     await worker.ask("What is it like there?")
     (key,) = await redis.keys("sameway:*:used")
     (exact,) = await redis.zrevrange(key, 0, 0)
     trial = Trial(ranked=(exact,), features=b"", p=0.99, chance=1.0, rule=b"")
     monkeypatch.setattr(worker.parts.semantic, "lookup", AsyncMock(return_value=Hit(exact, 0.97, "", trial)))
     await worker.ask("Tell me, what is it like there?")  # Redis has the scripts then
+    folded = Mock(wraps=normal_form.normal_form)
+    monkeypatch.setattr(normal_form, "normal_form", folded)
     for number in range(12):  # an entry has fewer pointers
         cost = await worker.cost(f"Tell me, what is {number} of it like there?")
         assert (cost.commands, cost.round_trips) == ({"EVALSHA": 2, "SET": 2}, 3)
+    assert folded.call_count == 12
     assert not await redis.keys("*:claim:*")
 
 

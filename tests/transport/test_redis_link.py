@@ -231,6 +231,8 @@ def free_ports(count: int) -> list[int]:
         ("HSCAN", "hash", 0),
         ("HGETALL", "hash"),
         ("XRANGE", "stream", "-", "+"),
+        ("XREVRANGE", "stream", "+", "-", "COUNT", 1),
+        ("ZREVRANGE", "scores", 0, -1, "WITHSCORES"),
         ("XREAD", "COUNT", 5, "STREAMS", "stream", "0"),
         ("ZRANGE", "scores", 0, -1, "WITHSCORES"),
         ("ZSCORE", "scores", "m"),
