@@ -161,17 +161,10 @@ class Pipeline:
         looked = await self._look_up(turn, identity, alias, found)
         if looked.entry is not None:
             return Reply(turn, alias.name, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
-        if looked.pointed is not None and looked.pointed.entry is not None:
+        if looked.pointed is not None and (entry := looked.pointed.entry) is not None:
             pointed = generation_of(turn, identity, alias, found, {})
             pointed.looked_up(looked.pointed)
-            return Reply(
-                turn,
-                alias.name,
-                looked.headers,
-                entry=looked.pointed.entry,
-                looked_up_ms=turn.elapsed_ms(),
-                pointed=pointed,
-            )
+            return Reply(turn, alias.name, looked.headers, entry=entry, looked_up_ms=turn.elapsed_ms(), pointed=pointed)
         flight = self._join(turn, identity, alias, found, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
@@ -306,12 +299,8 @@ class Pipeline:
         has begun to make it, if two have so ended, or after `Flight.patience_s`.
         """
         generation, found = flight.generation, flight.generation.fingerprint
-        controls, pause_s, age_ms, unstored = (
-            generation.turn.controls,
-            _FOLLOW_POLL_S,
-            generation.elsewhere_ms or 0.0,
-            0,
-        )
+        controls, pause_s = generation.turn.controls, _FOLLOW_POLL_S
+        age_ms, unstored = generation.elsewhere_ms or 0.0, 0
         until = time.perf_counter() + flight.patience_s()
         while (left_s := until - time.perf_counter()) > 0:
             try:

@@ -18,7 +18,6 @@ QUESTION_CHARS_MAX = 400
 """A longer last text may hold anything: it needs all of its context."""
 
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
-_FIGURE = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
 def _stems(text: str) -> frozenset[str]:

@@ -26,7 +26,6 @@ from cache.fingerprint import CONTEXT_CHARS_MAX, Fingerprint, fingerprint
 
 _SYSTEM = ("system", "developer")
 _HISTORY_CHARS_MAX = 32_768
-_CALL_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 _TOKEN = re.compile(r"[^\W_](?:[\w'’.,:/@+-]*[^\W_])?")

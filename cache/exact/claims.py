@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,9 +22,6 @@ import msgspec
 from cache.exact.scripts import POINTED, RELEASED
 from cache.fingerprint import Fingerprint
 from cache.redis_client import Redis
-
-LookKeys = tuple[str, str, str, str]
-"""A partition's entries, words, groups, suspended."""
 
 _KEY = "sameway:{%s}:claim:%s"
 LEASE_S = 3.0
@@ -89,10 +86,10 @@ class Claims:
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
     def look(
-        self, fp: Fingerprint, keys: LookKeys, *, wants: bool, is_stale: bool = False, words: bytes | None = None
+        self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, is_stale: bool = False, words: bytes | None = None
     ) -> Awaitable[Any]:
         """Look for the entry, then for the one that `words` point at; without one, claim it if the
-        caller `wants` that.
+        caller `wants` that. `keys` are a partition's entries, words, groups, suspended.
 
         `is_stale`: the entry that is there does not count. `read` reads the reply. Raises what the
         client raises.

@@ -68,15 +68,13 @@ class Worker:
         self._cache: SemanticCache | None = None
         self._follower: Follower | None = None
         self._lookups: deque[Job] = deque()
-        self._embeds: deque[Job] = deque()
+        self._embeds: asyncio.Queue[Job] = asyncio.Queue()
         self._has_lookups = asyncio.Event()
         self._has_no_lookup = asyncio.Event()  # none waits, and none is being answered
         self._has_no_lookup.set()
         self._spare = asyncio.Lock()
-        self._has_embeds = asyncio.Event()
         self._judging: AnswerJudging | None = None
-        self._judgings: deque[Job] = deque()
-        self._has_judgings = asyncio.Event()
+        self._judgings: asyncio.Queue[Job] = asyncio.Queue()
         self._failure = ""
         self._counts = [0, 0]  # lookups, batches
         self._stop = asyncio.Event()
@@ -220,10 +218,7 @@ class Worker:
 
     async def _answer_embeds(self) -> None:
         while True:
-            await self._has_embeds.wait()
-            job = self._embeds.popleft()
-            if not self._embeds:
-                self._has_embeds.clear()
+            job = await self._embeds.get()
             assert self._cache is not None
             try:
                 if isinstance(job.ask, wire.AskEmbed) and job.is_wanted():
@@ -248,10 +243,7 @@ class Worker:
 
     async def _judge_answers(self) -> None:
         while True:
-            await self._has_judgings.wait()
-            job = self._judgings.popleft()
-            if not self._judgings:
-                self._has_judgings.clear()
+            job = await self._judgings.get()
             if isinstance(job.ask, wire.AskJudge) and job.is_wanted():
                 job.answer(await self._judge(job, job.ask))
 
@@ -327,14 +319,12 @@ class Worker:
             connection.waiting.add(ask.id)
             deadline = time.monotonic() + ask.timeout_s
             if isinstance(ask, wire.AskEmbed):
-                self._embeds.append(Job(connection, ask, deadline))
-                self._has_embeds.set()
+                self._embeds.put_nowait(Job(connection, ask, deadline))
             elif isinstance(ask, wire.AskJudge):
-                if len(self._judgings) >= _JUDGINGS_MAX:
+                if self._judgings.qsize() >= _JUDGINGS_MAX:
                     connection.answer(ask.id, wire.Failed("too many answers wait to be judged"))
                     return
-                self._judgings.append(Job(connection, ask, deadline))
-                self._has_judgings.set()
+                self._judgings.put_nowait(Job(connection, ask, deadline))
             else:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, Miss, MissReason, Query, SemanticClient, Trial
+from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
 from cache.context.relax import relaxed
 from cache.context.volatile import compile_pattern
 from cache.decision.guards import COLD_FIRST, COLD_WRONG, thresholds_of
@@ -200,7 +200,7 @@ class SemanticLookup:
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if _is_cold(result):
+        if result.trial is not None and result.trial.is_cold:
             self._cold.spend(found.compat)
         return SemanticResult(
             entry=pointed.entry,
@@ -289,10 +289,6 @@ class SemanticLookup:
         if not team.is_semantic_enabled:
             return "off_for_team"
         return "not_eligible" if found.text is None else ""
-
-
-def _is_cold(hit: Hit) -> bool:
-    return hit.trial is not None and hit.trial.is_cold
 
 
 def draft_of(entry: Entry | None) -> str:
