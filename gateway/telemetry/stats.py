@@ -128,6 +128,7 @@ class Stats:
         self._redis = redis
         self._clock = clock
         self._records: list[Record] = []  # not in the sums yet
+        self._truths = Counter[tuple[int, int, str, str, tuple[str, ...]]]()  # the same
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
@@ -151,9 +152,7 @@ class Stats:
         """
         if certificate is None:
             certificate = self.certificates.get((team_id, model), "")
-        events = [(letter, 1) for letter in letters]
-        self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, events)
-        self._certify(team_id, certificate, model, events)
+        self._truths[int(self._clock()) // 60, team_id, model, certificate, tuple(letters)] += 1
         return certificate
 
     def add_report(self, team_id: int, model: str, is_wrong: bool) -> None:
@@ -203,6 +202,11 @@ class Stats:
 
     def _gather(self) -> None:
         """Add the sums since the last call to the buckets of each resolution."""
+        for (at, owner, alias, certificate, letters), count in self._truths.items():
+            events = [(letter, count) for letter in letters]
+            self._count(at, owner, buckets.TRUTH, alias, events)
+            self._certify(owner, certificate, alias, events)
+        self._truths.clear()
         records, self._records = self._records, []
         self._routes.extend(records)
         alike: dict[tuple[int, int, str, str, str], list[Record]] = {}
