@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import json
 import os
 import sys
 import urllib.error
@@ -169,8 +170,14 @@ def _run(arguments: argparse.Namespace) -> int:
     environ |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
     environ |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
     environ |= dict.fromkeys(_MODELS, arguments.model) if arguments.model else {}
+    program, *given = arguments.command
+    if os.path.basename(program) == "codex":  # it reads no address from the environment
+        place = {"name": "Sameway", "base_url": f"{url}/v1", "env_key": "OPENAI_API_KEY", "wire_api": "responses"}
+        chosen = {"model_provider": "sameway"} | ({"model": arguments.model} if arguments.model else {})
+        chosen |= {f"model_providers.sameway.{name}": value for name, value in place.items()}
+        given = [*(part for name, value in chosen.items() for part in ("-c", f"{name}={json.dumps(value)}")), *given]
     try:
-        os.execvpe(arguments.command[0], arguments.command, environ)
+        os.execvpe(program, [program, *given], environ)
     except OSError as error:
         return _refused(f"{arguments.command[0]} cannot be started: {error.strerror}", 127)
 

@@ -357,7 +357,7 @@ FEATURES = (
         "– – – –",
     ),
     Feature("the use of a computer", *[Refused(_COMPUTER, "tools[0].type")] * 3, "– – – –"),
-    Feature("namespaces of tools", None, Refused({"tools": [_SPACE]}, "tools[0].type"), None, _NO_CHAT, passed="own"),
+    Feature("namespaces of tools", None, {"tools": [_SPACE]}, None, _NO_CHAT, passed="own"),
     Feature(
         "a shell on the client's machine", None, {"tools": [{"type": "local_shell"}]}, None, _NO_CHAT, passed="own"
     ),

@@ -259,7 +259,7 @@ class Response(EventRenderer):
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
                 fields |= {"type": "function_call" if kind == "function" else "custom_tool_call"}
-                fields |= {"name": _text(given.get("name")), field: ""}
+                fields |= {**_names(_text(given.get("name")), self._response["tools"]), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
         position, pieces = self._calls[index]
@@ -372,6 +372,19 @@ _NUMBERS = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 def _text(value: Any) -> str:
     """A name or an id, which a deployment may send as another type."""
     return value if isinstance(value, str) else "" if value is None else msgspec.json.encode(value).decode()
+
+
+def in_namespace(space: str | None, name: str) -> str:
+    """The one name that a tool has in a chat completion."""
+    return f"{space.removesuffix('__')}__{name}" if space else name
+
+
+def _names(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The fields of a call of the tool `name` of a chat completion: its own name and its namespace's."""
+    spaces = (one for one in tools if one.get("type") == "namespace")
+    both = ((space["name"], one.get("name", "")) for space in spaces for one in space["tools"])
+    found = next((pair for pair in both if in_namespace(*pair) == name), None)
+    return {"name": name} if found is None else {"namespace": found[0], "name": found[1]}
 
 
 def framed(event: str, number: int, **fields: Any) -> bytes:

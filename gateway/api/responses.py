@@ -23,7 +23,7 @@ from gateway.api.chat import Chat, Renderer, Respond
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
-from gateway.api.response_events import PassedResponse, Response
+from gateway.api.response_events import PassedResponse, Response, in_namespace
 from gateway.api.tokens import counted
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
@@ -44,6 +44,7 @@ class _Item(msgspec.Struct):
     id: str | None = None
     call_id: str | None = None
     name: str = ""
+    namespace: str | None = None
     arguments: str = ""
     input: str = ""
     action: dict[str, Any] = {}
@@ -58,6 +59,13 @@ class _Named(msgspec.Struct):
     """A function or a custom tool, or the choice of one."""
 
     name: str
+    namespace: str | None = None
+
+
+class _Namespace(msgspec.Struct):
+    name: str
+    tools: list[dict[str, Any]]
+    description: str | None = None
 
 
 class _Allowed(msgspec.Struct):
@@ -271,7 +279,7 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
     translated = {
         "messages": messages,
-        "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
+        "tools": _tools(request.tools or (), "tools") or None,
         "tool_choice": _tool_choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(text.get("format")),
@@ -306,6 +314,28 @@ _SHELL: dict[str, Any] = {
 }
 
 
+def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """`given` in a chat completion's shape, each at its place, and after them the other tools of namespaces."""
+    groups = []
+    for number, tool in enumerate(given):
+        place = f"{where}[{number}]"
+        groups.append([_tool(one, place) for one in _members(tool, place)])
+    return [group[0] for group in groups if group] + [one for group in groups for one in group[1:]]
+
+
+def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The tools of a namespace, or `tool` itself."""
+    if tool.get("type") != "namespace":
+        return [tool]
+    space: _Namespace = convert(tool, _Namespace, where)
+    found = [
+        {**one, "name": in_namespace(space.name, str(one["name"]))} if "name" in one else one for one in space.tools
+    ]
+    if found and space.description:  # it is about them all, so the first one has it
+        found[0] = {**found[0], "description": f"{space.description}\n\n{found[0].get('description') or ''}".rstrip()}
+    return found
+
+
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool that the client runs, in a chat completion's shape; the local shell is a function there.
 
@@ -328,14 +358,14 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     kind = choice.get("type")
     if kind == "allowed_tools":
         allowed: _Allowed = convert(choice, _Allowed, "tool_choice")
-        tools = [_tool(tool, f"tool_choice.tools[{number}]") for number, tool in enumerate(allowed.tools or ())]
+        tools = _tools(allowed.tools or (), "tool_choice.tools")
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind not in ("function", "custom"):
         shown = msgspec.json.encode(kind).decode()[:100]
         words = f"A `tool_choice` of type {shown} is not supported here"
         raise BeyondChat("tool_choice.type", f"{words}: it may be none, auto, required, a tool or allowed tools")
     named: _Named = convert(choice, _Named, "tool_choice")
-    return _nested(kind, {"name": named.name})
+    return _nested(kind, {"name": in_namespace(named.namespace, named.name)})
 
 
 def _messages(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
@@ -381,10 +411,11 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
 
 def _call(item: _Item) -> dict[str, Any]:
     """A call of a tool, without its id."""
+    name = in_namespace(item.namespace, item.name)
     if item.type == "custom_tool_call":
-        return _nested("custom", {"name": item.name, "input": item.input})
+        return _nested("custom", {"name": name, "input": item.input})
     if item.type == "function_call":
-        return _nested("function", {"name": item.name, "arguments": item.arguments})
+        return _nested("function", {"name": name, "arguments": item.arguments})
     arguments = {name: value for name, value in item.action.items() if name != "type" and value not in (None, {})}
     return _nested("function", {"name": SHELL, "arguments": msgspec.json.encode(arguments).decode()})
 

@@ -50,4 +50,5 @@ def listed(found: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 def no_such_action(path: str, call: Call) -> NotFound:
     """The error for a path or a method that an endpoint does not have."""
-    return NotFound(f"There is no {call.method} {path}/{{id}}/{shown(call.action)} here", code="unknown_url")
+    place = "/".join(filter(None, (path, call.object_id and "{id}", shown(call.action))))
+    return NotFound(f"There is no {call.method} {place} here", code="unknown_url")

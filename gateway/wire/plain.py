@@ -152,6 +152,7 @@ class RerankRequest(_Plain, kw_only=True):
 class ModerationRequest(_Plain, kw_only=True):
     """The known fields of a request to judge texts and images by a provider's policy."""
 
+    model: Annotated[str, Meta(min_length=1)] = "omni-moderation-latest"  # defaults as at OpenAI
     stream: Literal[False] | None = None
     input: str | Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=INPUTS_MAX)]
 
@@ -162,6 +163,7 @@ class ModerationRequest(_Plain, kw_only=True):
 class ImageRequest(_Plain, kw_only=True):
     """The known fields of a request for images of what `prompt` describes."""
 
+    model: Annotated[str, Meta(min_length=1)] = "gpt-image-1.5"
     prompt: Annotated[str, Meta(min_length=1)]
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     size: str | None = None
@@ -209,6 +211,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
 class VariationRequest(ImageEditRequest, kw_only=True):
     """The same for other images like `image`."""
 
+    model: Annotated[str, Meta(min_length=1)] = "dall-e-2"
     prompt: str = ""
 
 

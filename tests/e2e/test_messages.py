@@ -7,7 +7,9 @@ import itertools
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -247,8 +249,10 @@ def run_tool(*command: str, key: str = API_KEY) -> subprocess.CompletedProcess[s
     return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway) -> None:
-    """Both official clients find it in their environment, and its own exit status is the command's."""
+def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway, tmp_path: Path) -> None:
+    """Both official clients find it in their environment, and Codex, which reads no address there, in its arguments;
+    its own exit status is the command's.
+    """
     asked = question()
     ran = run_tool("--url", f"{gateway.root}/v1", "--", sys.executable, "-c", _TOOL, asked)
     assert ran.stderr == ""
@@ -257,6 +261,16 @@ def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway) -> Non
     assert asked in first
     ended = run_tool("--url", gateway.root, "--model", "mock", "--", sys.executable, "-c", "raise SystemExit(7)")
     assert ended.returncode == 7
+    codex = tmp_path / "codex"
+    codex.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    codex.chmod(0o755)
+    given = run_tool("--url", gateway.root, "--model", "mock", "--", str(codex), "exec", "hello").stdout.splitlines()
+    assert given[-2:] == ["exec", "hello"]
+    assert set(given[:-2:2]) == {"-c"}
+    chosen = tomllib.loads("\n".join(given[1:-2:2]))
+    assert (chosen["model_provider"], chosen["model"]) == ("sameway", "mock")
+    provider = chosen["model_providers"]["sameway"]
+    assert (provider["base_url"], provider["env_key"]) == (f"{gateway.root}/v1", "OPENAI_API_KEY")
 
 
 def test_a_tool_does_not_start_without_a_gateway(gateway: Gateway) -> None:

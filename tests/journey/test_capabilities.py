@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ from pydantic import BaseModel
 
 from gateway.backends.base import BackendUnfit
 from gateway.backends.refusals import error_body
+from gateway.journey.turn import arrive, read_turn
+from gateway.wire import types
 from tests.world import KEY, Load, World
 
 
@@ -116,3 +119,19 @@ async def test_models_have_anthropics_shape_for_its_clients(world: World) -> Non
             ("/models?after_id=unknown", "invalid_request_error"),
         ):
             assert (await http.get(path)).json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "alias"),
+    [
+        (types.MODERATION, {"input": "x"}, "omni-moderation-latest"),
+        (types.IMAGE, {"prompt": "x"}, "gpt-image-1.5"),
+        (types.IMAGE_EDIT, {"prompt": "x", "image": "x"}, "gpt-image-1.5"),
+        (types.VARIATION, {"image": "x"}, "dall-e-2"),
+    ],
+)
+def test_what_names_no_model_asks_for_openais_default(kind: types.Kind, body: dict[str, Any], alias: str) -> None:
+    """As OpenAI's clients leave `model` out of these; another one is kept."""
+    assert read_turn(json.dumps(body).encode(), {}, arrive(kind.name), kind).alias == alias
+    named = {**body, "model": "own"}
+    assert read_turn(json.dumps(named).encode(), {}, arrive(kind.name), kind).alias == "own"

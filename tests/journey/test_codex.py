@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.world import World
+from gateway.wire.types import Chunk
+from tests.world import Finish, Tokens, World
 
 _PATH = "/v1/responses"
 _GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
@@ -67,6 +68,41 @@ async def test_a_turn_of_codex_passes(world: World) -> None:
         "custom": {"name": "apply_patch", "description": "Edits files.", "format": grammar},
     }
     assert sent["tools"][2]["function"]["name"] == "local_shell"
+
+
+async def test_tools_of_a_namespace_are_functions_of_a_chat_completion(world: World) -> None:
+    """Both names are one there; the calls come back with both, and go out with one when they stand in the input."""
+    look = {"type": "function", "name": "look", "description": "Looks up.", "parameters": {}}
+    spaces: list[dict[str, Any]] = [
+        {"type": "namespace", "name": "mcp__docs__", "description": "Docs.", "tools": [look, {**look, "name": "list"}]},
+        {"type": "namespace", "name": "agents", "tools": [look]},
+    ]
+    called = {"index": 0, "id": "call_a", "type": "function", "function": {"name": "agents__look", "arguments": "{}"}}
+    plain = {"index": 1, "id": "call_b", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    delta = {"id": "c", "choices": [{"index": 0, "delta": {"tool_calls": [called, plain]}, "finish_reason": None}]}
+    world.backends["plain"].plays(Chunk(json.dumps(delta).encode()), Finish("tool_calls"), Tokens())
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "user", "content": "Look."},
+        {"type": "function_call", "name": "list", "namespace": "mcp__docs__", "arguments": "{}", "call_id": "call_0"},
+        {"type": "function_call_output", "call_id": "call_0", "output": "two"},
+    ]
+    asked = {**request(items), "tools": [*spaces, look], "stream": False}
+    reply = await world.ask(path=_PATH, raw=json.dumps(asked).encode())
+    first, second = reply.json["output"]
+    assert (first["namespace"], first["name"], first["call_id"]) == ("agents", "look", "call_a")
+    assert (second.get("namespace"), second["name"]) == (None, "look")
+    sent = world.backends["plain"].calls[-1].body
+    assert [one["function"]["name"] for one in sent["tools"]] == [
+        "mcp__docs__look",
+        "agents__look",
+        "look",
+        "mcp__docs__list",
+    ]
+    assert [one["function"]["description"] for one in sent["tools"][:2]] == ["Docs.\n\nLooks up.", "Looks up."]
+    assert sent["messages"][-2]["tool_calls"][0]["function"]["name"] == "mcp__docs__list"
+    choice = {"type": "function", "name": "look", "namespace": "agents"}
+    await world.ask(path=_PATH, raw=json.dumps({**asked, "tool_choice": choice}).encode())
+    assert world.backends["plain"].calls[-1].body["tool_choice"]["function"] == {"name": "agents__look"}
 
 
 async def test_results_without_their_calls_are_refused(world: World) -> None:
