@@ -16,7 +16,7 @@ from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
 
-_OTHERS_MAX = 8  # models of a partition that a further namespace starts from; the latest
+_OTHERS_MAX = 8  # models of an alias or a partition that a further namespace starts from; the latest
 _LEARNED = 400  # verdicts from which on a namespace's model is one of them
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 # namespaces with a model of their own: about 10 kB each, before their verdicts
@@ -49,15 +49,16 @@ class NamespaceStates:
         self._states: dict[bytes, NamespaceState] = {}
         self._tallied: dict[bytes, _GroupTallies] = {}
         self._suspended: dict[Partition, set[bytes]] = {}
-        # by partition: models of its namespaces that have learned, the latest at the end
-        self._learned: dict[bytes, list[LearnedModel]] = {}
+        # by partition and alias, "" for all: models of namespaces that have learned, the latest at the
+        # end
+        self._learned: dict[bytes, dict[str, list[LearnedModel]]] = {}
 
     def of(self, namespace: bytes) -> NamespaceState:
         """The state of a namespace, empty where it has none yet."""
         state = self._states.get(namespace)
         if state is None:
-            others = self._learned.setdefault(namespace[:DIGEST_BYTES], [])
-            state = self._states[namespace] = NamespaceState(others=others)
+            learned = self._learned.setdefault(namespace[:DIGEST_BYTES], {"": []})
+            state = self._states[namespace] = NamespaceState(others=learned[""])
         return state
 
     def tallies(self, namespace: bytes) -> Mapping[bytes, tuple[float, float]]:
@@ -100,15 +101,17 @@ class NamespaceStates:
             if row.similarity >= _NEAR:
                 state.discernment = _discernment(tallied, row)
             known = _verdicts(state.model)
-            state.model = self._rule.learn(row, state.model, state.others)
+            of_alias = self._learned[record.partition].get(verdict.alias)
+            state.model = self._rule.learn(row, state.model, of_alias or state.others)
             if state.model is not None and known < _LEARNED <= _verdicts(state.model):
-                self._teach_others(record.partition, state.model)
+                for alias in {"", verdict.alias}:
+                    self._teach_others(record.partition, alias, state.model)
         if len(self._tallied) > _TALLIED_MAX:
             self._unlearn(next(iter(self._tallied)))
 
-    def _teach_others(self, partition: Partition, model: LearnedModel) -> None:
-        """Further namespaces of the partition start from this model, too."""
-        learned = self._learned[partition]
+    def _teach_others(self, partition: Partition, alias: str, model: LearnedModel) -> None:
+        """Further namespaces of the alias start from this model, too."""
+        learned = self._learned[partition].setdefault(alias, [])
         learned.append(model)
         del learned[:-_OTHERS_MAX]
 
@@ -138,8 +141,8 @@ class NamespaceStates:
     def _unlearn(self, namespace: bytes) -> None:
         del self._tallied[namespace]
         state = self._states[namespace]
-        learned = self._learned[namespace[:DIGEST_BYTES]]
-        learned[:] = [one for one in learned if one is not state.model]
+        for learned in self._learned[namespace[:DIGEST_BYTES]].values():
+            learned[:] = [one for one in learned if one is not state.model]
         state.model, state.discernment = None, 1.0
         state.counters = NamespaceCounters(cold=state.counters.cold)
         if not state.words.texts:

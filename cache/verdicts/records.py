@@ -48,7 +48,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     `asked` is the chance with which a judge that costs was asked, 0 where it was not, None where
     the others had ruled or there is none. `flips` estimate the error of the judge that ruled: the
     share of equal answers that it calls different, which all versions take as 0, and the share of
-    different ones that it calls the same, as in its exam or beside other judges.
+    different ones that it calls the same, as in its exam or beside other judges. `alias` is the model
+    that the request named.
     """
 
     source: Source
@@ -63,6 +64,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     asked: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
+    alias: str = ""
 
     def encode(self) -> bytes:
         """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
@@ -71,9 +73,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
         form: type[_StoredVerdict] = _StoredAskedVerdict
-        if self.asked is None and not any(self.flips):  # as versions without judges that cost wrote it
+        if self.asked is None and not any((*self.flips, self.alias)):  # as the first versions wrote it
             form = _StoredVerdict
-            del own["asked"], own["flips"]
+            del own["asked"], own["flips"], own["alias"]
         return _ENCODER.encode(form(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own))
 
     @staticmethod
@@ -105,10 +107,11 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
 
 
 class _StoredAskedVerdict(_StoredVerdict, frozen=True, array_like=True, kw_only=True, tag="f1"):
-    """The same, of a comparison for which a judge that costs was asked, or might have been."""
+    """The same, with what later versions added."""
 
     asked: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
+    alias: str = ""
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):

@@ -461,6 +461,7 @@ class Judging:
             judge=judgement.judge,
             why=judgement.why,
             flips=self._flips(judgement.judge),
+            alias=asked.record.alias,
         )
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:

@@ -98,6 +98,7 @@ class Reports:
             at=time.time(),
             judge=who,
             why="reported",
+            alias=reply.alias,
         )
         out = Suspension(
             exact=reply.exact,

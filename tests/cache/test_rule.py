@@ -584,13 +584,20 @@ class Told:
     def __init__(self) -> None:
         self.states = NamespaceStates(VerifiedRule(prior()), b"rule")
 
-    def learn(self, partition: Partition, compat: bytes, rows: Sequence[Row]) -> NamespaceState:
+    def learn(self, partition: Partition, compat: bytes, rows: Sequence[Row], alias: str = "") -> NamespaceState:
         for row in rows:
             verdict = Verdict(
-                source=Source.MISS, compat=compat, is_right=row.is_right, trial=row.trial, at=0.0, exact=b"e" * 16
+                source=Source.MISS, compat=compat, is_right=row.is_right, trial=row.trial, at=0.0, alias=alias
             )
-            self.states.learn(AnswerJudged(partition, verdict, b"g", None))
+            kept = Verdict.decode(verdict.encode())
+            self.states.learn(AnswerJudged(partition, kept, b"g", None))
         return self.states.of(partition + compat)
+
+    @staticmethod
+    def p_of_right(state: NamespaceState) -> float:
+        """The mean p of further rows that are right."""
+        assert state.model is not None
+        return float(np.mean([state.model.certain.logistic.p(row.features) for row in rows(50, 6) if row.is_right]))
 
 
 def test_a_namespace_starts_from_what_others_of_its_partition_learned_and_never_from_another_partition() -> None:
@@ -601,12 +608,26 @@ def test_a_namespace_starts_from_what_others_of_its_partition_learned_and_never_
     for partition, before in ((ACME, first), (ACME, opposite), (OTHER, opposite), (OTHER, [])):
         told = Told()
         told.learn(partition, b"a" * 16, before)
-        state = told.learn(ACME, b"b" * 16, few)
-        assert state.model is not None
-        p.append(np.mean([state.model.certain.logistic.p(row.features) for row in rows(50, 6) if row.is_right]))
+        p.append(told.p_of_right(told.learn(ACME, b"b" * 16, few)))
     alike, unlike, apart, alone = p
     assert alike > alone > unlike
     assert apart == alone
+
+
+def test_a_namespace_starts_from_its_alias_then_from_its_partition_and_a_rebuild_agrees() -> None:
+    """Forty verdicts of three aliases: one that learned the opposite before, one that learned the same, one without any."""
+    told = Told()
+    first, few = rows(600, 1), rows(41, 5)
+    opposite = [compared(row.features, not row.is_right, 1.0, 0.5) for row in first]
+    for again in range(2):
+        for compat, alias, before in ((b"a", "small", opposite), (b"b", "large", first)):
+            told.learn(ACME, compat * 16, before, alias)
+        unlike, alike, apart = (
+            told.p_of_right(told.learn(ACME, alias[:1].encode() * 16, few, alias))
+            for alias in ("small", "large", "third")
+        )
+        assert alike > apart > unlike, again
+        told.states.clear()
 
 
 def test_other_granularity_in_another_namespace_does_not_break_the_bound() -> None:

@@ -265,7 +265,7 @@ async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
     """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
     ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
     assert (judged.is_right, judged.asked) == row
-    assert judged.flips == FLIPS  # those of the judge that ruled, whether it costs or not
+    assert (judged.flips, judged.alias) == (FLIPS, "m")  # those of the judge that ruled, whether it costs or not
     assert judged.trial.features == b"1234"
 
 
