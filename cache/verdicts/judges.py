@@ -165,6 +165,11 @@ _SURE_COSINE = 0.97  # where each has a content word that the other lacks
 _OTHER_COSINE = 0.5
 _OTHER_COSINE_TERSE = 0.8  # answers of a word or two: their other words are all they say
 _TERSE_WORDS = 3
+_FORM = 4  # letters that the forms of a name begin with: "Europe", "European"
+# in German, where all nouns begin with capitals
+_BESIDE_NOUNS = frozenset(
+    {"das", "dem", "den", "der", "die", "ein", "eine", "ist", "kein", "keine", "nicht", "und", "wir"}
+)
 
 _NAME = "agreement"
 _STANCES = {"yes": "yes", "yeah": "yes", "yep": "yes", "correct": "yes", "true": "yes"}
@@ -189,7 +194,7 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
         guard is MissReason.NUMBERS and _says_other_numbers(one, other)
     ):
         return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
-    if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
+    if guard is MissReason.NAMES and _says_other_names(one, other):
         return Judgement(Ruling.DIFFERENT, _NAME, "names differ")
     mine, its = encode([fresh, cached]).vectors
     cosine = float(mine @ its)
@@ -201,7 +206,9 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
         ruling = Ruling.SAME
     has_shared_number = not _numbers(one).isdisjoint(_numbers(other))
     other_cosine = _OTHER_COSINE_TERSE if _are_terse(one, other) else _OTHER_COSINE
-    if is_swapped and not has_shared_number and cosine < other_cosine:
+    # a yes or a no has many words: "Yes, you can hire it.", "It can be hired."
+    takes_stance = _stance(one) or _stance(other) or (one.negations and other.negations)
+    if is_swapped and not has_shared_number and not takes_stance and cosine < other_cosine:
         ruling = Ruling.DIFFERENT
     return Judgement(ruling, _NAME, f"similarity {cosine:.2f}")
 
@@ -225,6 +232,19 @@ def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
     mine, its = _numbers(one), _numbers(other)
     is_told = _are_terse(one, other) or bool(mine and its and one.content_set == other.content_set)
     return is_told and mine.isdisjoint(its)
+
+
+def _says_other_names(one: TextFeatures, other: TextFeatures) -> bool:
+    """Whether each answer has names, and the other says none of them in any form.
+
+    Nothing is seen in a language that writes all nouns as names, unless both are terse.
+    """
+    if not _are_terse(one, other) and not _BESIDE_NOUNS.isdisjoint({*one.words, *other.words}):
+        return False
+    return all(
+        mine.names and {name[:_FORM] for name in mine.names}.isdisjoint(word[:_FORM] for word in its.words)
+        for mine, its in ((one, other), (other, one))
+    )
 
 
 def _are_terse(one: TextFeatures, other: TextFeatures) -> bool:
