@@ -216,8 +216,11 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
 def _is_contrary(one: TextFeatures, other: TextFeatures) -> bool:
     """Whether two answers of other polarity disagree: in the same words but for one each.
 
-    In other words a negation may be of something else: "it is free", "you pay nothing".
+    In other words a negation may be of something else: "it is free", "you pay nothing". "No, it can't
+    be" negates once.
     """
+    if one.negations != other.negations and one.negations and other.negations:
+        return False
     mine, its = one.content_set - NEGATIONS, other.content_set - NEGATIONS
     return _are_terse(one, other) or max(len(mine - its), len(its - mine)) <= 1
 

@@ -116,6 +116,7 @@ def vectors(cosine: float) -> Encoded:
         ("Yes.", "No.", 0.99, DIFFERENT),
         ("Yes, you can hire it.", "It can be hired: write to the manager.", 0.4, UNKNOWN),
         ("It isn't rented out.", "Unfortunately that is not possible.", 0.4, UNKNOWN),
+        ("No, it can't be hired.", "Unfortunately that is not possible.", 0.4, UNKNOWN),
         ("It is not far and not near.", "It is far and near.", 0.99, UNKNOWN),
         ("The capital of France is Paris.", "France's capital is Paris.", 0.96, SAME),
         ("a red dress", "a blue dress", 0.95, UNKNOWN),
