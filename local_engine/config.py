@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 _SIZE_MAX = 2**31
+_DTYPES, _WEIGHTS = ("auto", "float32", "bfloat16", "float16"), ("auto", "int8", "int4", "fp8")
 _POSITIVE = (
     "rms_epsilon", "attention_scale", "attention_softcap", "logit_softcap", "embedding_scale", "logit_divisor",
 )  # fmt: skip
@@ -87,10 +88,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be {least} or more, not {value}")
         if self.wait_max_s is not None and self.wait_max_s <= 0:
             raise ValueError(f"wait_max_s must be above 0, not {self.wait_max_s}")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
-        if self.weights not in ("auto", "int8", "int4", "fp8"):
-            raise ValueError(f"weights must be auto, int8, int4 or fp8, not {self.weights!r}")
+        for name, known in (("dtype", _DTYPES), ("weights", _WEIGHTS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -368,11 +368,9 @@ class Engine:
             stop_token=piece.stop_token,
             finish_reason=reason,
         )
-        if reason is None:
-            return StepOutput(sequence.id, output)
-        del self._sequences[sequence.id]
-        self._scheduler.finish(sequence)
-        return StepOutput(sequence.id, output, usage=sequence.usage)
+        if reason is not None:
+            self.abort(sequence.id)
+        return StepOutput(sequence.id, output, usage=None if reason is None else sequence.usage)
 
     def _count(self, sequence: Sequence, source: Source, drafted: int, accepted: int) -> None:
         for counted in (sequence, self._totals):

@@ -19,8 +19,8 @@ Errors:
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -234,12 +234,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: dict[str, int] = {}
 
 
-def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """The sum of several counts by source."""
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(total)
+def together(usages: Iterable[Usage]) -> Usage:
+    """The sum of each count, of one usage at least."""
+    total: dict[str, Any] = {}
+    for name, count in itertools.chain.from_iterable(msgspec.structs.asdict(usage).items() for usage in usages):
+        if isinstance(count, int):
+            total[name] = total.get(name, 0) + count
+        else:
+            before = total.get(name, {})
+            total[name] = {**before, **{source: before.get(source, 0) + more for source, more in count.items()}}
+    return Usage(**total)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,7 +365,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
     conversation up to where the assistant begins. `wants_texts`: with the vocabulary's spelling of
     each token."""
 
-    id: int
+    id: int = 0
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     has_special: bool = True

@@ -117,7 +117,9 @@ class Scheduler:
         budget, has_preempted = self.step_tokens_max, False
         # a sequence that loses its place in this step is none
         candidates = set(map(id, self.waiting))
-        ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.priority, s.pending > 1, s.order))
+        # an answer may end by the token under way
+        able = (s for s in self.running if s.answer_tokens + s.in_flight < s.answer_tokens_max)
+        ready = sorted(able, key=lambda s: (s.priority, s.pending > 1, s.order))
         drafts = self._drafts([s for s in ready if s.pending == 1])
         without_room: list[Sequence] = []  # they found no block, and still hold theirs
         while budget > 0:

@@ -86,11 +86,6 @@ class Sequence:
         return len(self.tokens) + self.in_flight - self.computed
 
     @property
-    def has_room(self) -> bool:
-        """Whether its answer's length leaves room for a token after the one under way."""
-        return self.answer_tokens + self.in_flight < self.answer_tokens_max
-
-    @property
     def pending_draft(self) -> int:
         """How many tokens the draft model has not computed."""
         return len(self.tokens) - self.draft_computed
@@ -164,11 +159,6 @@ class Sequence:
     def has_penalties(self) -> bool:
         params = self.params
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether a token decides what may come after it."""
-        return self.has_penalties or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ class StepInFlight:
         """Whether the next step can't be scheduled before this one has landed: how far a draft goes
         decides where the next token stands, penalties count every token, and a grammar reads
         it."""
-        return any(chunk.draft or (count and chunk.sequence.reads_tokens) for chunk, count in self._counted())
+        drawn = [chunk.sequence for chunk, count in self._counted() if count]
+        return any(one.has_penalties or one.grammar is not None for one in drawn) or any(c.draft for c in self.chunks)
 
     def places(self) -> dict[int, int]:
         """Where in `drawn` the next token of each sequence is, by the sequence's id."""

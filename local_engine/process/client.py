@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -122,13 +122,11 @@ class _Frames(asyncio.Protocol):
         start = 0
         while len(buffer) - start >= 4:
             size_bytes = int.from_bytes(buffer[start : start + 4], "big")
-            if size_bytes > wire.FRAME_SIZE_MAX_BYTES:
-                assert self._transport is not None
-                self._transport.abort()
-                return
-            if len(buffer) - start - 4 < size_bytes:
+            if len(buffer) - start - 4 < size_bytes <= wire.FRAME_SIZE_MAX_BYTES:
                 break
             try:
+                if size_bytes > wire.FRAME_SIZE_MAX_BYTES:
+                    raise msgspec.DecodeError(f"a frame of {size_bytes} bytes")
                 messages = self._engine._decoder.decode(memoryview(buffer)[start + 4 : start + 4 + size_bytes])
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 assert self._transport is not None
@@ -230,35 +228,19 @@ class AsyncEngine:
             generation._fail(wire.InvalidRequest("a number of the request needs more than 64 bits"))
         return generation
 
-    async def tokenize(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        has_special: bool,
-        opens_answer: bool = True,
-        wants_texts: bool = False,
-    ) -> wire.Tokens:
-        """The tokens of a prompt or of a conversation; parameters as of `messages.Tokenize`. Raises
-        EngineError."""
-        asked = wire.Tokenize(
-            id=next(self._ids),
-            prompt=prompt,
-            messages=messages,
-            has_special=has_special,
-            opens_answer=opens_answer,
-            wants_texts=wants_texts,
-        )
+    async def tokenize(self, asked: wire.Tokenize) -> wire.Tokens:
+        """The tokens of a prompt or of a conversation; the id is chosen here. Raises EngineError."""
         return cast(wire.Tokens, await self._call(asked))
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of these tokens, special ones included. Raises EngineError."""
-        return cast(wire.Text, await self._call(wire.Detokenize(next(self._ids), token_ids))).text
+        return cast(wire.Text, await self._call(wire.Detokenize(0, token_ids))).text
 
     async def _call(self, message: wire.Tokenize | wire.Detokenize) -> wire.Tokens | wire.Text:
         refusal = self._refusal()
         if refusal is not None:
             raise refusal
+        message = msgspec.structs.replace(message, id=next(self._ids))
         answer: asyncio.Future[wire.Tokens | wire.Text] = asyncio.get_running_loop().create_future()
         self._calls[message.id] = answer
         self._send(message)
@@ -270,13 +252,11 @@ class AsyncEngine:
     def _refusal(self) -> wire.EngineError | None:
         if not self._is_connected:
             return wire.EngineUnavailable(f"no engine answers at {self.socket_path}")
-        if self._load.is_draining:
+        now = self._load
+        if now.is_draining:
             return wire.EngineUnavailable("the engine is shutting down")
-        if not self._load.is_ready:
-            percent = round(100 * self._load.progress)
-            return wire.EngineLoading(
-                f"the model is loading: {percent}% ({self._load.stage})", progress=self._load.progress
-            )
+        if not now.is_ready:
+            return wire.EngineLoading(f"the model is loading: {now.progress:.0%} ({now.stage})", progress=now.progress)
         return None
 
     @property

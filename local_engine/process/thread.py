@@ -57,21 +57,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A submission whose grammar is compiled."""
+class Ready:
+    """A submission, whose grammar is compiled where it has one."""
 
     request: wire.GenerateRequest
-    grammar: Compiled
+    grammar: Compiled | None = None
 
 
-Command = tuple[Key, wire.Submit | Held | wire.Abort] | None
+Command = tuple[Key, Ready | wire.Abort] | None
 
 
 class EngineThread(threading.Thread):
     """Loads the engine, then turns commands into sequences and steps into messages. Everything here
     but `send` and the public attributes runs in the thread."""
 
-    def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, wire.ToClient]]], None]) -> None:
+    def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, wire.ToClient]]], object]) -> None:
         super().__init__(name="engine", daemon=True)
         self.load = wire.EngineLoad(stage="starting", queue_max=config.queue_max)
         self.info: wire.ModelInfo | None = None
@@ -113,7 +113,10 @@ class EngineThread(threading.Thread):
                 except queue.Empty:
                     if not block:
                         break
-                    if not self._has_integrity(engine):
+                    try:
+                        engine.check_integrity()
+                    except AssertionError as error:  # where invariants don't hold, the process must end
+                        self.error = error
                         return
                     is_checked = True
                     continue
@@ -132,31 +135,20 @@ class EngineThread(threading.Thread):
             self.steps_ended += 1
             self.load = engine.load()
 
-    def _has_integrity(self, engine: Engine) -> bool:
-        """Whether the idle engine's invariants hold; where they don't, the process must end."""
-        try:
-            engine.check_integrity()
-        except AssertionError as error:
-            self.error = error
-        return self.error is None
-
     def _show_progress(self, fraction: float, stage: str) -> None:
         self.load = wire.EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
-    def _handle(self, engine: Engine, key: Key, command: wire.Submit | Held | wire.Abort) -> None:
+    def _handle(self, engine: Engine, key: Key, command: Ready | wire.Abort) -> None:
         """One bad request must never end the loop: its error is its own answer."""
         try:
-            match command:
-                case wire.Submit():
-                    self._submit(engine, key, command.request)
-                case Held():
-                    self._submit(engine, key, command.request, command.grammar)
-                case wire.Abort():
-                    self._abort(engine, key)
+            if isinstance(command, Ready):
+                self._submit(engine, key, command.request, command.grammar)
+            else:
+                self._abort(engine, key)
         except Exception as error:
             self._deliver([(key, wire.error_to_wire(key.id, error))])
 
-    def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None = None) -> None:
+    def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None) -> None:
         if not 1 <= request.n <= CHOICES_MAX:
             raise wire.InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
         candidates = request.best_of or request.n
@@ -258,7 +250,9 @@ class EngineThread(threading.Thread):
         if step.usage is not None:
             work.ended[step.id] = step.usage
             if len(work.ended) == len(work.sequences):
-                usage = _total(work)
+                first = work.ended[work.sequences[0]]  # the prompt counts once
+                once = {name: getattr(first, name) for name in ("prompt_tokens", "cached_tokens")}
+                usage = msgspec.structs.replace(wire.together(work.ended.values()), **once)
                 del self._works[work.key]
                 for id in work.sequences:
                     del self._by_sequence[id]
@@ -269,18 +263,6 @@ class EngineThread(threading.Thread):
             return
         index = work.sequences.index(step.id)
         messages.append((work.key, wire.Outputs(work.key.id, (msgspec.structs.replace(output, index=index),), usage)))
-
-
-def _total(work: Work) -> wire.Usage:
-    first = work.ended[work.sequences[0]]
-    return wire.Usage(
-        prompt_tokens=first.prompt_tokens,
-        completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
-        cached_tokens=first.cached_tokens,
-        reasoning_tokens=sum(usage.reasoning_tokens for usage in work.ended.values()),
-        drafted_tokens=wire.added(usage.drafted_tokens for usage in work.ended.values()),
-        accepted_tokens=wire.added(usage.accepted_tokens for usage in work.ended.values()),
-    )
 
 
 def _best(work: Work) -> tuple[wire.Output, ...]:

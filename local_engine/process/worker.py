@@ -32,7 +32,7 @@ from local_engine import messages as wire
 from local_engine.apart.process import AT_ONCE
 from local_engine.config import EngineConfig, ModelError
 from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
-from local_engine.process.thread import EngineThread, Held, Key
+from local_engine.process.thread import EngineThread, Key, Ready
 
 _STATE_PERIOD_S = 0.05
 _STATE_REPEAT_S = 1.0
@@ -59,7 +59,7 @@ class Server:
         `step_s_max` and than 30 times what the longest one took of late never ends: the device
         hangs. A slow machine that is busy takes less."""
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(config, self._deliver_from_thread)
+        self._thread = EngineThread(config, lambda sent: self._loop.call_soon_threadsafe(self._deliver, sent))
         self._drain_s = drain_s
         self._step_s_max = step_s_max
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -160,7 +160,7 @@ class Server:
                 self._compilations.add(compilation)
                 compilation.add_done_callback(self._compilations.discard)
                 return
-        self._thread.send((key, message))
+        self._thread.send((key, message if isinstance(message, wire.Abort) else Ready(message.request)))
 
     async def _convert(self, key: Key, message: wire.Tokenize | wire.Detokenize) -> None:
         """Answer a request for tokens or their text; its error is its own answer."""
@@ -186,23 +186,20 @@ class Server:
             assert self._thread.grammars is not None, "the engine is ready"
             assert self._thread.tokenizer is not None, "the engine is ready"
             wanted = self._thread.tokenizer.grammar_of(request)
-            if wanted is None:
-                self._thread.send((key, message))
-                return
-            kept = self._thread.grammars.kept(wanted, request.salt)
+            kept = self._thread.grammars.kept(wanted, request.salt) if wanted is not None else None
             grammar = None if isinstance(kept, wire.InvalidRequest) else kept
-            if grammar is None:
+            if wanted is not None and grammar is None:
                 async with self._turns.setdefault(request.salt, asyncio.Lock()):
                     compiled = self._loop.run_in_executor(self._compiler, self._compiled, key, wanted, request.salt)
                     grammar = await compiled
         except Exception as error:
             self._deliver([(key, wire.error_to_wire(key.id, error))])
         else:
-            if grammar is not None and key in self._running:
+            if key in self._running and (grammar is not None or wanted is None):
                 if request.deadline_s is not None:
                     left_s = request.deadline_s - (self._loop.time() - began)
                     request = msgspec.structs.replace(request, deadline_s=left_s)
-                self._thread.send((key, Held(request, grammar)))
+                self._thread.send((key, Ready(request, grammar)))
         finally:
             self._compiling[request.salt] -= 1
             if not self._compiling[request.salt]:
@@ -217,9 +214,6 @@ class Server:
         self._running.discard(key)
         if not self._running:
             self._is_idle.set()
-
-    def _deliver_from_thread(self, messages: list[tuple[Key, wire.ToClient]]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, messages)
 
     def _deliver(self, messages: list[tuple[Key, wire.ToClient]]) -> None:
         """One frame per client for all that a step had for it."""

@@ -35,9 +35,9 @@ from local_engine import (
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.messages import EngineLoad, ModelInfo, State, Submit, ToClient, read_ended
+from local_engine.messages import EngineLoad, ModelInfo, State, Submit, ToClient, Tokenize, read_ended
 from local_engine.process import worker as worker_module
-from local_engine.process.thread import EngineThread, Key
+from local_engine.process.thread import EngineThread, Key, Ready
 from local_engine.runner import ModelRunner
 from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
@@ -109,16 +109,16 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
     asked = [{"role": "user", "content": "the quick <|im_end|> fox 東京"}]
     async with worker.generate(request(random_prompt(2, 20), 200)) as generation:
         await anext(generation)
-        found = await worker.tokenize(prompt="a quick 東京 fox", has_special=True, wants_texts=True)
+        found = await worker.tokenize(Tokenize(prompt="a quick 東京 fox", has_special=True, wants_texts=True))
         assert found.token_ids == tokenizer.encode("a quick 東京 fox")
         assert found.texts == [tokenizer.token(id) for id in found.token_ids]
-        chat = await worker.tokenize(messages=asked, has_special=False)
+        chat = await worker.tokenize(Tokenize(messages=asked, has_special=False))
         assert (chat.token_ids, chat.texts) == (tokenizer.encode_chat(asked, None), None)
         async with worker.generate(GenerateRequest(messages=asked, sampling=greedy(1))) as counted:
             assert [output async for output in counted]
         assert counted.usage is not None
         assert counted.usage.prompt_tokens == len(chat.token_ids)
-        closed = await worker.tokenize(messages=asked, has_special=False, opens_answer=False)
+        closed = await worker.tokenize(Tokenize(messages=asked, has_special=False, opens_answer=False))
         assert chat.token_ids[: len(closed.token_ids)] == closed.token_ids
         assert len(closed.token_ids) < len(chat.token_ids)
         text = await worker.detokenize(chat.token_ids)
@@ -127,7 +127,7 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
             with pytest.raises(InvalidRequest, match=rf"there is no token {wrong}"):
                 await worker.detokenize([wrong])
         with pytest.raises(InvalidRequest, match="must not be empty"):
-            await worker.tokenize(messages=[], has_special=False)
+            await worker.tokenize(Tokenize(messages=[], has_special=False))
     await idle(worker)
 
 
@@ -150,7 +150,7 @@ async def test_a_dead_engine_answers_no_question_for_tokens(checkpoint: Folder) 
     with worker_process(checkpoint("llama")) as running:
         async with connected(running.socket_path) as engine:
             running.process.send_signal(signal.SIGSTOP)
-            asked = asyncio.create_task(engine.tokenize(prompt="x", has_special=True))
+            asked = asyncio.create_task(engine.tokenize(Tokenize(prompt="x", has_special=True)))
             await asyncio.sleep(0)
             running.process.kill()
             with pytest.raises(EngineUnavailable):
@@ -429,7 +429,7 @@ def test_a_process_that_is_killed_fails_what_comes_next(tmp_path: Path) -> None:
                 with pytest.raises(EngineUnavailable):
                     await rest_of(engine.generate(request([1, 2, 3], 1)))
                 with pytest.raises(EngineUnavailable):
-                    await engine.tokenize(prompt="x", has_special=False)
+                    await engine.tokenize(Tokenize(prompt="x", has_special=False))
 
             await asyncio.gather(*map(late, range(60)))
 
@@ -606,11 +606,11 @@ def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest
     monkeypatch.setattr(Engine, "check_integrity", check)
     thread.start()
     key = Key(1, 1)
-    thread.send((key, Submit(1, request([1, 2, 3], 2))))
+    thread.send((key, Ready(request([1, 2, 3], 2))))
     while not checks:
         thread.join(0.01)
         assert thread.is_alive()
-    thread.send((key, Submit(1, request([1, 2, 3], 2))))
+    thread.send((key, Ready(request([1, 2, 3], 2))))
     thread.join(20)
     assert isinstance(thread.error, AssertionError)
     assert len(checks) == 2
@@ -648,10 +648,10 @@ def test_an_engine_that_can_only_fail_ends(
 
     monkeypatch.setattr(ModelRunner, "run", run)
     for id in range(1, 6 if is_poison else 2):
-        thread.send((Key(1, id), Submit(id, request([13], 2))))
+        thread.send((Key(1, id), Ready(request([13], 2))))
         assert told.get(timeout=20) == "Failed"
     if is_poison:
-        thread.send((Key(1, 99), Submit(99, request([5], 1))))
+        thread.send((Key(1, 99), Ready(request([5], 1))))
         assert told.get(timeout=20) == "Outputs"
         assert thread.is_alive()
         thread.send(None)
@@ -672,7 +672,7 @@ def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
         poisoned = [13 in chunk.sequence.tokens for chunk in chunks]
         if not shared and any(poisoned):
             shared.append(0)
-            thread.send((Key(1, 2), Submit(2, request([13], 2))))  # stands beside the engine's own
+            thread.send((Key(1, 2), Ready(request([13], 2))))  # stands beside the engine's own
             raise RuntimeError("no memory for the step")
         if any(poisoned):
             shared.append(len(chunks))
@@ -682,9 +682,9 @@ def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
         raise RuntimeError("no memory for any step")
 
     monkeypatch.setattr(ModelRunner, "run", run)
-    thread.send((Key(1, 1), Submit(1, request([13], 2))))
+    thread.send((Key(1, 1), Ready(request([13], 2))))
     assert [told.get(timeout=20) for _ in range(2)] == ["Failed", "Failed"]
-    thread.send((Key(1, 3), Submit(3, request([5], 2))))
+    thread.send((Key(1, 3), Ready(request([5], 2))))
     thread.join(20)
     assert not thread.is_alive()
     assert shared == [0, 2]

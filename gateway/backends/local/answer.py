@@ -17,7 +17,7 @@ import local_engine
 from gateway.backends.base import BackendRequest
 from gateway.wire.types import Chunk, Usage, prompts_of
 from local_engine import ModelInfo, Output, TokenLogprob
-from local_engine.messages import CallPart, added
+from local_engine.messages import CallPart, together
 
 _LOGPROB_MIN = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
@@ -49,13 +49,14 @@ class Writer(ABC):
 
     def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
         """The last chunk: the usage of all prompts and their answers."""
+        total = together(of_prompts)
         found = Usage(
-            sum(usage.prompt_tokens for usage in of_prompts),
-            sum(usage.completion_tokens for usage in of_prompts),
-            sum(usage.cached_tokens for usage in of_prompts),
-            reasoning_tokens=sum(usage.reasoning_tokens for usage in of_prompts),
-            drafted_tokens=added(usage.drafted_tokens for usage in of_prompts) or None,
-            accepted_tokens=added(usage.accepted_tokens for usage in of_prompts) or None,
+            total.prompt_tokens,
+            total.completion_tokens,
+            total.cached_tokens,
+            reasoning_tokens=total.reasoning_tokens,
+            drafted_tokens=total.drafted_tokens or None,
+            accepted_tokens=total.accepted_tokens or None,
         )
         counts: dict[str, Any] = {
             "prompt_tokens": found.prompt_tokens,

@@ -19,6 +19,7 @@ from gateway.backends.local.request import engine_requests, form_field, messages
 from gateway.backends.refusals import error_body
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
+from local_engine.messages import Tokenize
 from policies.durations import duration_s
 
 _T = TypeVar("_T")
@@ -78,14 +79,14 @@ class LocalBackend:
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
-        asked = self.engine.tokenize(
+        asked = Tokenize(
             prompt=prompt,
             messages=messages,
             has_special=has_special,
             opens_answer=opens_answer,
             wants_texts=wants_texts,
         )
-        found = await _within(asked)
+        found = await _within(self.engine.tokenize(asked))
         return found.token_ids, found.texts
 
     async def detokenize(self, token_ids: list[int]) -> str:
