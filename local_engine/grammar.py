@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ SIZE_MAX_BYTES = 1 << 18
 # a compiled grammar was measured at up to 420 bytes for each of its text
 _KEPT_SIZE_MAX_BYTES, _KEPT_BYTES = 1 << 19, 1 << 12  # of all texts, and of each one at least
 _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # 2 KB each
+_AT_ONCE_S = 2e-4  # masks that take less are made before the model runs: a thread costs as much
 _FORCED_BYTES = 1 << 9  # made tokens at a time: a literal is read again at each step
 
 
@@ -80,8 +82,9 @@ class Answer:
             for token in eos:
                 bits[:, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
             return
+        address, size_bytes = bits.ctypes.data, bits.strides[0]
         for row, token in enumerate((*draft, -1)):
-            self._matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits[row].nbytes)
+            self._matcher.unsafe_compute_mask_ptr(address + row * size_bytes, size_bytes)
             if token < 0 or not self._matcher.try_consume_tokens([token]):
                 break
         self._matcher.rollback(row)
@@ -210,25 +213,34 @@ def _brief(why: str) -> str:
     return "nothing matches it" if why.startswith("NoExtension") else why[:300]
 
 
-# a bit for each token that may come at each place of a step that has a grammar, int32 [places, words]
-Masks = Future[np.ndarray[Any, Any]]
+# waits for a bit for each token that may come at each place of a step that has a grammar, int32 [places, words]
+Masks = Callable[[], np.ndarray[Any, Any]]
 
 
 class Masker:
-    """Computes masks in a thread of its own, while the model runs."""
+    """Computes masks, in a thread of its own while the model runs where they take longer than the
+    way there."""
 
     def __init__(self, vocabulary_size: int, eos: frozenset[int]) -> None:
         self._size, self._eos = vocabulary_size, eos
         self._threads = ThreadPoolExecutor(1, "masks")
+        self._latest_s = 0.0  # of CPU time
 
     def begin(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> Masks | None:
         """Begin on the places after each answer's last token and after each of its draft."""
-        return self._threads.submit(self._allowed, held) if held else None
+        if not held:
+            return None
+        if self._latest_s > _AT_ONCE_S:
+            return self._threads.submit(self._allowed, held).result
+        bits = self._allowed(held)
+        return lambda: bits
 
     def _allowed(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
+        began_s = time.thread_time()
         bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)
         at = 0
         for answer, draft in held:
             answer.fill(bits[at : at + len(draft) + 1], draft, self._eos)
             at += len(draft) + 1
+        self._latest_s = time.thread_time() - began_s
         return bits

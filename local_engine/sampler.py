@@ -91,9 +91,13 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
             temperatures = [place.sequence.params.temperature for place in own_places]
             own = logits if len(rows) == len(places) else logits[rows]
             own = own / torch.tensor([[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=own.device)
+            own_held = [(index, held[row]) for index, row in enumerate(rows) if row in held]
+            total = own.new_empty(len(rows), 1) if rows is drawn else None
+            if total is not None and len(own_held) < len(rows):
+                total = own.logsumexp(-1, keepdim=True)
             if masks is not None:
-                ban(own, [(index, held[row]) for index, row in enumerate(rows) if row in held], masks)
-            found: list[int] = _race(own, own_places) if rows is drawn else own.argmax(-1).tolist()
+                ban(own, own_held, masks, total)
+            found: list[int] = own.argmax(-1).tolist() if total is None else _race(own, own_places, total)
             ids |= zip(rows, found, strict=True)
     return [id if good else None for id, good in zip(ids.values(), is_finite, strict=True)]
 
@@ -104,17 +108,20 @@ def held_rows(places: Many[Place]) -> dict[int, int]:
     return {row: at for at, row in enumerate(held)}
 
 
-def ban(logits: torch.Tensor, held: list[tuple[int, int]], masks: Masks) -> None:
-    """Leave the tokens that grammars allow, in place of float32 logits; `held`: rows, and the
-    places of their masks."""
+def ban(logits: torch.Tensor, held: list[tuple[int, int]], masks: Masks, total: torch.Tensor | None = None) -> None:
+    """Leave the tokens that grammars allow, in place of float32 logits, and in `total` [rows, 1] the
+    log sums of exponentials of those rows; `held`: rows, and the places of their masks."""
     rows, at = torch.tensor(held, dtype=torch.int64).view(-1, 2).T.contiguous()
-    bits, size = torch.from_numpy(masks.result())[at], logits.shape[-1]
+    bits, size = torch.from_numpy(masks())[at], logits.shape[-1]
     if (native := native_for(logits.device, logits.dtype)) is not None:
-        native.ban(logits.data_ptr(), rows.data_ptr(), bits.data_ptr(), len(rows), size, bits.shape[1])
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (logits, rows, bits, total))
+        native.ban(*pointers, len(rows), size, bits.shape[1])
         return
     rows, bits = rows.to(logits.device), bits.to(logits.device, non_blocking=True)
     banned = (bits.unsqueeze(2) >> torch.arange(32, device=bits.device) & 1 == 0).flatten(1)[:, :size]
     logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
+    if total is not None:
+        total[rows] = logits[rows].logsumexp(-1, keepdim=True)
 
 
 def _change(row: torch.Tensor, place: Place) -> None:
@@ -137,11 +144,10 @@ def _change(row: torch.Tensor, place: Place) -> None:
         row[list(sequence.stop_token_ids)] = -torch.inf
 
 
-def _race(logits: torch.Tensor, places: Many[Place]) -> list[int]:
-    """One random token per row, of logits at its temperature."""
+def _race(logits: torch.Tensor, places: Many[Place], total: torch.Tensor) -> list[int]:
+    """One random token per row, of logits at its temperature and their log sums of exponentials."""
     device, params = logits.device, [place.sequence.params for place in places]
     keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
-    total = logits.logsumexp(-1, keepdim=True)
     ids = [0] * len(places)
     rest = list(range(len(places)))
     for width in (*_CANDIDATES, logits.shape[-1]):

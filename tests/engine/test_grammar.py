@@ -7,7 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from bench.structured import draw_schema, faults
 from local_engine.apart.process import Apart
 from local_engine.engine import Engine
-from local_engine.grammar import SIZE_MAX_BYTES, Compiled, Masks
+from local_engine.grammar import SIZE_MAX_BYTES, Compiled
 from local_engine.messages import FinishReason, Grammar, InvalidRequest, SamplingParams
 from local_engine.sampler import ban
 from tests.engine.checkpoints import random_prompt
@@ -95,11 +95,9 @@ def test_drafts_change_no_answer(make_engine: Make) -> None:
 
 
 def test_masks_leave_what_they_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows with masks beside free ones, by the native kernel and by torch alike, the last odd tokens too."""
+    """Of rows with masks beside free ones, by the native kernel and by torch alike, the last odd tokens and the sums too."""
     logits = torch.randn(4, 79, generator=torch.manual_seed(1))
     bits = np.random.default_rng(2).integers(-(2**31), 2**31, (3, 3)).astype(np.int32)
-    masks: Masks = Future()
-    masks.set_result(bits)
     held = [(3, 0), (0, 2)]
     expected = logits.clone()
     for row, at in held:
@@ -109,9 +107,11 @@ def test_masks_leave_what_they_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_native in (True, False):
         if not is_native:
             monkeypatch.setattr("local_engine.sampler.native_for", lambda *_: None)
-        own = logits.clone()
-        ban(own, held, masks)
+        own, total = logits.clone(), torch.full((4, 1), 7.0)
+        ban(own, held, lambda: bits, total)
         assert torch.equal(own, expected)
+        expected_total = torch.where(expected.isinf().any(-1, keepdim=True), expected.logsumexp(-1, keepdim=True), 7.0)
+        torch.testing.assert_close(total, expected_total)
 
 
 def test_free_answers_are_those_of_an_engine_without_grammars(make_engine: Make) -> None:

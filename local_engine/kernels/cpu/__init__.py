@@ -36,7 +36,7 @@ _ARGUMENTS = {
     "step": [*[_POINTER] * 8, _INT, _INT], "product": [_INT, *[_POINTER] * 3, _INT],
     "take_rows": [_INT, *[_POINTER] * 3, _INT], "pack": [_INT, *[_POINTER] * 4, _INT, _INT],
     "pack_pairs": [_POINTER, _POINTER, _INT, _INT], "add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
-    "gate": [_INT, _POINTER, _POINTER, *[_INT] * 3], "ban": [*[_POINTER] * 3, *[_INT] * 3],
+    "gate": [_INT, _POINTER, _POINTER, *[_INT] * 3], "ban": [*[_POINTER] * 4, *[_INT] * 3],
     "rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
     "attend": [_INT, *[_POINTER] * 5, _LONG, _FLOAT, _FLOAT, _POINTER, _INT, _LONG, *[_INT] * 4, _LONG],
 }  # fmt: skip

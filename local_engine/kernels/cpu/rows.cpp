@@ -1,4 +1,5 @@
-// The operations between products, row by row: sums, norms and gates. Oracle: local_engine/kernels/fused.py.
+// The operations between products, row by row: sums, norms and gates; and masks of logits. Oracles:
+// local_engine/kernels/fused.py, local_engine/sampler.py.
 
 #include "kernels.h"
 
@@ -36,6 +37,30 @@ void gate(const T* gated, const T* up, T* out, int width, bool is_gelu) {
     const __m512 x = load_some(gated + i, count);
     store_some(out + i, _mm512_mul_ps(is_gelu ? gelu_gate(x) : sigmoid_gate(x), load_some(up + i, count)), count);
   }
+}
+
+// Returns the greatest value that it leaves.
+float ban(float* row, const uint32_t* bits, int width) {
+  const __m512 never = _mm512_set1_ps(-INFINITY);
+  __m512 most = never;
+  for (int at = 0; at < width; at += 16) {
+    const __mmask16 here = static_cast<__mmask16>(width - at < 16 ? (1u << (width - at)) - 1 : 0xFFFF);
+    const __mmask16 kept = static_cast<__mmask16>(bits[at / 32] >> at % 32) & here;
+    most = _mm512_mask_max_ps(most, kept, most, _mm512_maskz_loadu_ps(kept, row + at));
+    if (kept != here) _mm512_mask_storeu_ps(row + at, static_cast<__mmask16>(here & ~kept), never);
+  }
+  return _mm512_reduce_max_ps(most);
+}
+
+float sum_of_exponentials(const float* row, int width, float most) {
+  const __m512 shift = _mm512_set1_ps(most);
+  __m512 sum = _mm512_setzero_ps();
+  for (int at = 0; at < width; at += 16) {
+    const int count = std::min(16, width - at);
+    const __m512 e = exponential(_mm512_sub_ps(load_some(row + at, count), shift));
+    sum = _mm512_mask_add_ps(sum, static_cast<__mmask16>((1u << count) - 1), sum, e);
+  }
+  return _mm512_reduce_add_ps(sum);
 }
 
 }  // namespace
@@ -80,16 +105,16 @@ void sw_gate(int kind, const void* gate_up, void* out, int rows, int width, int 
   });
 }
 
-// Row rows[i] of `logits` [any, width] loses what is no set bit of the i-th mask, `words` words each.
-void sw_ban(float* logits, const int64_t* rows, const uint32_t* bits, int count, int width, int words) {
-  const __m512 never = _mm512_set1_ps(-INFINITY);
-  for (int i = 0; i < count; ++i, bits += words) {
-    float* row = logits + rows[i] * width;
-    for (int at = 0; at < width; at += 16) {
-      const uint32_t banned = ~(bits[at / 32] >> at % 32) & (width - at < 16 ? (1u << (width - at)) - 1 : 0xFFFF);
-      if (banned) _mm512_mask_storeu_ps(row + at, static_cast<__mmask16>(banned), never);
-    }
-  }
+// Row rows[i] of `logits` [any, width] loses what is no set bit of the i-th mask, `words` words each; where `totals` are
+// wanted, totals[rows[i]] is the logarithm of the sum of the exponentials of what it keeps.
+void sw_ban(float* logits, const int64_t* rows, const uint32_t* bits, float* totals, int count, int width, int words) {
+  sameway::together(sameway::threads_if(count > 1 && totals), [&](sameway::Team& team) {
+    team.share(count, 1, [&](int64_t i) {
+      float* row = logits + rows[i] * width;
+      const float most = ban(row, bits + i * words, width);
+      if (totals) totals[rows[i]] = most + std::log(sum_of_exponentials(row, width, most));
+    });
+  });
 }
 
 }  // extern "C"
