@@ -22,7 +22,12 @@ _OPTIONS: Any = {
 }
 _LITERAL = ("enum", "const", "default", "examples", "example")  # their values are no schemas
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_EXACT_MAX = 1 << 53  # the library reads numbers as 64-bit floats
+_NUMERIC = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_EXACT_MAX = (1 << 53) - 1  # the library reads numbers as 64-bit floats
+_TEXT_MAX = 1 << 14  # characters of what is repeated: each takes a state of the library's lexer
+_PARTS = re.compile(
+    r"\\(?:[xuU]\{\w*\}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,\d*)?\}|.", re.DOTALL
+)  # of an expression
 _LACKS = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
@@ -50,8 +55,8 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
         return str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
 
     def of_schema(text: str) -> str:
-        schema = json.loads(text, parse_int=_exact)
-        _check_exact(schema)
+        schema = json.loads(text)
+        _check(schema)
         while True:
             grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
             reason = why_not(grammar)
@@ -86,6 +91,8 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
             return of_calls({**json.loads(text), "ids": wanted["ids"]})
         if kind == "json":
             return of_schema(text)
+        if kind != "choice":
+            _check_repeats(*(text.splitlines() if kind == "grammar" else [text]))
         if kind == "grammar":
             grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
         elif kind == "choice":
@@ -131,15 +138,11 @@ def _calls(wanted: dict[str, Any], ids: dict[str, int]) -> dict[str, str]:
     elif opens in ids:
         rules.append(f"start: (TEXT {spelled(opens)} calls)* TEXT")
         # spelled by other tokens, the mark would begin a call that nothing holds
-        rules.append(f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{_escaped(opens)}(.|\\n)*/")
+        mark = re.escape(opens).replace("/", "\\/")
+        rules.append(f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{mark}(.|\\n)*/")
     else:
         rules += ["start: (opens calls)* TEXT", f"opens[lazy]: TEXT {spelled(opens)}", r"TEXT: /(.|\n)*/"]
     return {"name": "calls", "lark_grammar": "\n".join(rules)}
-
-
-def _escaped(text: str) -> str:
-    """`text` in a regular expression between slashes."""
-    return re.escape(text).replace("/", "\\/")
 
 
 def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -159,24 +162,43 @@ def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, 
                     waiting.append((own, value))
 
 
-def _check_exact(schema: Any) -> None:
+def _check(schema: Any) -> None:
     """Raises ValueError for what the library would accept and not hold."""
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema must be an object")
     for place, one in _subschemas(schema):
-        values = [one.get("const"), *(one["enum"] if isinstance(one.get("enum"), list) else ())]
-        if any(isinstance(value, float) and abs(value) > _EXACT_MAX for value in values):
-            raise ValueError(f"the engine cannot hold a number over 2^53 exactly ({place})")
+        try:
+            json.loads(json.dumps([one.get(key) for key in _NUMERIC]), parse_int=_exact, parse_float=_exact)
+            length = f".{{{one.get('minLength')}}}"
+            _check_repeats(one.get("pattern"), length, *(one.get("patternProperties") or ()))
+        except ValueError as error:
+            raise ValueError(f"{error} ({place})") from None
         least, required = one.get("minProperties"), one.get("required")
         if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
             raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({place})")
 
 
-def _exact(digits: str) -> int:
-    """An integer that a 64-bit float holds. Raises ValueError."""
-    if abs(number := int(digits)) > _EXACT_MAX:
-        raise ValueError(f"the engine cannot hold the number {digits[:40]} exactly: it is over 2^53")
-    return number
+def _exact(digits: str) -> None:
+    """Raises ValueError for a number that is no exact 64-bit float."""
+    if abs(float(digits)) > _EXACT_MAX:
+        raise ValueError(f"the engine cannot hold the number {digits[:40]} exactly: it is over 2^53 - 1")
+
+
+def _check_repeats(*expressions: Any) -> None:
+    """Raises ValueError where numbers of times, multiplied as they are nested, make too long a text."""
+    for expression in expressions:
+        around, times = [1], 1
+        for part in reversed(list(_PARTS.finditer(expression if isinstance(expression, str) else ""))):
+            if part[1]:
+                times *= int(part[1])
+                continue
+            here, times = around[-1] * times, 1
+            if here > _TEXT_MAX:
+                raise ValueError(f"the engine cannot hold a part repeated {here:,} times; it holds {_TEXT_MAX:,}")
+            if part[0] == ")":
+                around.append(here)
+            elif part[0][0] == "(" and len(around) > 1:
+                around.pop()
 
 
 def _without_format(schema: Any, name: str) -> bool:
