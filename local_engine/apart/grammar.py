@@ -37,14 +37,7 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
     from llguidance.gbnf_to_lark import any_to_lark
 
-    class Bytes:
-        tokens = (*(bytes([byte]) for byte in range(256)), b"")
-        eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
-
-        def __call__(self, text: bytes) -> list[int]:
-            return list(text)
-
-    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
 
     def why_not(grammar: str) -> str:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
@@ -104,6 +97,16 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
         return str(grammar)
 
     return answer
+
+
+class _Bytes:
+    """A tokenizer whose tokens are the bytes, as the library takes it."""
+
+    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 def _named(name: str, grammar: str) -> dict[str, Any]:
@@ -169,8 +172,7 @@ def _check(schema: Any) -> None:
     for place, one in _subschemas(schema):
         try:
             json.loads(json.dumps([one.get(key) for key in _NUMERIC]), parse_int=_exact, parse_float=_exact)
-            length = f".{{{one.get('minLength')}}}"
-            _check_repeats(one.get("pattern"), length, *(one.get("patternProperties") or ()))
+            _check_repeats(one.get("pattern"), f".{{{one.get('minLength')}}}", *(one.get("patternProperties") or ()))
         except ValueError as error:
             raise ValueError(f"{error} ({place})") from None
         least, required = one.get("minProperties"), one.get("required")
