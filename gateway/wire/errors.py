@@ -273,8 +273,8 @@ class Unavailable(ApiError):
     type = "server_error"
     code = "unavailable"
 
-    def __init__(self, message: str, retry_after_s: float = 1.0, code: str | None = None) -> None:
-        super().__init__(message, code=code, headers=retry_after(retry_after_s))
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message, code=code, headers=retry_after(1.0))
 
 
 class DeploymentFull(Unavailable):
