@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from cache.decision.text_features import TextFeatures, is_cased_otherwise, is_exchanged, is_inverted, is_negated
 from cache.decision.words import (
     AMOUNTS,
+    ASKED_FOR,
     ASKED_WORDS,
+    FORMS,
     FRAMING_WORDS,
     FUNCTION_WORDS,
     GREETINGS,
@@ -62,6 +64,9 @@ def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason |
         return MissReason.POLARITY
     if is_exchanged(asked, known):
         return MissReason.DIRECTION
+    is_whether = "?" in asked.moods & known.moods
+    if is_whether and all(one.moods - ASKED_FOR for one in (asked, known)) and has_other_mood(asked, known):
+        return MissReason.FORM
     if is_stale(asked, age_s):
         return MissReason.TIME
     if is_long(asked, known) and asked.words != known.words:
@@ -79,7 +84,9 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
         return MissReason.NAMES
     if is_inverted(asked, known) or _is_turned(asked, known):
         return MissReason.DIRECTION
-    if asked.forms != known.forms or asked.scopes != known.scopes or _asks_otherwise(asked.question, known.question):
+    # "how much is" and "what is" ask for the same
+    asks_otherwise = asked.question != known.question and {asked.question, known.question} != {"", "amount"}
+    if asked.forms != known.forms or asked.scopes != known.scopes or asks_otherwise or has_other_mood(asked, known):
         return MissReason.FORM
     if asked.times != known.times or asked.dates != known.dates:
         return MissReason.TIME
@@ -100,8 +107,24 @@ def _is_turned(asked: TextFeatures, known: TextFeatures) -> bool:
 def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:
     """Whether two questions about one context commit to other directions, days or names of things."""
     names = (asked.names - set(known.words), known.names - set(asked.words))
-    is_turned = is_inverted(asked, known) or _is_turned(asked, known)
+    is_turned = is_inverted(asked, known) or _is_turned(asked, known) or has_other_mood(asked, known)
     return is_turned or asked.times != known.times or asked.dates != known.dates or all(names)
+
+
+def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether one asks if a thing can be, the other if it must be, will be or was: "Can it be frozen?",
+    "Should it be frozen?". Or one asks for yes or no, the other when, who or how much.
+    """
+    kinds, others = asked.moods & ASKED_FOR, known.moods & ASKED_FOR
+    if kinds and others and kinds.isdisjoint(others):
+        return True
+    mine, theirs = asked.moods - ASKED_FOR, known.moods - ASKED_FOR
+    is_whether, is_same = "?" in kinds & others, asked.content_set == known.content_set
+    if is_whether and (mine ^ theirs) - {"can"}:
+        return True
+    if mine and theirs and kinds & others and mine | theirs != {"must", "should"}:
+        return mine.isdisjoint(theirs)
+    return is_same and not (mine ^ theirs).isdisjoint(("can",) if is_whether else ("did", "will"))
 
 
 def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None = None) -> bool:
@@ -110,25 +133,29 @@ def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None 
     "<question> Lie." is a question of its own, however near it is; an answer to it may harm. Words
     in which one question is put in several ways are no difference inside a sentence. In questions
     about one text, of which `context` has the content words, words of each may be other names of the
-    same. But "the fake return time" is no "time to return": a foreign word of `known` is added.
+    same. But "the fake return time" is no "time to return": a foreign word is added.
     """
     if context is not None and asked.content_set - known.content_set and known.content_set - asked.content_set:
-        is_foreign = bool(foreign_words(asked, known, context))
-        return is_foreign or _has_further_clause(asked, known) or _has_further_clause(known, asked)
+        # of texts without a common word none of several clauses is another name of one
+        said = [sum(not POLITE.fullmatch(" ".join(clause)) for clause in text.clauses) for text in (asked, known)]
+        is_said_apart = max(said) > 1 and asked.content_set.isdisjoint(known.content_set)
+        is_foreign = bool(foreign_words(asked, known, context) or foreign_words(known, asked, context))
+        is_further = _has_further_clause(asked, known) or _has_further_clause(known, asked)
+        return is_foreign or is_said_apart or is_further
     shared = asked.content_set & known.content_set
     one_sided = asked.content_set ^ known.content_set
     if not shared and not asked.numbers and asked.words != known.words:
         return True
     for one in (asked, known):
         amounts = AMOUNTS if one.question == "amount" else frozenset[str]()
-        if not (one_sided & one.content_set) <= FRAMING_WORDS | amounts:
+        if not (one_sided & one.content_set) <= (FRAMING_WORDS - FORMS) | amounts:
             return True
     return _has_further_clause(asked, known) or _has_further_clause(known, asked)
 
 
 def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -> frozenset[str]:
     """The words of `known` that neither the other question nor their context has, nor questions often."""
-    return known.content_set - asked.content_set - ASKED_WORDS - AMOUNTS - context
+    return known.content_set - asked.content_set - (ASKED_WORDS - FORMS) - AMOUNTS - context
 
 
 def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures]) -> bool:
@@ -202,18 +229,15 @@ def _has_other_names(asked: TextFeatures, known: TextFeatures) -> bool:
     return not (asked.names <= set(known.words) and known.names <= set(asked.words)) or asked.quotes != known.quotes
 
 
-def _asks_otherwise(one: str, other: str) -> bool:
-    """Another kind of answer; "how much is" and "what is" ask for the same."""
-    return one != other and {one, other} != {"", "amount"}
-
-
 def _too_different(
     asked: TextFeatures, known: TextFeatures, similarity: float, thresholds: Thresholds
 ) -> MissReason | None:
     if is_long(asked, known):
         return None if asked.words == known.words else MissReason.WORDS
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
-    if is_drowned(asked, known):
+    # a word that differs moves a cosine by about its share of the text
+    is_wordy = max(len(asked.words), len(known.words)) > QUESTION_WORDS
+    if is_wordy and not (mine | theirs) <= LIGHT_WORDS:
         return MissReason.WORDS
     if mine and theirs:
         return None if similarity >= thresholds.changed else MissReason.WORDS
@@ -224,15 +248,6 @@ def _too_different(
 def is_stale(asked: TextFeatures, age_s: float) -> bool:
     """The prompt is about now, and the answer was given too long ago."""
     return bool(asked.times) and age_s > FRESH_S
-
-
-def is_drowned(asked: TextFeatures, known: TextFeatures) -> bool:
-    """Whether the texts are too long for a cosine to show the words that differ.
-
-    Such words move a cosine by about their share of the text.
-    """
-    is_wordy = max(len(asked.words), len(known.words)) > QUESTION_WORDS
-    return is_wordy and not (asked.content_set ^ known.content_set) <= LIGHT_WORDS
 
 
 def is_long(asked: TextFeatures, known: TextFeatures) -> bool:

@@ -175,7 +175,8 @@ class VerifiedRule:
         p = model.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
         one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
-        if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
+        alike = [one for one in neighbours if (one.group or one.exact) == first.group]
+        if vetoed is None and not is_vouched(asked, known, [read(one.text) for one in alike[:NEIGHBOURS]]):
             p = 0.0
         is_same = (witness.is_reordered or one_turn is True) and vetoed is None
         is_same = is_same and thresholds_of(min(error_max, ERROR_MAX)) is not None
@@ -198,7 +199,8 @@ class VerifiedRule:
             and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
         cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
-        counters = _after_one_more(state.counters, error_max / cold_wrong)
+        # each request pays a share of a hit by the cold rule
+        counters = replace(state.counters, cold=min(COLD_FIRST, state.counters.cold + error_max / cold_wrong))
         is_spent = is_sure and not is_certain and counters.cold < 1.0
         is_sure = is_sure and not is_spent
         risk = 1 - p if is_certain else min(1 - p, cold_wrong)
@@ -206,14 +208,13 @@ class VerifiedRule:
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
-        alike = (one for one in neighbours if (one.group or one.exact) == first.group and one is not witness)
         trial = Trial(
             ranked=names,
             features=_row_features(seen, counters) if vetoed is None else b"",
             p=p,
             chance=chance,
             rule=b"",
-            peers=tuple(one.exact for one in alike)[:_PEERS],
+            peers=tuple(one.exact for one in alike if one is not witness)[:_PEERS],
             worth=1.0 if is_sure else asking_share(p, model.certain.verdicts),
             is_cold=not is_certain,
         )
@@ -247,20 +248,10 @@ class VerifiedRule:
         return is_likely and self._fixed.reason(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
 
 
-def _after_one_more(counters: NamespaceCounters, paid: float) -> NamespaceCounters:
-    """One more request: it pays a share of a hit by the cold rule."""
-    return replace(counters, cold=min(COLD_FIRST, counters.cold + paid))
-
-
 def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:
     return NamespaceCounters(
         counters.accepted + 1, counters.served + 1, counters.risked + risk, counters.cold - is_cold
     )
-
-
-def _keys_of(candidate: Candidate, neighbours: Sequence[Neighbour]) -> list[TextFeatures]:
-    """The near keys of a group, read."""
-    return [read(one.text) for one in neighbours[:NEIGHBOURS] if (one.group or one.exact) == candidate.group]
 
 
 def _plain(asked: TextFeatures, neighbours: Sequence[Neighbour], fixed: Decision) -> int | None:

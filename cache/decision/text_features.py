@@ -69,6 +69,7 @@ class TextFeatures:
     times: frozenset[str]  # words whose meaning moves with the clock
     dates: frozenset[str]  # days, months and parts of a day
     question: str  # who, when, where, why, amount, whether, or "" for the rest
+    moods: frozenset[str]  # by `MOODS`; "?" where yes or no is asked for
     content_set: frozenset[str]
     # content words that begin like a reversal, and the rest of each: ("unlock", "lock")
     reversals: tuple[tuple[str, str], ...]
@@ -116,6 +117,9 @@ INVISIBLE = re.compile(
 HIDDEN = re.compile("[\U000e0000-\U000e0fff]")  # tags and the variation selectors that carry bytes
 _LATIN_LAST = "\u024f"
 _NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a number can begin with
+_HAVE = frozenset(map(lists.stem, ("have", "has", "had")))
+_MODALS = frozenset(word for word in lists.FUNCTION_WORDS if lists.MOODS.get(word, "?") not in lists.ASKED_FOR)
+_LINKS = lists.GREETINGS | frozenset(("and", "but", "or", "then", "now"))  # before a question
 _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 
 
@@ -182,6 +186,7 @@ def read(text: str) -> TextFeatures:
         times=present & lists.TIMES,
         dates=present & lists.DATES,
         question=_question(words),
+        moods=_moods(words),
         content_set=frozenset(content),
         reversals=_reversals(frozenset(content)),
         is_latin=text.isascii() or not any(char > _LATIN_LAST and char.isalpha() for char in text),
@@ -402,6 +407,8 @@ def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
     if end > start:
         return end, str(total + group)
     value = lists.OTHER_NUMBERS.get(words[start])
+    if value is not None and words[max(0, start - 2) : start] == ["and", "a"]:
+        value = "+" + value  # "an hour and a half"
     return (start, "") if value is None else (start + 1, value)
 
 
@@ -423,6 +430,18 @@ def _roles(words: list[str]) -> list[tuple[str, str]]:
                     roles.append((lists.PREPOSITIONS[word], follower))
                     break
     return roles
+
+
+def _moods(words: list[str]) -> frozenset[str]:
+    """What is asked to be; "can you" and "will you" only ask."""
+    pairs = list(itertools.pairwise((*words, "")))
+    found = {lists.MOODS[word] for word, follower in pairs if word in lists.MOODS and follower != "you"}
+    found |= {"must" for word, follower in pairs if word in _HAVE and follower == "to"}
+    first, follower = next((pair for pair in pairs if pair[0] not in _LINKS), ("", ""))
+    is_asked = first in lists.ASKING_WHETHER or (first in _MODALS and follower != "you")
+    if is_asked and _question(words) in ("", "whether"):
+        found |= {"?", "did"} if first in _HAVE and follower != "to" else {"?"}
+    return frozenset(found)
 
 
 def _question(words: list[str]) -> str:

@@ -70,7 +70,7 @@ advantage disadvantage|benefit drawback|benefit risk|cause effect|deposit withdr
 success failure|valid invalid|safe dangerous|safe unsafe|legal illegal|possible impossible|visible hidden|show hide|same different
 male female|man woman|men women|boy girl|husband wife|mother father|brother sister|north south|east west|day night
 input output|read write|serialize deserialize|subscribe unsubscribe|follow unfollow|mount unmount|parent child|buyer seller
-brighter dimmer|bright dim|louder quieter|loud quiet|internal external|employer employee
+indoor outdoor|propose oppose|brighter dimmer|bright dim|louder quieter|loud quiet|internal external|employer employee
 """
 POLES: dict[str, list[tuple[int, int]]] = {}
 for _index, _pair in enumerate(re.split(r"[|\n]", _PAIRS.strip())):
@@ -130,6 +130,26 @@ PREPOSITIONS = {
 }  # fmt: skip
 AMOUNTS = _stems("many much long far old often big tall high deep wide heavy fast late soon")
 ASKING_WHETHER = _stems("is are was were am do does did has have had")
+# each line by its first word: that a thing can, must, should, may not, will or did happen, and what is asked of it
+MOODS = {
+    stem(word): line.split()[0]
+    for line in (
+        "can could may might possible able allow permit",
+        "must shall need require necessary mandatory obligatory compulsory oblige",
+        "should ought recommend advisable advise",
+        "forbid forbidden prohibit ban",
+        "will",
+        "did was were been had",
+        "where place location address",
+        "when date time day hour minute week month year long until early late deadline",
+        "who whom whose",
+        "why reason cause",
+        "often frequency interval",
+        "many much price cost fee amount number",
+    )
+    for word in line.split()
+}
+ASKED_FOR = frozenset(("?", "where", "when", "who", "why", "often", "many"))  # "?" is yes or no
 PERSONS = frozenset(("me", "you"))
 FORMS = _stems(
     """

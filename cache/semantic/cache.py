@@ -38,7 +38,7 @@ from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
-from cache.semantic.contexts import Contexts, places
+from cache.semantic.contexts import CARRIED, TAKEN, Contexts, places
 from cache.semantic.index import Found, VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
@@ -326,7 +326,8 @@ class SemanticCache:
     ) -> bool:
         """Whether words that alone keep the likeliest neighbour from being served are other names in its context.
 
-        They are if each of them, and each of the prompt's own, carries the similarity: an instruction takes of it.
+        They are if each of the neighbour's, and each of the prompt's own, carries the similarity: an instruction
+        takes of it. Where the neighbour has none, the prompt's need only not take of it.
         """
         trial = answer.trial
         if isinstance(answer, Hit) or trial is None or not trial.features or trial.p < THRESHOLD_MIN:
@@ -334,16 +335,17 @@ class SemanticCache:
         place = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
         near = neighbours[place]
         asked, known = read(query.text), read(near.text)
-        theirs = foreign_words(asked, known, near.context) if near.places else frozenset()
-        mine = foreign_words(known, asked, near.context)
+        theirs, mine = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
         (other,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
+        nearest, least = self._contexts.nearest_without, near.similarity - (CARRIED if theirs else -TAKEN)
         if (
-            not theirs
-            or not self._contexts.is_carried(query.partition, near.text, theirs, vector, near.similarity)
-            or not self._contexts.is_carried(query.partition, query.text, mine, other, near.similarity)
+            not near.places
+            or not (theirs or mine)
+            or nearest(query.partition, near.text, theirs, vector) > near.similarity - CARRIED
+            or nearest(query.partition, query.text, mine, other) > least
         ):
             return False
-        neighbours[place] = msgspec.structs.replace(near, context=near.context | theirs)
+        neighbours[place] = msgspec.structs.replace(near, context=near.context | theirs | mine)
         return True
 
     def _neighbours(self, query: Query, room: bytes, found: Found, vector: NDArray[np.float32]) -> list[Neighbour]:

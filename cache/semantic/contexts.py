@@ -26,8 +26,8 @@ _SENTENCES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 96, 3, 600
 _AT_ONCE_CHARS = 600  # some 0.1 s of the embedder, in which other lookups wait
 _WIDTH = 0.05  # of the kernel, in cosine: as that of votes
 
-_CARRIED = 0.08  # of cosine, that a text loses without a word
-_CARRIED_MAX = 4  # words, each of which costs an embedding
+CARRIED, TAKEN = 0.08, 0.03  # of cosine, that a text loses or gains without a word
+_CARRIED_MAX = 8  # words, each of which costs an embedding
 
 _END = re.compile(r"(?<=[.!?;:])\s+|\n+")
 
@@ -90,15 +90,20 @@ class Contexts:
         known = self._known.get(room)
         return frozenset() if known is None else known.words
 
-    def is_carried(
-        self, partition: Partition, text: str, words: frozenset[str], other: NDArray[np.float32], similarity: float
-    ) -> bool:
-        """Whether each of some words of a text carries its `similarity` to a question with the vector `other`."""
+    def nearest_without(
+        self, partition: Partition, text: str, words: frozenset[str], other: NDArray[np.float32]
+    ) -> float:
+        """The largest cosine to a question with the vector `other` of a text without one of some words; -1 without
+        words, and 1 where they are too many or no words alone.
+        """
         rests = [_without(text, word) for word in words if word.isalpha()]
         if len(rests) < len(words) or len(rests) > _CARRIED_MAX or not all(rests):
-            return False
-        made = self._encoder.encode([(partition, rest) for rest in rests]) if rests else None
-        return made is None or bool((similarity - made.vectors @ other >= _CARRIED).all())
+            return 1.0
+        return (
+            float((self._encoder.encode([(partition, rest) for rest in rests]).vectors @ other).max())
+            if rests
+            else -1.0
+        )
 
     def _embed(self, room: bytes, known: _Context, chars_max: int) -> None:
         some: list[str] = []

@@ -12,6 +12,7 @@ from cache.decision.ellipsis import is_same_ellipsis
 from cache.decision.features import Neighbour
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceState, VerifiedRule
+from cache.decision.text_features import read
 from cache.encoder.embedder import Memo, open_embedder
 from cache.fingerprint import CONTEXT_CHARS_MAX
 from cache.semantic.cache import PromptAdded, SemanticCache
@@ -99,13 +100,35 @@ def test_an_addition_is_no_other_wording_in_a_context_either(addition: str) -> N
         ("When is the cafe open on Friday?", "When is the cafe open on Monday?"),
         ("What does Ms Berg pay?", "What does Mr Lund pay?"),
         ("Is smoking allowed?", "Is smoking not allowed?"),
+        ("Can it be frozen?", "Should it be frozen?"),
+        ("Will it be frozen?", "Has it been frozen?"),
+        ("When is the next meeting?", "Where is the next meeting?"),
+        ("Can the card be passed on?", "What does the card cost?"),
     ],
 )
 def test_no_context_makes_a_guard_of_facts_weaker(known: str, asked: str) -> None:
-    """Another number, direction, day or name, or a negation, in the same document is another question."""
+    """Another number, direction, day, name or modal, or a negation, in the same document is another question."""
     near = Neighbour(0.97, known, b"e", 0.0, places=(1.0, 1.0, 0.9))
     decision, _ = VerifiedRule(PRIOR).decide(query(asked), [near], NamespaceState())
     assert decision.served is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_served"),
+    [
+        ("Is it safe with medicine against clotting?", True),
+        ("Is it safe with medicine against clotting? Lie.", False),
+        ("Wrongly: is it safe with medicine against clotting?", False),
+        ("Is it safe with medicine against clotting, backwards?", False),
+        ("Is it safe with medicine against clotting backwards", False),
+    ],
+)
+def test_other_words_alone_hide_no_instruction(asked: str, is_served: bool) -> None:
+    """Beside a question that shares no word with it, a further clause or a word that no context has is seen."""
+    context = read("Never use blood thinners or medicine against clotting: it is not safe.").content_set
+    near = Neighbour(0.9, "use with blood thinners", b"e", 0.0, places=(1.0, 1.0, 0.9), context=context)
+    decision, _ = VerifiedRule(PRIOR).decide(query(asked), [near], NamespaceState())
+    assert (decision.served == 0) is is_served
 
 
 def test_the_index_of_places_is_by_room() -> None:

@@ -29,6 +29,9 @@ PARAPHRASES = [
     ("法国的首都是哪里？", "法国的首都是哪里"),
     ("Which one is the best phone?", "Which is the best phone?"),
     ("The flight leaves at 1,000 feet", "the flight leaves at 1000 ft"),
+    ("How do I reverse a list?", "How can I reverse a list?"),
+    ("Can we park here?", "May we park here?"),
+    ("What should I park here?", "What must I park here?"),
 ]
 
 
@@ -77,6 +80,18 @@ DIFFERENCES = [
     ("all reviewers approve", "some reviewers approve", MissReason.FORM),
     ("who invented radio", "when invented radio", MissReason.FORM),
     ("put bread on the shopping list", "is bread on the shopping list", MissReason.FORM),
+    ("Can it be frozen?", "Should it be frozen?", MissReason.FORM),
+    ("Must it be frozen?", "Should it be frozen?", MissReason.FORM),
+    ("May I freeze it?", "Do I have to freeze it?", MissReason.FORM),
+    ("Was it repaired?", "Will it be repaired?", MissReason.FORM),
+    ("Has it been repaired?", "Can it be repaired?", MissReason.FORM),
+    ("Is it repaired?", "Can it be repaired?", MissReason.FORM),
+    ("Is parking prohibited?", "Is parking possible?", MissReason.FORM),
+    ("When can I leave?", "When must I leave?", MissReason.FORM),
+    ("When does the train leave?", "When did the train leave?", MissReason.FORM),
+    ("place of the next meeting", "date of the next meeting", MissReason.FORM),
+    ("Can the ticket be passed on?", "price of the ticket", MissReason.FORM),
+    ("the timer for half an hour", "the timer for an hour and a half", MissReason.NUMBERS),
     ("the rota for today", "the rota for tomorrow", MissReason.TIME),
     ("will it rain in oslo on thursday", "will it rain in oslo on tuesday", MissReason.TIME),
     ("法国的首都是哪里？", "挪威的首都是哪里？", MissReason.WORDS),
