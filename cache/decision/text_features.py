@@ -133,8 +133,7 @@ def read(text: str) -> TextFeatures:
     names: set[str] = set()
     quotes: set[str] = set()
     figures: list[_Figure] = []
-    cased: set[str] = set()
-    spelled: set[str] = set()
+    cased, spelled = set[str](), set[str]()
     end = 0
     is_shouted = text.isupper()  # then capitals say nothing
     for match in _TOKEN.finditer(text):
@@ -220,7 +219,11 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
     """
     if sorted(one.words) == sorted(other.words) and _stated(one) != _stated(other):
         return True
-    if any(_is_reordered(one, other, among) for among in (one.names | other.names, lists.PERSONS)):
+    names = one.names | other.names
+    if any(_is_reordered(one, other, among) for among in (names, lists.PERSONS, names | lists.PERSONS)):
+        return True
+    # "did Anna call Ben", "was Anna called by Ben"
+    if any(word in one.words and word in other.words for role, word in one.roles ^ other.roles if role == "by"):
         return True
     governed: dict[str, set[str]] = {}
     for preposition, word in one.roles:
@@ -281,8 +284,10 @@ def _stated(reading: TextFeatures) -> list[str]:
 
 def _is_reordered(one: TextFeatures, other: TextFeatures, among: frozenset[str]) -> bool:
     """Both texts say the same of these words, in another order of their first places."""
-    first = list(dict.fromkeys(word for word in one.words if word in among))
-    second = list(dict.fromkeys(word for word in other.words if word in among))
+    first, second = (
+        list(dict.fromkeys("i" if word == "me" else word for word in text.words if word in among))
+        for text in (one, other)
+    )
     return first != second and sorted(first) == sorted(second)
 
 

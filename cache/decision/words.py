@@ -70,7 +70,7 @@ advantage disadvantage|benefit drawback|benefit risk|cause effect|deposit withdr
 success failure|valid invalid|safe dangerous|safe unsafe|legal illegal|possible impossible|visible hidden|show hide|same different
 male female|man woman|men women|boy girl|husband wife|mother father|brother sister|north south|east west|day night
 input output|read write|serialize deserialize|subscribe unsubscribe|follow unfollow|mount unmount|parent child|buyer seller
-indoor outdoor|propose oppose|brighter dimmer|bright dim|louder quieter|loud quiet|internal external|employer employee
+indoor outdoor|propose oppose|front rear|front back|brighter dimmer|bright dim|louder quieter|loud quiet|internal external|employer employee
 """
 POLES: dict[str, list[tuple[int, int]]] = {}
 for _index, _pair in enumerate(re.split(r"[|\n]", _PAIRS.strip())):
@@ -143,14 +143,15 @@ MOODS = {
         "where place location address",
         "when date time day hour minute week month year long until early late deadline",
         "who whom whose",
+        "how",
         "why reason cause",
         "often frequency interval",
         "many much price cost fee amount number",
     )
     for word in line.split()
 }
-ASKED_FOR = frozenset(("?", "where", "when", "who", "why", "often", "many"))  # "?" is yes or no
-PERSONS = frozenset(("me", "you"))
+ASKED_FOR = frozenset(("?", "where", "when", "who", "how", "why", "often", "many"))  # "?" is yes or no
+PERSONS = frozenset(("i", "me", "you"))
 FORMS = _stems(
     """
     json yaml xml csv html markdown latex table list bullet bullets numbered prose poem haiku essay email code regex sql python

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.decision.text_features import read
+from cache.decision.words import FUNCTION_WORDS
 from cache.encoder.embedder import Memo
 from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
 
@@ -24,6 +25,7 @@ _CONTEXTS_MAX = 400
 _WAITING_MAX = 16
 _SENTENCES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 96, 3, 600
 _AT_ONCE_CHARS = 600  # some 0.1 s of the embedder, in which other lookups wait
+_ENGLISH = 0.125  # of the words of a context are English function words, at least
 _WIDTH = 0.05  # of the kernel, in cosine: as that of votes
 
 CARRIED, TAKEN = 0.08, 0.03  # of cosine, that a text loses or gains without a word
@@ -64,7 +66,10 @@ class Contexts:
         if known is None:
             if len(text) > CONTEXT_CHARS_MAX or len(self._waiting) >= _WAITING_MAX:
                 return
-            known = self._known[room] = _Context(partition, read(text).content_set, sentences(text)[::-1])
+            has, words = read(text).content_set, read(text).words
+            # the prior and the guards are of English
+            is_english = _ENGLISH * len(words) <= sum(word in FUNCTION_WORDS for word in words)
+            known = self._known[room] = _Context(partition, has, sentences(text)[::-1] if is_english else [])
             if len(self._known) > _CONTEXTS_MAX:
                 oldest, _ = self._known.popitem(last=False)
                 self._waiting.pop(oldest, None)

@@ -72,6 +72,14 @@ def test_a_short_context_is_embedded_once() -> None:
     assert len(embedder.encoded) == len(sentences("The lamp has a dimmer. It weighs two kilograms.")) == 2
 
 
+def test_a_context_in_another_language_says_nothing() -> None:
+    """Neither the prior nor the guards of questions about one context read it."""
+    contexts = Contexts(Memo(FakeEmbedder()))
+    contexts.want(b"room", ACME, "Der Kuchen kann eingefroren werden. Er muss es aber nicht, sagt der Koch.")
+    assert contexts.is_settled
+    assert contexts.matrix(b"room") is None
+
+
 def test_what_points_at_one_sentence_overlaps_more_than_what_does_not() -> None:
     """Overlap and correlation are one for equal questions, and less for those of other sentences."""
     matrix = np.eye(4, dtype=np.float32)
