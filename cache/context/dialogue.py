@@ -12,8 +12,7 @@ import re
 from collections.abc import Sequence
 
 from cache.context.questions import QUESTION_CHARS_MAX, is_english, words_of
-from cache.context.volatile import word_set
-from cache.decision.words import FUNCTION_WORDS, LIGHT_WORDS
+from cache.decision.words import FUNCTION_WORDS, LIGHT_WORDS, word_set
 
 _TURN_CHARS_MAX = 2_000
 _TURNS_MAX = 40

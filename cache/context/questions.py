@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from cache.context.volatile import Span, SpanKind, word_set
+from cache.context.volatile import Span, SpanKind
 from cache.decision.text_features import remembered
-from cache.decision.words import FUNCTION_WORDS, stem
+from cache.decision.words import CALENDAR, FUNCTION_WORDS, stem, stems, word_set
 
 QUESTION_CHARS_MAX = 400
 """A longer last text may hold anything: it needs all of its context."""
@@ -20,19 +20,10 @@ QUESTION_CHARS_MAX = 400
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 
 
-def _stems(text: str) -> frozenset[str]:
-    return frozenset(stem(word) for word in text.split())
-
-
-CALENDAR = _stems(
-    """
-    monday tuesday wednesday thursday friday saturday sunday january february march april june july
-    august september october november december mon tue wed thu fri sat sun
-    """
-)
+DAYS = CALENDAR | stems("mon tue wed thu fri sat sun")
 # what only the clock and the calendar say
 _MOMENT_WORDS = (
-    _stems(
+    stems(
         """
         today tonight tomorrow yesterday now currently current date weekday weekend left remain
         remaining ago yet still already soon age old until till expire expires expired expiry
@@ -41,14 +32,14 @@ _MOMENT_WORDS = (
         countdown elapsed since ended ends passed future nowadays present moment instant
         """
     )
-    | CALENDAR
+    | DAYS
 )
 # these, where the rest of the prompt has days to count to or to compare with
-_SPELL_WORDS = _stems(
+_SPELL_WORDS = stems(
     "when day days week weeks month months year years hour hours minute minutes long open close closed"
     " opening end start begin late early too"
 )
-_NAME_WORDS = _stems(
+_NAME_WORDS = stems(
     """
     name names named call called who whom whose i'm title surname forename nickname initial initials
     gender sex pronoun pronouns mr mrs ms dr sir madam hello hi hey welcome greet greeting greetings
@@ -58,20 +49,20 @@ _NAME_WORDS = _stems(
     application note message speak speaking talk talking me myself
     """
 )
-_ID_WORDS = _stems(
+_ID_WORDS = stems(
     """
     id ids identifier identification number no nr reference ref code session log ticket trace
     account profile user where room seat table address email mail contact registered
     """
 )
-_COUNTER_WORDS = _stems(
+_COUNTER_WORDS = stems(
     "day days row streak times turn turns message messages attempt attempts count counter often long far progress practise practice"
 )
-_ORDER_WORDS = _stems(
+_ORDER_WORDS = stems(
     "order first last second third fourth next previous begin top bottom before after sort sorted position line"
 )
 # the prompt itself, or the talk: an answer may quote anything
-_QUOTING = _stems(
+_QUOTING = stems(
     """
     prompt prompts instruction instructions instructed verbatim repeat above context conversation
     summarise summarize summary recap told yourself everything anything ignore disregard previous
@@ -79,7 +70,7 @@ _QUOTING = _stems(
     metadata header details info information data
     """
 )
-_MINE = _stems("i i'm i've i'd me my mine myself we us our ours")
+_MINE = stems("i i'm i've i'd me my mine myself we us our ours")
 _FOREIGN = word_set(
     """
     wie ist ich bin mein meine meinen heute welche welcher welches heiße heisse uhr wann wer datum
@@ -194,7 +185,7 @@ def _needs(asked: frozenset[str], span: Span, *, has_tools: bool) -> bool:
 _WORDED = (SpanKind.NAME, SpanKind.MOMENT, SpanKind.OTHER)  # whose words say something
 _ASKED_FOR = {
     SpanKind.MOMENT: _MOMENT_WORDS,
-    SpanKind.NAME: _NAME_WORDS - _stems("me myself"),
+    SpanKind.NAME: _NAME_WORDS - stems("me myself"),
     SpanKind.ID: _ID_WORDS,
     SpanKind.COUNTER: _COUNTER_WORDS,
     SpanKind.ORDER: _ORDER_WORDS,

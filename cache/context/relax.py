@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from cache.context.dialogue import stands_alone
-from cache.context.questions import CALENDAR, relied_on, words_of
+from cache.context.questions import DAYS, relied_on, words_of
 from cache.context.volatile import TEXT_CHARS_MAX, Span, SpanKind, spans
 from cache.decision.text_features import read_for
 from cache.decision.words import FUNCTION_WORDS, OTHER_NUMBERS, SMALL
@@ -107,7 +107,7 @@ def _shows_span(value: str, answer: str, plain: str, beside: frozenset[str]) -> 
     forms = {_squeezed(form) for part in tokens for form in (part, part.translate(_UMLAUTS))} | {_squeezed(value)}
     if any(len(form) > 2 and form in plain for form in forms) or not _words(answer).isdisjoint(tokens):
         return True
-    is_counted = any(char.isdigit() for char in value) or not CALENDAR.isdisjoint(words_of(value))
+    is_counted = any(char.isdigit() for char in value) or not DAYS.isdisjoint(words_of(value))
     if is_counted:
         said = frozenset(words_of(answer))
         return any(word not in beside and (word in _COUNTING or word[0].isdigit()) for word in said)
@@ -121,7 +121,7 @@ def _squeezed(text: str) -> str:
 
 _UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "å": "aa", "ø": "oe", "æ": "ae"})
 _INITIALS = re.compile(r"\b[A-Z]\. ?[A-Z]\b")
-_COUNTING = CALENDAR | frozenset((*SMALL, *OTHER_NUMBERS))
+_COUNTING = DAYS | frozenset((*SMALL, *OTHER_NUMBERS))
 
 
 def _words(text: str) -> frozenset[str]:

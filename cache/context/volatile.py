@@ -19,6 +19,7 @@ from re import _parser  # type: ignore[attr-defined]  # it alone shows what a pa
 from typing import Any
 
 from cache.decision.text_features import remembered
+from cache.decision.words import word_set
 
 TEXT_CHARS_MAX = 32_768
 """A longer system prompt has no spans."""
@@ -27,11 +28,6 @@ _SPANS_MAX = 32
 _CUES_MAX = 512
 _FOUND_MAX = 4 * _SPANS_MAX
 _LINE_CHARS_MAX = 2_048  # of a line or a sentence
-
-
-def word_set(text: str) -> frozenset[str]:
-    """The words of a table."""
-    return frozenset(text.split())
 
 
 class SpanKind(StrEnum):

@@ -26,15 +26,17 @@ def stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("e") else word
 
 
-def _words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
+    """The words of a table."""
     return frozenset(text.split())
 
 
-def _stems(text: str) -> frozenset[str]:
+def stems(text: str) -> frozenset[str]:
+    """The words of a table, stemmed."""
     return frozenset(stem(word) for word in text.split())
 
 
-_WHOLE = _words(
+_WHOLE = word_set(
     """
     nothing something anything everything during morning evening king ring spring string thing bring family reply apply supply
     only early daily monthly weekly hardly barely need speed feed seed italy july hundred
@@ -51,11 +53,9 @@ CONTRACTIONS = {
     "what's": "what is",
     "it's": "it is",
 }
-NEGATIONS = _stems(
-    "not no never without neither nor none nobody nothing nowhere except unless hardly barely avoid lack"
-)
+NEGATIONS = stems("not no never without neither nor none nobody nothing nowhere except unless hardly barely avoid lack")
 REVERSING = ("un", "dis", "in", "im", "ir", "il", "non", "de", "mis", "anti")
-GREETINGS = _stems("hello hi hey dear greetings ok okay please thanks sorry so well also")
+GREETINGS = stems("hello hi hey dear greetings ok okay please thanks sorry so well also")
 _PAIRS = """
 on off|enable disable|activate deactivate|increase decrease|raise lower|add remove|add subtract|buy sell|start stop|start end
 begin end|open close|up down|before after|more less|more fewer|most least|maximum minimum|max min|best worst|better worse
@@ -77,7 +77,7 @@ for _index, _pair in enumerate(re.split(r"[|\n]", _PAIRS.strip())):
     for _side, _word in enumerate(_pair.split()):
         POLES.setdefault(stem(_word), []).append((_index, _side))
 
-FUNCTION_WORDS = _stems(
+FUNCTION_WORDS = stems(
     """
     a an the this that these those there here it its i me we us you he she they them him his her their our my your mine yours
     is are was were be been being am do does did done doing have has had having can could will would shall should may might must
@@ -86,7 +86,7 @@ FUNCTION_WORDS = _stems(
     much many some any would could s t d ll re ve m
     """
 )
-LIGHT_WORDS = _stems("city place thing way method kind type sort name person people process step steps")
+LIGHT_WORDS = stems("city place thing way method kind type sort name person people process step steps")
 """Words that say what kind of answer is meant and may be left out: "which city is the capital" asks
 for the capital.
 """
@@ -94,7 +94,7 @@ for the capital.
 FRAMING_WORDS = (
     LIGHT_WORDS
     | GREETINGS
-    | _stems(
+    | stems(
         """
     write function describe return provide display present state calculate compute determine understand mean meaning
     translate translation order during expect visit best recommend suggest command code look search
@@ -103,7 +103,7 @@ FRAMING_WORDS = (
 )
 """Words in which one question is put in several ways, inside one sentence."""
 
-ASKED_WORDS = FRAMING_WORDS | _stems(
+ASKED_WORDS = FRAMING_WORDS | stems(
     """
     pay cost price charge fee amount number rate temperature size weight length time date day hour start begin end finish open
     close last happen need use buy bring take keep put send arrive leave reach pick collect store clean wash eat drink live
@@ -114,10 +114,10 @@ ASKED_WORDS = FRAMING_WORDS | _stems(
 )
 """Everyday words of questions about a text, which order nothing: the text itself may lack them."""
 
-INSTRUCTING = _stems("say make let just tell show give explain describe")
+INSTRUCTING = stems("say make let just tell show give explain describe")
 """Function words that give an order where they follow the question."""
 
-_ASKING_WORDS = _stems("help know tell show give explain find thank thanks there i we me us it to how") | GREETINGS
+_ASKING_WORDS = stems("help know tell show give explain find thank thanks there i we me us it to how") | GREETINGS
 POLITE = re.compile(
     r"(?:(?>(?:(?:can|could|would|will|do|thank) you|for me|(?:i|we) (?:want|need|lik|would lik)(?: to)?|if (?:i|you) can|who do i"
     r"|what (?:can|should|must|do) (?:i|we)(?: need to)? do|{})(?: |$)))++".format("|".join(sorted(_ASKING_WORDS)))
@@ -128,8 +128,8 @@ PREPOSITIONS = {
     "from": "from", "out": "from", "to": "to", "into": "to", "onto": "to", "than": "than", "before": "before", "after": "after",
     "over": "over", "under": "under", "by": "by", "against": "against", "minus": "minus", "divided": "divided", "per": "per",
 }  # fmt: skip
-AMOUNTS = _stems("many much long far old often big tall high deep wide heavy fast late soon")
-ASKING_WHETHER = _stems("is are was were am do does did has have had")
+AMOUNTS = stems("many much long far old often big tall high deep wide heavy fast late soon")
+ASKING_WHETHER = stems("is are was were am do does did has have had")
 # each line by its first word: that a thing can, must, should, may not, will or did happen, and what is asked of it
 MOODS = {
     stem(word): line.split()[0]
@@ -152,7 +152,7 @@ MOODS = {
 }
 ASKED_FOR = frozenset(("?", "where", "when", "who", "how", "why", "often", "many"))  # "?" is yes or no
 PERSONS = frozenset(("i", "me", "you"))
-FORMS = _stems(
+FORMS = stems(
     """
     json yaml xml csv html markdown latex table list bullet bullets numbered prose poem haiku essay email code regex sql python
     java javascript typescript rust golang kotlin swift ruby php bash powershell c++ c#
@@ -162,24 +162,25 @@ FORMS = _stems(
     paragraph paragraphs word words formal informal casual polite child kid beginner expert layman five-year-old example examples
     """
 )
-SCOPES = _stems(
+SCOPES = stems(
     "all every each any some few several most least only except both either half whole entire total average always"
 )
-OWNERS = _stems(
+OWNERS = stems(
     "my mine our ours your yours his her hers their theirs wife husband mother father brother sister son daughter boss"
 )
-TIMES = _stems(
+TIMES = stems(
     """
     today tonight tomorrow yesterday now currently current latest recent recently newest upcoming nowadays
     """
 )
-DATES = _stems(
+CALENDAR = stems(
     """
-    monday tuesday wednesday thursday friday saturday sunday weekday weekend january february march april june july august september
-    october november december spring summer autumn winter morning noon afternoon evening night midnight
+    monday tuesday wednesday thursday friday saturday sunday january february march april june july august september october
+    november december
     """
 )
-ABOUT_WORDS = _words(
+DATES = CALENDAR | stems("weekday weekend spring summer autumn winter morning noon afternoon evening night midnight")
+ABOUT_WORDS = word_set(
     """
     punctuation punctuate punctuated period periods comma commas mark marks sentence sentences question questions statement
     statements capitalize capitalise capitalized capitalised capitals uppercase lowercase upper lower case cases titlecase
@@ -193,7 +194,7 @@ ABOUT_WORDS = _words(
 )
 """Words of a text about its own words, letters or marks, which then matter."""
 
-BEFORE_PRONOUN_ONE = _words(
+BEFORE_PRONOUN_ONE = word_set(
     "which this that the any no every some another each only good best right other first second third fourth fifth last"
 )
 _UP_TO_NINETEEN = """
