@@ -112,7 +112,7 @@ class ResponseRequest(msgspec.Struct):
 # those that are translated; a summary of the reasoning comes with every answer
 _TEXT, _REASONING = frozenset({"format", "verbosity"}), frozenset({"effort", "summary", "generate_summary"})
 # they change no answer
-_DROPPED = frozenset({"max_tool_calls", "stream_options"})
+_DROPPED = frozenset({"client_metadata", "max_tool_calls", "stream_options"})
 # the fields with one supported value, and the way out of another
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
@@ -291,7 +291,7 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
     }
     known = _DROPPED.union(_ONLY, ResponseRequest.__struct_fields__)
     shared = {name: value for name, value in body.items() if name not in known}
-    if not request.tools:  # of chat completions, these go with tools only
+    if not translated["tools"]:  # of chat completions, these go with tools only
         translated["parallel_tool_calls"] = None
         translated["tool_choice"] = None if request.tool_choice in ("auto", "none") else translated["tool_choice"]
     return shared | {name: value for name, value in translated.items() if value is not None}
@@ -329,7 +329,8 @@ def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
         return [tool]
     space: _Namespace = convert(tool, _Namespace, where)
     found = [
-        {**one, "name": in_namespace(space.name, str(one["name"]))} if "name" in one else one for one in space.tools
+        {**one, "name": in_namespace(space.name, name)} if isinstance(name := one.get("name"), str) else one
+        for one in space.tools
     ]
     if found and space.description:  # it is about them all, so the first one has it
         found[0] = {**found[0], "description": f"{space.description}\n\n{found[0].get('description') or ''}".rstrip()}

@@ -31,6 +31,7 @@ def request(items: list[dict[str, Any]]) -> dict[str, Any]:
         "stream": True,
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "0199-session",
+        "client_metadata": {"x-codex-installation-id": "0199-installation"},
         "text": {"verbosity": "low"},
     }
 
@@ -68,6 +69,7 @@ async def test_a_turn_of_codex_passes(world: World) -> None:
         "custom": {"name": "apply_patch", "description": "Edits files.", "format": grammar},
     }
     assert sent["tools"][2]["function"]["name"] == "local_shell"
+    assert "client_metadata" not in sent  # an unknown field of a chat completion, which OpenAI refuses
 
 
 async def test_tools_of_a_namespace_are_functions_of_a_chat_completion(world: World) -> None:
@@ -103,6 +105,8 @@ async def test_tools_of_a_namespace_are_functions_of_a_chat_completion(world: Wo
     choice = {"type": "function", "name": "look", "namespace": "agents"}
     await world.ask(path=_PATH, raw=json.dumps({**asked, "tool_choice": choice}).encode())
     assert world.backends["plain"].calls[-1].body["tool_choice"]["function"] == {"name": "agents__look"}
+    await world.ask(path=_PATH, raw=json.dumps({**asked, "tools": [{**spaces[1], "tools": []}]}).encode())
+    assert not {"tools", "tool_choice", "parallel_tool_calls"} & world.backends["plain"].calls[-1].body.keys()
 
 
 async def test_results_without_their_calls_are_refused(world: World) -> None:

@@ -233,6 +233,7 @@ async def test_what_has_no_price_or_no_owner_is_refused_by_its_name(
         ({"tools": [_FUNCTION, _SEARCHES]}, "tools[1].type"),
         ({"tools": [_FUNCTION, {**_SPACE, "tools": [{"type": "mcp", "server_url": "https://x"}]}]}, "tools[1].type"),
         ({"tools": [_SPACE, {**_SPACE, "name": "x", "tools": [{"type": "function"}]}]}, "tools[1].name"),
+        ({"tools": [{**_SPACE, "tools": [{"type": "function", "name": None}]}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": _ITEMS}, "input[3].type"),
     ],
