@@ -279,7 +279,7 @@ class _Passed(Plain):
     def _note(self, data: bytes) -> None:
         try:
             # a model writes the arguments of its calls
-            self._found.update(ids_in(msgspec.json.decode(data), ("input", "arguments")))
+            self._found.update(ids_in(msgspec.json.decode(data), ("metadata", "input", "arguments")))
         except UNREADABLE:  # no JSON has no ids
             return
 

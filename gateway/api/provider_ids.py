@@ -7,13 +7,14 @@ object that a provider gave to another team through `/passthrough`.
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound, UnsupportedMediaType, shown
 from gateway.wire.forms import FormFiles
-from gateway.wire.requests import decode_object, decode_strictly
+from gateway.wire.requests import BOM, decode_object, decode_strictly
 
 _ID_KEY = re.compile(
     r"(?!(?:(?:tool_)?call|tool_use|custom|user|request|organization|project|account|model)_id$)"
@@ -77,13 +78,18 @@ def _named(raw: bytes, decode: Callable[[bytes], dict[str, Any]]) -> set[str]:
 
 
 def _in_lines(lines: bytes) -> set[str]:
-    """The same of JSON lines."""
-    return set().union(*(_named(line, decode_strictly) for line in lines.split(b"\n")))
+    """The same of JSON lines, or of one value on several lines, also in its metadata: a line may be read apart."""
+    try:
+        return set().union(*(_named(line, decode_strictly) for line in lines.split(b"\n")))
+    except BadRequest:
+        with suppress(BadRequest):
+            return set(ids_in(decode_strictly(b'{"":%b}' % lines.removeprefix(BOM)), (), _OBJECT_KEY))
+        raise
 
 
-def ids_in(value: Any, but: Sequence[str] = (), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
-    """The texts under names of ids, which `keys` match, at any depth, but what `metadata` and `but` hold."""
-    for name, given in fields_of(value, ("metadata", *but)):
+def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
+    """The texts under names of ids, which `keys` match, at any depth, but what the fields of `but` hold."""
+    for name, given in fields_of(value, but):
         if keys.fullmatch(name):
             given = given.get("id") if isinstance(given, dict) else given  # Anthropic's container
             for one in given if isinstance(given, list) else [given]:

@@ -416,7 +416,8 @@ def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: P
     named = f'{{"file_id": "{theirs}"}}'
     for status, text in (
         (404, named), (404, f'\ufeff\n {{"a": 1}}\n{{"body": [{{"vector_store_ids": ["{mine}", "{theirs}"]}}]}}\n'),
-        (404, named.replace("file", "fil\\u0065")), (415, named.replace(": ", ":\n")), (415, f"[{named}]"),
+        (404, named.replace("file", "fil\\u0065")), (404, named.replace(": ", ":\n")), (404, f"[{named}]"),
+        (404, f'{{"metadata": [\n{named}\n, "container"\n]}}'), (415, f'{{"a":\n{named}}}' + " " * (256 << 10)),
         (415, f'{{"file_id": "{theirs}", "file_id": "{mine}"}}'), (415, named[:-1] + ", }"),
     ):  # fmt: skip
         for name in ("a", "a.txt", "a.jsonl"):
@@ -435,6 +436,7 @@ def test_what_cannot_be_shown_to_belong_is_refused(gateway: Gateway, provider: P
         f'{{"custom_id": "1"}}\n{{"file_id": "{mine}"}}\n',
         "[1] a file_id",
         '{"id": "row"}\n' * 90_000,
+        '\ufeff[\n {"spec": {"containers": [\n  1]}}\n]\n',
         f"see file_id {theirs}",
     ):
         reply = ask(gateway, "POST", "/files", files={"file": ("a", text.encode())})
