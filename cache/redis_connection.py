@@ -14,10 +14,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import hiredis
 import msgspec
+from redis.asyncio import ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -170,10 +170,11 @@ async def open_connection(
 ) -> RedisWire:
     """An authenticated connection to `url`. For the callbacks see `RedisWire`. Raises RedisError.
 
-    URLs: `redis://[user[:password]@]host[:port][/db]`, `rediss://`,
-    `unix://[user[:password]@]path[?db=N]`.
+    redis-py reads the URL: `redis://[user[:password]@]host[:port][/db]`, `rediss://`,
+    `unix://[user[:password]@]path`, each with options as in `?db=1&ssl_ca_certs=PATH`.
     """
-    parts = urlsplit(url)
+    pool: Any = ConnectionPool.from_url(url)
+    place = pool.make_connection()
     loop = asyncio.get_running_loop()
 
     def make() -> RedisWire:
@@ -182,18 +183,16 @@ async def open_connection(
 
     try:
         async with asyncio.timeout(timeout_s):
-            if parts.scheme == "unix":
-                path = unquote(url.partition("://")[2].partition("?")[0].rpartition("@")[2])
-                _, wire = await loop.create_unix_connection(make, path)
+            if isinstance(place, UnixDomainSocketConnection):
+                _, wire = await loop.create_unix_connection(make, place.path)
             else:
-                host, port = parts.hostname or "localhost", parts.port or 6379
-                tls = True if parts.scheme == "rediss" else None
-                _, wire = await loop.create_connection(make, host, port, ssl=tls)
+                tls = place.ssl_context.get() if isinstance(place, SSLConnection) else None
+                _, wire = await loop.create_connection(make, place.host, place.port, ssl=tls)
     except TimeoutError:
         raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
     except OSError as error:
         raise RedisConnectionError(f"no connection: {error}") from None
-    batch = [Pending(command, loop.create_future()) for command in _greeting(parts)]
+    batch = [Pending(command, loop.create_future()) for command in _greeting(place)]
     wire.send(batch)
     try:
         await asyncio.gather(*(pending.future for pending in batch))
@@ -209,13 +208,11 @@ def _fail_all(error: RedisError, unanswered: list[Pending]) -> None:
         fail(pending, error)
 
 
-def _greeting(parts: SplitResult) -> list[Command]:
-    username, password = parts.username, parts.password
-    auth = ("AUTH", unquote(username or "") or "default", unquote(password)) if password else ()
+def _greeting(place: Any) -> list[Command]:
+    auth = ("AUTH", place.username or "default", place.password) if place.password else ()
     commands: list[Command] = [("HELLO", "3", *auth)]
-    db = parse_qs(parts.query).get("db", [""])[0] or (parts.path.strip("/") if parts.scheme != "unix" else "")
-    if db and db != "0":
-        commands.append(("SELECT", db))
+    if place.db:
+        commands.append(("SELECT", place.db))
     return commands
 
 

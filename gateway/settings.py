@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -749,7 +749,7 @@ class Settings(_Section):
     @property
     def redis_target(self) -> str:
         """The Redis URL; by default, the embedded server's unix socket."""
-        return self.redis_url or f"unix://{self.run_dir / 'redis.sock'}"
+        return self.redis_url or f"unix://{quote(str(self.run_dir / 'redis.sock'))}"
 
     @property
     def run_dir(self) -> Path:

@@ -136,6 +136,8 @@ def test_the_default_needs_nothing() -> None:
     """Without a file there is a local model behind one alias."""
     settings = load_settings(None, {})
     assert settings == Settings()
+    odd = Settings(data_dir=Path("/user@host/a%41?#"))
+    assert odd.redis_target == "unix:///user%40host/a%2541%3F%23/run/redis.sock"
     assert list(settings.models) == ["smollm2-135m-instruct"]
 
 

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from cache.redis_link import RedisLink
 from tests.services import RedisServer, redis_binary, run_redis
+from tests.transport.servers import CERTIFICATE, tls_server
 
 SCRIPT = "return redis.call('INCRBY', KEYS[1], ARGV[1])"
 
@@ -257,20 +258,47 @@ async def test_replies_are_those_of_redis_py(
     assert await link.execute_command(*command) == theirs
 
 
-async def test_passwords_and_databases() -> None:
-    """A URL's password and database are used; a wrong password is an error that says so."""
+async def test_passwords_and_databases(tmp_path: Path) -> None:
+    """A URL's password, database and path are those that redis-py reads; a wrong password is an error that says so."""
     with run_redis() as server:
         opener = RedisLink(server.url, 0.5)
         await opener.client.config_set("requirepass", "s3cret")
+        (tmp_path / "user@host").symlink_to(server.socket_path)
         right = RedisLink(f"unix://:s3cret@{server.socket_path}?db=2", 0.5)
         await right.execute_command("SET", "here", "1")
-        assert await right.client.execute_command("GET", "here") == b"1"
-        assert await right.execute_command("GET", "here") == b"1"
+        for url in (right.url, f"unix://{tmp_path}/user@host?password=s3cret&db=2"):
+            also = RedisLink(url, 0.5)
+            assert await also.client.execute_command("GET", "here") == b"1"
+            assert await also.execute_command("GET", "here") == b"1"
+            await also.aclose()
         wrong = RedisLink(f"unix://:wrong@{server.socket_path}", 0.5)
         with pytest.raises(RedisError):
             await wrong.execute_command("GET", "here")
         for link in (opener, right, wrong):
             await link.aclose()
+
+
+async def test_a_certificate_in_the_url_is_trusted(redis_server: RedisServer) -> None:
+    """`rediss://` trusts the authorities of `ssl_ca_certs`, and without it those of the machine alone."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind, ahead = await asyncio.open_unix_connection(redis_server.socket_path)
+
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(1 << 16):
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(copy(reader, ahead), copy(behind, writer))
+
+    async with await asyncio.start_server(carry, "127.0.0.1", 0, ssl=tls_server()) as server:
+        url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}"
+        trusting, other = RedisLink(f"{url}/1?ssl_ca_certs={CERTIFICATE}", 5.0), RedisLink(url, 5.0)
+        assert await trusting.execute_command("ECHO", "here") == b"here"
+        with pytest.raises(RedisError, match="certificate"):
+            await other.execute_command("ECHO", "here")
+        await trusting.aclose()
+        await other.aclose()
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
