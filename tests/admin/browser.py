@@ -95,7 +95,7 @@ class Visitor:
 @asynccontextmanager
 async def visiting(browser: Browser, base: str, width: int = 1280, **options: Any) -> AsyncIterator[Visitor]:
     context = await browser.new_context(viewport={"width": width, "height": 900}, **options)
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(60_000)  # on a busy machine a renderer's start alone took over 15 s
     try:
         yield Visitor(context, await context.new_page(), base)
     finally:
