@@ -40,8 +40,8 @@ class Answer:
     """How far one answer is in its grammar. `thinks`: it is inside a thinking block, which the
     grammar leaves alone; `may_think`: it may begin with one."""
 
-    def __init__(self, matcher: LLMatcher, thinking: Thinking | None) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: Compiled, thinking: Thinking | None) -> None:
+        self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
         self._opens, self._closes = thinking.block if thinking is not None else (-1, -1)
         self.thinks = thinking is not None and thinking.is_open
         self.may_think = thinking is not None and thinking.may_open
@@ -60,6 +60,7 @@ class Answer:
             return
         self.may_think = False
         if not self._matcher.consume_token(token):
+            self._compiled.is_spent = True
             raise InvalidRequest(
                 f"the answer met a place where the grammar is too complex to go on: {_brief(self._matcher.get_error())}",
                 param="grammar",
@@ -93,14 +94,16 @@ class Answer:
 
 
 class Compiled:
-    """A grammar made for one model."""
+    """A grammar made for one model. `is_spent`: an answer met the bound of its states, which all its
+    answers share."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
+        self.is_spent = False
 
     def begin(self, thinking: Thinking | None) -> Answer:
         """An answer at its beginning."""
-        return Answer(self._matcher.deep_copy(), thinking)
+        return Answer(self, thinking)
 
 
 class Grammars:
@@ -132,7 +135,11 @@ class Grammars:
     def kept(self, wanted: Grammar, salt: bytes) -> Compiled | InvalidRequest | None:
         """The grammar, or why it cannot be held, if it was compiled lately."""
         with self._lock:
-            return self._kept.get((salt, wanted))
+            found = self._kept.get((salt, wanted))
+            if isinstance(found, Compiled) and found.is_spent:
+                del self._kept[salt, wanted]
+                return None
+            return found
 
     def _make_room(self) -> None:
         """Let the oldest go of the partitions that hold most, and never the latest of all."""

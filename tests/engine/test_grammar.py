@@ -94,6 +94,16 @@ def test_drafts_change_no_answer(make_engine: Make) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_a_grammar_with_which_an_answer_failed_is_compiled_anew(make_engine: Make) -> None:
+    """The library keeps the states of all answers together: where they are used up, each later one would fail."""
+    engine = make_engine()
+    first = compiled(engine, {"type": "string", "maxLength": 300})
+    assert compiled(engine, {"type": "string", "maxLength": 300}) is first
+    with pytest.raises(InvalidRequest, match="too complex to go on"):
+        first.begin(None).take(engine.tokenizer.encode("x")[0])
+    assert compiled(engine, {"type": "string", "maxLength": 300}) is not first
+
+
 def test_masks_leave_what_they_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows with masks beside free ones, by the native kernel and by torch alike, the last odd tokens and the sums too."""
     logits = torch.randn(4, 79, generator=torch.manual_seed(1))
