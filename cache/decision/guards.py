@@ -84,8 +84,9 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
         return MissReason.NAMES
     if is_inverted(asked, known) or _is_turned(asked, known):
         return MissReason.DIRECTION
-    # "how much is" and "what is" ask for the same
-    asks_otherwise = asked.question != known.question and {asked.question, known.question} != {"", "amount"}
+    # "how much is" and "what is" ask for the same, as do "how long" and "how many days"
+    kinds = {asked.question, known.question}
+    asks_otherwise = len(kinds) > 1 and kinds not in ({"", "amount"}, {"amount", "count"})
     if asked.forms != known.forms or asked.scopes != known.scopes or asks_otherwise or has_other_mood(asked, known):
         return MissReason.FORM
     if asked.times != known.times or asked.dates != known.dates:
@@ -116,13 +117,13 @@ def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
     "Should it be frozen?". Or one asks for yes or no, the other when, who or how much.
     """
     kinds, others = asked.moods & ASKED_FOR, known.moods & ASKED_FOR
-    if kinds and others and kinds.isdisjoint(others):
+    if kinds - others and others - kinds:
         return True
     mine, theirs = asked.moods - ASKED_FOR, known.moods - ASKED_FOR
     is_whether, is_same = "?" in kinds & others, asked.content_set == known.content_set
     if is_whether and (mine ^ theirs) - {"can"}:
         return True
-    if mine and theirs and kinds & others and mine | theirs != {"must", "should"}:
+    if mine and theirs and (kinds & others or not kinds | others) and mine | theirs != {"must", "should"}:
         return mine.isdisjoint(theirs)
     return is_same and not (mine ^ theirs).isdisjoint(("can",) if is_whether else ("did", "will"))
 

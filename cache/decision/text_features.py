@@ -68,7 +68,7 @@ class TextFeatures:
     owners: frozenset[str]
     times: frozenset[str]  # words whose meaning moves with the clock
     dates: frozenset[str]  # days, months and parts of a day
-    question: str  # who, when, where, why, amount, whether, or "" for the rest
+    question: str  # who, when, wher, why, count, amount, whether, or "" for the rest
     moods: frozenset[str]  # by `MOODS`; "?" where yes or no is asked for
     content_set: frozenset[str]
     # content words that begin like a reversal, and the rest of each: ("unlock", "lock")
@@ -83,8 +83,8 @@ class TextFeatures:
 _MARK = re.compile(
     r"""
     (?<=[\d)])\s?[-−](?=\s?[\d(]) | (?<![\w)])[-−](?=[\d(.]) | (?<=[\d)])!
-  | (?:(?<=[\d)])|(?<=[\d)]\s)|(?<=\s))[+*/^×÷±]+(?=\s?[\w(]) | [+±√](?=\s?\d)
-  | [<>=≤≥≠]+ | (?<=\b[A-Za-z])['′](?!\w)
+  | (?:(?<=[\d)\].])|(?<=[\d)]\s)|(?<=\s))[+*/^×÷±]+(?=\s?[\w(]) | [+±√](?=\s?\d)
+  | [<>=≤≥≠]+ | &&|\|\| | \[:(?=\w) | (?<=\w):\] | (?<=\b[A-Za-z])['′](?!\w)
     """,
     re.VERBOSE,
 )
@@ -120,7 +120,13 @@ _NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a numb
 _HAVE = frozenset(map(lists.stem, ("have", "has", "had")))
 _MODALS = frozenset(word for word in lists.FUNCTION_WORDS if lists.MOODS.get(word, "?") not in lists.ASKED_FOR)
 _LINKS = lists.GREETINGS | frozenset(("and", "but", "or", "then", "now"))  # before a question
-_ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
+_WHO, _WHERE = frozenset(map(lists.stem, ("who", "whose", "whom"))), lists.stem("where")
+_ASKING = _WHO | {"how", "when", _WHERE, "why"}
+_THINGS = _WHO | {"what", "which"}
+_DO = frozenset(map(lists.stem, ("do", "does", "did")))
+_AUXILIARIES = lists.ASKING_WHETHER | _MODALS | {"be"}
+_GOVERNING = frozenset(("of", "to", "for", "from"))
+_OPERANDS = ("a", "s", "d", "t", "m", "for", "whil")  # function words that programs and formulas give a place
 
 
 @remembered(16_384)
@@ -162,7 +168,7 @@ def read(text: str) -> TextFeatures:
             if token.lower() in lists.CASED_WORDS and not (is_start and token.istitle()):
                 spelled.add(token)
             if is_identifier or (not is_start and token[0].isupper() and not is_shouted):
-                names.update(parts)
+                names.update(part for part in parts if token.isupper() or part not in lists.FUNCTION_WORDS)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
     content = tuple(word for place, word in enumerate(words) if word not in lists.FUNCTION_WORDS and place not in taken)
@@ -174,7 +180,7 @@ def read(text: str) -> TextFeatures:
         ),
         content=content,
         numbers=tuple((figure.value, figure.unit) for figure in figures),
-        names=frozenset(name for name in names if name not in lists.FUNCTION_WORDS),
+        names=frozenset(names - {"i"}),
         quotes=frozenset(quotes),
         negations=sum(word in lists.NEGATIONS for word in words) if present & lists.NEGATIONS else 0,
         poles=frozenset(pole for word in present & lists.POLES.keys() for pole in lists.POLES[word]),
@@ -217,7 +223,10 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
     """The same words, names or persons in another order, or a preposition that governs what another
     one governs on the other side.
     """
-    if sorted(one.words) == sorted(other.words) and _stated(one) != _stated(other):
+    first, second = (["a" if word == "an" else word for word in text.words] for text in (one, other))
+    stated = one.content_set.union(_OPERANDS) - lists.NEGATIONS
+    is_moved = [word for word in first if word in stated] != [word for word in second if word in stated]
+    if (is_moved and sorted(first) == sorted(second)) or _is_turned_question(one, other):
         return True
     names = one.names | other.names
     if any(_is_reordered(one, other, among) for among in (names, lists.PERSONS, names | lists.PERSONS)):
@@ -237,10 +246,12 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
 
 
 def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
-    """Whether two words have changed places around a third (a chases b), or around a preposition.
+    """Whether two words have changed places around a third (a chases b), around a preposition or in a question.
 
     It finds less than `is_inverted`, and its finds are never harmless.
     """
+    if _is_turned_question(one, other):
+        return True
     shared = (one.content_set & other.content_set) - lists.LIGHT_WORDS
     first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (one, other))
     if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(one), _uttered(other))):
@@ -278,8 +289,25 @@ def _precedes(reading: TextFeatures, word: str, later: str) -> bool:
     return word in words and later in words and words.index(word) + 1 < words.index(later)
 
 
-def _stated(reading: TextFeatures) -> list[str]:
-    return [word for word in reading.content if word not in lists.NEGATIONS]
+def _is_turned_question(one: TextFeatures, other: TextFeatures) -> bool:
+    """Whether two texts of the same content ask for or name the two sides of a deed: "Who hired Ann?", "Who did
+    Ann hire?", "Who was hired by Ann?".
+    """
+    if one.content_set <= lists.LIGHT_WORDS or one.content_set != other.content_set:
+        return False
+    is_of_things = not any(_THINGS.isdisjoint(text.words) for text in (one, other))
+    if is_of_things and _has_gap(one) != _has_gap(other):
+        return True
+    if one.content == other.content:
+        return {role for role, _ in one.roles ^ other.roles} == {"by"}
+    pairs = ((one, other), (other, one))
+    return is_of_things and any(_DO & {*some.words} and not _AUXILIARIES & {*plain.words} for some, plain in pairs)
+
+
+def _has_gap(reading: TextFeatures) -> bool:
+    """Whether a preposition has the person asked for, or none at all, after it: "Who is it from?"."""
+    pairs = itertools.pairwise((*reading.words, "who"))
+    return any(word in _GOVERNING and follower in _WHO for word, follower in pairs)
 
 
 def _is_reordered(one: TextFeatures, other: TextFeatures, among: frozenset[str]) -> bool:
@@ -453,12 +481,12 @@ def _question(words: list[str]) -> str:
     for i, word in enumerate(words[:8]):
         if word not in _ASKING:
             continue
-        if word in ("who", "whose", "whom"):
+        if word in _WHO:
             return "who"
         if word == "how" and words[i + 1 : i + 2] == ["com"]:
             return "why"
         if word == "how" and words[i + 1 : i + 2] and words[i + 1] in lists.AMOUNTS:
-            return "amount"
-        if word in ("when", "where", "why"):
+            return "count" if words[i + 1] == "many" else "amount"
+        if word != "how":
             return word
     return "whether" if words[:1] and words[0] in lists.ASKING_WHETHER else ""

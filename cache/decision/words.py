@@ -60,7 +60,7 @@ _PAIRS = """
 on off|enable disable|activate deactivate|increase decrease|raise lower|add remove|add subtract|buy sell|start stop|start end
 begin end|open close|up down|before after|more less|more fewer|most least|maximum minimum|max min|best worst|better worse
 cheap expensive|hot cold|warm cold|left right|import export|encrypt decrypt|encode decode|lock unlock|install uninstall
-allow deny|allow block|allow forbid|allow ban|accept reject|accept decline|approve reject|first last|highest lowest|high low
+allow deny|allow block|allow forbid|allow ban|accept reject|accept decline|approve reject|first last|former latter|highest lowest|high low
 largest smallest|large small|big small|biggest smallest|long short|longest shortest|fast slow|fastest slowest|upgrade downgrade
 upload download|push pull|win lose|love hate|like dislike|like hate|true false|positive negative|include exclude|with without
 ascend descend|ascending descending|inside outside|above below|over under|oldest newest|old new|old young|oldest youngest
@@ -126,7 +126,7 @@ POLITE = re.compile(
 
 PREPOSITIONS = {
     "from": "from", "out": "from", "to": "to", "into": "to", "onto": "to", "than": "than", "before": "before", "after": "after",
-    "over": "over", "under": "under", "by": "by", "against": "against", "minus": "minus", "divided": "divided", "per": "per",
+    "over": "over", "under": "under", "by": "by", "if": "if", "against": "against", "minus": "minus", "divided": "divided", "per": "per",
 }  # fmt: skip
 AMOUNTS = stems("many much long far old often big tall high deep wide heavy fast late soon")
 ASKING_WHETHER = stems("is are was were am do does did has have had")
