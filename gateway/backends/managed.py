@@ -268,7 +268,7 @@ class ManagedBackend:
 
     def _speaks_openai(self, litellm: Any) -> bool:
         provider: str = litellm.get_llm_provider(self._model)[1]
-        return provider == "openai" or provider in litellm.openai_compatible_providers
+        return provider in ("openai", "azure", "openrouter") or provider in litellm.openai_compatible_providers
 
     def translated(self, error: Exception, litellm: Any, has_output: bool) -> base.BackendError:
         """The error of base.py for litellm's. Inside a stream all errors are BackendBroken."""

@@ -165,6 +165,16 @@ async def test_what_is_sent(upstream: Upstream, managed: ManagedBackend) -> None
     assert "metadata" not in seen["body"]
 
 
+@pytest.mark.parametrize("model", ["openrouter/mock", "hosted_vllm/mock"])
+async def test_unknown_fields_reach_other_servers_of_openais_protocol(upstream: Upstream, model: str) -> None:
+    """As they came, also where litellm does not list the provider among those of the protocol."""
+    backend = make_managed(upstream.url, model=model)
+    await backend.library()
+    await collect(backend.stream(ask(x_new=[1])))
+    assert upstream.seen().requests[-1]["body"]["x_new"] == [1]
+    await backend.aclose()
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize(
     ("plan", "kind", "retry_after_s"),
