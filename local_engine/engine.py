@@ -21,7 +21,7 @@ from local_engine.block_pool import BlockPool
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
 from local_engine.draft_model import DraftModel, open_draft
-from local_engine.grammar import Compiled, Grammars, Masker
+from local_engine.grammar import Answer, Compiled, Grammars, Masker
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Chunk, Sampled, Sequence, Status
@@ -197,7 +197,7 @@ class Engine:
             deadline=deadline,
             submitted_s=self._clock(),
             prompt_logprobs=known,
-            grammar=grammar.begin(thinking) if grammar is not None else None,
+            grammar=Answer(grammar, thinking) if grammar is not None else None,
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins

@@ -101,10 +101,6 @@ class Compiled:
         self.matcher = matcher
         self.is_spent = False
 
-    def begin(self, thinking: Thinking | None) -> Answer:
-        """An answer at its beginning."""
-        return Answer(self, thinking)
-
 
 class Grammars:
     """The grammars of one model; those of late are kept by their caller's salt. Safe to use from
@@ -125,7 +121,7 @@ class Grammars:
         found = self.kept(wanted, salt) or self._made(wanted)
         if len(wanted.text) <= SIZE_MAX_BYTES:
             with self._lock:
-                found = self._kept.setdefault((salt, wanted), found)
+                self._kept[salt, wanted] = found
                 self._kept.move_to_end((salt, wanted))
                 self._make_room()
         if isinstance(found, InvalidRequest):
@@ -136,10 +132,7 @@ class Grammars:
         """The grammar, or why it cannot be held, if it was compiled lately."""
         with self._lock:
             found = self._kept.get((salt, wanted))
-            if isinstance(found, Compiled) and found.is_spent:
-                del self._kept[salt, wanted]
-                return None
-            return found
+        return None if isinstance(found, Compiled) and found.is_spent else found
 
     def _make_room(self) -> None:
         """Let the oldest go of the partitions that hold most, and never the latest of all."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from local_engine.engine import Engine
-from local_engine.grammar import Grammars
+from local_engine.grammar import Answer, Grammars
 from local_engine.messages import ANY_TOOL, GenerateRequest, Grammar, InvalidRequest, SamplingParams
 from local_engine.text.calls import FORMATS, THINKING, Format, Reader, format_of
 from local_engine.text.chat import Chat
@@ -370,7 +370,7 @@ def test_a_strict_tool_is_held_where_the_model_begins_a_call(make_engine: Any) -
     wanted = model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[WEATHER, CLOCK]))
     assert wanted is not None
     assert model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[WEATHER])) is None
-    answer = model.engine.grammars.compiled(wanted, b"").begin(None)
+    answer = Answer(model.engine.grammars.compiled(wanted, b""), None)
     spell = model.engine.tokenizer.encode
     for token in spell("hi <tool_call", is_rendered=True):
         answer.take(token)
@@ -390,7 +390,7 @@ def test_other_tokens_may_not_spell_a_mark(make_engine: Any) -> None:
     model = Model(make_engine(), f"{CHAT_TEMPLATE}{{# <tool_call> #}}", "<tool_call>", special=True)
     wanted = model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[CLOCK]))
     assert wanted is not None
-    answer = model.engine.grammars.compiled(wanted, b"").begin(None)
+    answer = Answer(model.engine.grammars.compiled(wanted, b""), None)
     for token in model.engine.tokenizer.encode("hi <tool_call", is_rendered=True):
         answer.take(token)
     (end,) = model.engine.tokenizer.encode(">", is_rendered=True)[-1:]
