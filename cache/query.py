@@ -58,7 +58,7 @@ class MissReason(StrEnum):
     # the same, and the answer may depend on what is volatile in the system prompt, or on the history
     VOLATILE = "volatile"
     HISTORY = "history"
-    TOO_LONG = "too_long"  # the prompt does not fit the encoder's window
+    TOO_LONG = "too_long"  # the prompt does not fit the encoder's window, or has what is no token of it
     DOCUMENTS = "documents"  # cached prompts have other documents, or are other in more than a question
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key
+from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, unread_among
 
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = 128
@@ -104,6 +104,7 @@ class BertEmbedder:
         self._tokenizer = Tokenizer.from_file(str(plan.folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._unknown = self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
         model, self._tensor = _graph(plan, load_file(plan.folder / "model.safetensors"))
         self._alone = self._request = _compile(model, 1, is_bfloat16)
         if threads > 1:
@@ -116,7 +117,7 @@ class BertEmbedder:
         vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
         for pack in _packs(counts, self.info.tokens_max):
             vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
-        return Encoded(vectors, counts)
+        return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
     def _run(self, rows: Sequence[list[int]], counts: NDArray[np.int32]) -> NDArray[np.float32]:
         ids = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(counts.sum()))

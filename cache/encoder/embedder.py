@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from cache.encoder.bert import BertEmbedder, has_bfloat16, read_plan
 from cache.encoder.gpu import has_cuda
-from cache.encoder.types import KEY_BYTES, Embedder, EmbedderInfo, Encoded, PrecisionUnavailable, folder_key
+from cache.encoder.types import (
+    KEY_BYTES,
+    Embedder,
+    EmbedderInfo,
+    Encoded,
+    PrecisionUnavailable,
+    folder_key,
+    unread_among,
+)
 
 DEFAULT = "default"
 # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
@@ -72,6 +80,7 @@ class SentenceEmbedder:
             torch.set_num_threads(threads)
         self._model: Any = SentenceTransformer(str(path), device=device)
         self._model.eval()
+        self._unknown = self._unknown_id()
         # static models state infinity
         window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)
         key = folder_key(path) if path.is_dir() else _weights_key(self._model)
@@ -79,7 +88,8 @@ class SentenceEmbedder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order."""
-        tokens = self._count(texts)
+        rows = self._ids(texts)
+        tokens = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
         fitting = [place for place, count in enumerate(tokens) if count <= self.info.tokens_max]
         if fitting:
@@ -91,15 +101,24 @@ class SentenceEmbedder:
                 show_progress_bar=False,
             )
             vectors[fitting] = made.astype(np.float32)
-        return Encoded(vectors, tokens)
+        return Encoded(vectors, tokens, unread_among(rows, self._unknown))
 
-    def _count(self, texts: Sequence[str]) -> NDArray[np.int32]:
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._model.tokenizer
         # a bare tokenizers.Tokenizer, as static models have it
         if hasattr(tokenizer, "encode_batch"):
-            return np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], dtype=np.int32)
-        ids = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
-        return np.array([len(one) for one in ids], dtype=np.int32)
+            return [one.ids for one in tokenizer.encode_batch(list(texts))]
+        ids: list[list[int]] = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
+        return ids
+
+    def _unknown_id(self) -> int | None:
+        """The id of what is no token; None where the model has none, or one for all else as well."""
+        tokenizer = self._model.tokenizer
+        if hasattr(tokenizer, "encode_batch"):
+            found = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
+        else:
+            found = tokenizer.unk_token_id
+        return None if found in self._ids([" "])[0] else found
 
 
 def _packaged() -> Path:
@@ -150,14 +169,18 @@ class Memo:
         return _text_key(partition, text) in self._known
 
     def encode(self, texts: Sequence[tuple[bytes, str]]) -> Encoded:
-        """Vectors and token counts of texts, each beside its partition, in order."""
+        """Vectors and token counts of texts, each beside its partition, in order. A text with what the
+        model has no token for counts as one over the window: its vector does not tell it from others.
+        """
         keys = [_text_key(partition, text) for partition, text in texts]
         # decision: memos-per-partition
         missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if key not in self._known}
         fresh: dict[bytes, tuple[NDArray[np.float32], int]] = {}
         if missing:
             made = self._embedder.encode(list(missing.values()))
-            fresh = {key: (made.vectors[place], int(made.tokens[place])) for place, key in enumerate(missing)}
+            over = self.info.tokens_max + 1
+            counts = [over if place in made.unread else int(tokens) for place, tokens in enumerate(made.tokens)]
+            fresh = {key: (made.vectors[place], counts[place]) for place, key in enumerate(missing)}
         found = [fresh[key] if key in fresh else self._known[key] for key in keys]
         for key, value in zip(keys, found, strict=True):
             self._known[key] = value

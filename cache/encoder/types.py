@@ -43,11 +43,13 @@ class EmbedderInfo:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window
-    has a vector of zeros.
+    has a vector of zeros. `unread`: the places of texts of which some is no token of the model, so
+    that texts which differ there may have one vector.
     """
 
     vectors: NDArray[np.float32]
     tokens: NDArray[np.int32]
+    unread: frozenset[int] = frozenset()
 
 
 class PrecisionUnavailable(OSError):
@@ -59,6 +61,11 @@ class Embedder(Protocol):
     def info(self) -> EmbedderInfo: ...
 
     def encode(self, texts: Sequence[str]) -> Encoded: ...
+
+
+def unread_among(rows: Sequence[Sequence[int]], unknown: int | None) -> frozenset[int]:
+    """The places of rows of token ids that have `unknown`, the id for what is no token."""
+    return frozenset(place for place, row in enumerate(rows) if unknown is not None and unknown in row)
 
 
 def folder_key(folder: Path) -> bytes:

@@ -54,6 +54,25 @@ def test_a_text_over_the_window_gets_no_vector(embedder: Embedder) -> None:
     assert np.array_equal(encoded.vectors[0], encoded.vectors[3])
 
 
+def test_what_is_no_token_is_not_compared(embedder: Embedder, reference: SentenceEmbedder) -> None:
+    """Texts that differ in unknown tokens alone have one vector, so that the cache takes none of them for another."""
+    texts = [
+        "她喜欢他吗",
+        "他喜欢她吗",
+        "What does 🚀 mean?",
+        "What does 🎉 mean?",
+        "What does a rocket mean?",
+        "x" * 101,
+    ]
+    for model in (embedder, reference):
+        made = model.encode(texts)
+        assert made.unread == {0, 1, 2, 3, 5}
+        assert made.tokens.max() < model.info.tokens_max
+        assert made.vectors[0] @ made.vectors[1] > 0.9999 < made.vectors[2] @ made.vectors[3]
+        over = Memo(model).encode([(b"team", text) for text in texts]).tokens > model.info.tokens_max
+        assert over.tolist() == [True, True, True, True, False, True]
+
+
 def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
     """An empty batch has a shape too."""
     assert Memo(embedder).encode([]).vectors.shape == (0, 384)
