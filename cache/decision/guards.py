@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from unicodedata import combining, normalize
 
 from cache.decision.text_features import TextFeatures, is_cased_otherwise, is_exchanged, is_inverted, is_negated
 from cache.decision.words import (
@@ -58,7 +59,7 @@ def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason |
     """The reason that no similarity and no verdict overrides, or None."""
     if _has_other_numbers(asked, known):
         return MissReason.NUMBERS
-    if asked.hidden != known.hidden:
+    if asked.hidden != known.hidden or _has_other_accents(asked, known):
         return MissReason.WORDS
     if is_negated(asked, known):
         return MissReason.POLARITY
@@ -72,6 +73,18 @@ def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason |
     if is_long(asked, known) and asked.words != known.words:
         return MissReason.WORDS
     return None
+
+
+def _has_other_accents(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether a word of each is the other's but for accents, which an encoder may leave out: "schon", "schön"."""
+    mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
+    if all(map(str.isascii, mine)) and all(map(str.isascii, theirs)):
+        return False
+    return not set(map(_unaccented, mine)).isdisjoint(map(_unaccented, theirs))
+
+
+def _unaccented(word: str) -> str:
+    return "".join(letter for letter in normalize("NFD", word) if not combining(letter))
 
 
 def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:

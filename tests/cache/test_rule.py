@@ -271,11 +271,13 @@ def sure_state(asked: str, known: Neighbour) -> NamespaceState:
         ("open the box", "do not open the box", MissReason.POLARITY),
         ("open the box today", "open the box of today", MissReason.TIME),
         ("move it from the box to the crate", "move it from the crate to the box", MissReason.DIRECTION),
+        ("translate schon to English", "translate schön to English", MissReason.WORDS),
+        ("translate papá for me", "translate papa for me", MissReason.WORDS),
     ],
 )
 def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | None) -> None:
-    """Four hundred right ones: other words are served; another number, a negation, the other direction or an old
-    answer about now are not."""
+    """Four hundred right ones: other words are served; another number, accent, a negation, the other direction or an
+    old answer about now are not."""
     one = Neighbour(0.99, known, b"e", 10_000.0, b"g")
     assert decide(asked, [one], sure_state(asked, one)) is reason
 
