@@ -13,6 +13,7 @@ time-out.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import hiredis
@@ -173,8 +174,7 @@ async def open_connection(
     redis-py reads the URL: `redis://[user[:password]@]host[:port][/db]`, `rediss://`,
     `unix://[user[:password]@]path`, each with options as in `?db=1&ssl_ca_certs=PATH`.
     """
-    pool: Any = ConnectionPool.from_url(url)
-    place = pool.make_connection()
+    place = _place_of(url)
     loop = asyncio.get_running_loop()
 
     def make() -> RedisWire:
@@ -201,6 +201,12 @@ async def open_connection(
         raise
     wire.serve(on_lost)
     return wire
+
+
+@lru_cache(maxsize=8)  # what redis-py makes for a URL is a cycle, for the collector alone to free
+def _place_of(url: str) -> Any:
+    pool: Any = ConnectionPool.from_url(url)
+    return pool.make_connection()
 
 
 def _fail_all(error: RedisError, unanswered: list[Pending]) -> None:
