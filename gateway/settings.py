@@ -424,7 +424,7 @@ class CacheSettings(_Section):
     threads: int | None = Field(
         None,
         gt=0,
-        description="CPU threads of the embedder, of which a short text takes one; default: two, or one on one core",
+        description="CPU threads of the embedder; default: two, or one on one core",
     )
 
     @field_validator("volatile")

@@ -25,8 +25,6 @@ from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, un
 
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = 128
-# up to this a pass is no faster on several cores, and costs half as much again: they wait for each other
-_ALONE_TOKENS = 32
 _MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -106,9 +104,7 @@ class BertEmbedder:
         self._tokenizer.no_padding()
         self._unknown = self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
         model, self._tensor = _graph(plan, load_file(plan.folder / "model.safetensors"))
-        self._alone = self._request = _compile(model, 1, is_bfloat16)
-        if threads > 1:
-            self._request = _compile(model, threads, is_bfloat16)
+        self._request = _compile(model, threads, is_bfloat16)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order."""
@@ -130,11 +126,10 @@ class BertEmbedder:
         # named: tensors only point at their arrays
         inputs = (ids, positions, mask, pooled.astype(np.float32))
         # handed to `infer` they would cost three times as much
-        request = self._alone if len(ids) <= _ALONE_TOKENS else self._request
         for place, values in enumerate(inputs):
-            request.set_input_tensor(place, self._tensor(values, shared_memory=True))
-        request.infer()
-        vectors: NDArray[np.float32] = request.get_output_tensor(0).data
+            self._request.set_input_tensor(place, self._tensor(values, shared_memory=True))
+        self._request.infer()
+        vectors: NDArray[np.float32] = self._request.get_output_tensor(0).data
         unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
