@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, unread_among
+from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, unknown_id, unread_among
 
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = 128
@@ -102,9 +102,8 @@ class BertEmbedder:
         self._tokenizer = Tokenizer.from_file(str(plan.folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._unknown = self._tokenizer.token_to_id(getattr(self._tokenizer.model, "unk_token", None) or "")
-        model, self._tensor = _graph(plan, load_file(plan.folder / "model.safetensors"))
-        self._request = _compile(model, threads, is_bfloat16)
+        self._unknown = unknown_id(self._tokenizer)
+        self._request, self._tensor = _compile(plan, load_file(plan.folder / "model.safetensors"), threads, is_bfloat16)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order."""
@@ -166,9 +165,11 @@ def _openvino() -> Any:
     return openvino
 
 
-def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> tuple[Any, Any]:
-    """The graph (token ids, positions, attention mask (0 or -inf), pooling weights -> pooled
-    vectors), and what makes a tensor of an array for it.
+def _compile(
+    plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: int, is_bfloat16: bool
+) -> tuple[Any, Any]:
+    """A request of the compiled graph (token ids, positions, attention mask (0 or -inf), pooling
+    weights -> pooled vectors), and what makes a tensor of an array for it.
     """
     openvino = _openvino()
     from openvino import opset13 as op
@@ -207,11 +208,7 @@ def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> tuple[Any
         x = normed(op.add(x, seen), name + "attention.output.LayerNorm")
         wide = op.gelu(linear(x, name + "intermediate.dense"), "erf")
         x = normed(op.add(x, linear(wide, name + "output.dense")), name + "output.LayerNorm")
-    return openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling]), openvino.Tensor
-
-
-def _compile(model: Any, threads: int, is_bfloat16: bool) -> Any:
-    """A request of a graph, compiled."""
+    model = openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling])
     how = {
         # decision: embedder-precision
         "INFERENCE_PRECISION_HINT": "bf16" if is_bfloat16 else "f32",
@@ -220,7 +217,7 @@ def _compile(model: Any, threads: int, is_bfloat16: bool) -> Any:
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
     }
-    return _openvino().Core().compile_model(model, "CPU", how).create_infer_request()
+    return openvino.Core().compile_model(model, "CPU", how).create_infer_request(), openvino.Tensor
 
 
 def _has_weights(path: Path) -> bool:

@@ -28,6 +28,7 @@ from cache.encoder.types import (
     Encoded,
     PrecisionUnavailable,
     folder_key,
+    unknown_id,
     unread_among,
 )
 
@@ -114,10 +115,7 @@ class SentenceEmbedder:
     def _unknown_id(self) -> int | None:
         """The id of what is no token; None where the model has none, or one for all else as well."""
         tokenizer = self._model.tokenizer
-        if hasattr(tokenizer, "encode_batch"):
-            found = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
-        else:
-            found = tokenizer.unk_token_id
+        found = unknown_id(tokenizer) if hasattr(tokenizer, "encode_batch") else tokenizer.unk_token_id
         return None if found in self._ids([" "])[0] else found
 
 

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,12 @@ class Embedder(Protocol):
     def info(self) -> EmbedderInfo: ...
 
     def encode(self, texts: Sequence[str]) -> Encoded: ...
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """The id that a `tokenizers.Tokenizer` gives to what is no token; None where it has none."""
+    found: int | None = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
+    return found
 
 
 def unread_among(rows: Sequence[Sequence[int]], unknown: int | None) -> frozenset[int]:
