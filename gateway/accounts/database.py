@@ -19,11 +19,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlencode
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.engine import URL, ExceptionContext, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from gateway.accounts import schema
@@ -32,7 +33,10 @@ from gateway.accounts.errors import Invalid, SchemaUnknown
 _SQLITE_BUSY_MS = 30_000
 _WAL_TRIES = 500
 # a server that stopped answering is an error, not a wait
-_POSTGRES_OPTIONS = {"pool_size": 5, "pool_pre_ping": True, "connect_args": {"timeout": 10, "command_timeout": 60}}
+_POSTGRES_TIMEOUTS = {"timeout": 10, "command_timeout": 60}
+# what SQLAlchemy and asyncpg.connect take by name; the rest of a URL's query is libpq's
+_DRIVER_OPTIONS = {"host", "port", "ssl", "target_session_attrs"}
+_READ_ONLY = "25006"  # PostgreSQL, appendix A: read_only_sql_transaction
 _ADVISORY_LOCK = 0x5A3E_3A11  # any number, the same in every process
 
 
@@ -69,13 +73,18 @@ class Database:
         parsed = _normal(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._path = Path(parsed.database or "") if self.is_sqlite else None
-        options: dict[str, Any] = {"pool_size": 4} if self.is_sqlite else _POSTGRES_OPTIONS
+        options: dict[str, Any] = {"pool_size": 4}
+        if not self.is_sqlite:
+            parsed, arguments = _for_asyncpg(parsed)
+            options = {"pool_size": 5, "pool_pre_ping": True, "connect_args": arguments}
         self._engine: AsyncEngine = create_async_engine(parsed, **options)
         self._writer = self._engine.execution_options(is_writing=True)
         self._fast_writer = self._writer.execution_options(is_durable=False)
         if self.is_sqlite:
             event.listen(self._engine.sync_engine, "connect", _on_sqlite_connect)
             event.listen(self._engine.sync_engine, "begin", _on_sqlite_begin)
+        else:
+            event.listen(self._engine.sync_engine, "handle_error", _on_postgres_error)
 
     @uncancelled
     async def open(self) -> None:
@@ -127,6 +136,20 @@ class Database:
             if not (is_durable or self.is_sqlite):
                 await connection.execute(sa.text("SET LOCAL synchronous_commit = off"))
             yield connection
+
+    @uncancelled
+    async def takes_writes(self) -> bool:
+        """Whether this is no PostgreSQL that only reads, as a replica does. Raises sqlalchemy's errors."""
+        if self.is_sqlite:
+            return True
+        try:
+            async with self.writing(is_durable=False) as connection:
+                await connection.execute(sa.delete(schema.installation).where(sa.false()))
+        except DBAPIError as error:
+            if not _is_read_only(error.orig):
+                raise
+            return False
+        return True
 
     def insert(self, table: sa.Table) -> Any:
         """An INSERT in the dialect, with `on_conflict_do_nothing` and `on_conflict_do_update`."""
@@ -193,6 +216,30 @@ def _normal(url: str) -> URL:
         return parsed.set(drivername="postgresql+asyncpg")
     shown = parsed.render_as_string(hide_password=True)
     raise Invalid("database_url", f"expected sqlite:///FILE or postgresql://..., found {shown!r}")
+
+
+def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
+    """A URL of PostgreSQL without libpq's options, and asyncpg's arguments with them, which asyncpg itself reads."""
+    libpq = {name: value for name, value in url.query.items() if name not in _DRIVER_OPTIONS}
+    rest = url.difference_update_query(libpq)
+    arguments: dict[str, Any] = dict(_POSTGRES_TIMEOUTS)
+    if seconds := libpq.pop("connect_timeout", ""):
+        if not (isinstance(seconds, str) and seconds.isdecimal() and int(seconds)):
+            raise Invalid("database_url", f"connect_timeout: expected seconds, found {seconds!r}")
+        arguments["timeout"] = int(seconds)
+    if libpq:
+        arguments["dsn"] = "postgresql://?" + urlencode(libpq, doseq=True)
+    return rest, arguments
+
+
+def _on_postgres_error(context: ExceptionContext) -> None:
+    """Drop all connections to a server that takes no writes: it may be a replica by now, and another one the primary."""
+    if _is_read_only(context.original_exception):
+        context.is_disconnect = True
+
+
+def _is_read_only(error: BaseException | None) -> bool:
+    return getattr(error, "sqlstate", None) == _READ_ONLY
 
 
 def _on_sqlite_connect(connection: Any, _record: Any) -> None:

@@ -97,7 +97,7 @@ class HealthMonitor:
     async def _look_at_database(self) -> None:
         try:
             await self._accounts.refresh()
-            self._database_error = ""
+            self._database_error = "" if await self._accounts.database.takes_writes() else "takes no writes"
         except (SQLAlchemyError, OSError) as error:
             self._database_error = f"{type(error).__name__}"
 

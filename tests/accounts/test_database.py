@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import asyncpg
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -12,6 +14,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from gateway.accounts import Invalid, Ledger, LedgerFilter, SchemaUnknown, schema
 from gateway.accounts.accounts import Accounts
@@ -205,6 +209,60 @@ async def test_a_failed_migration_leaves_nothing(database_url: str, monkeypatch:
     monkeypatch.undo()
     await database.open()
     await database.close()
+
+
+async def test_a_server_that_took_no_writes_for_a_while_is_written_again(accounts_postgres: str) -> None:
+    """A connection that began while its server was a replica stays read-only for good: it is not kept."""
+    await empty(accounts_postgres)
+    accounts = Accounts(accounts_postgres)
+    await accounts.open()
+    name = make_url(accounts_postgres).database
+    operator = await asyncpg.connect(accounts_postgres.replace("+asyncpg", ""))
+    await operator.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    await operator.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
+        "AND pid <> pg_backend_pid()"
+    )
+    try:
+        assert not await accounts.database.takes_writes()
+        with pytest.raises(DBAPIError, match="read-only"):
+            await accounts.create_team("acme")
+        await accounts.reload()  # which opens a connection
+    finally:
+        await operator.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        await operator.close()
+    with pytest.raises(DBAPIError, match="read-only"):
+        await accounts.create_team("acme")
+    assert await accounts.database.takes_writes()
+    assert (await accounts.create_team("acme")).name == "acme"
+    await accounts.close()
+
+
+async def test_the_options_of_a_url_are_libpqs() -> None:
+    """`sslmode` and its like mean what they mean to psql: a server without TLS is refused, or asked for it and used all the same."""
+    asked = []
+
+    async def without_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readexactly(8))
+        if asked[-1][4:] == b"\x04\xd2\x16\x2f":  # the protocol's SSLRequest
+            writer.write(b"N")
+            asked.append(await reader.read(1000))
+        writer.close()
+
+    async with await asyncio.start_server(without_tls, "127.0.0.1", 0) as server:
+        url = f"postgresql://me:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}/sameway"
+        for query, is_tls_wanted in (
+            ("sslmode=require&connect_timeout=7", True),
+            ("sslmode=disable&application_name=a", False),
+        ):
+            asked.clear()
+            database = Database(f"{url}?{query}")
+            with pytest.raises((OSError, SQLAlchemyError)):
+                await database.open()
+            await database.close()
+            assert (asked == [b"\0\0\0\x08\x04\xd2\x16\x2f", b""]) is is_tls_wanted
+    with pytest.raises(Invalid, match="connect_timeout"):
+        Database(f"{url}?connect_timeout=soon")
 
 
 async def test_sqlite_survives_a_crash_and_serves_readers_beside_a_writer(tmp_path: Path) -> None:
