@@ -166,7 +166,8 @@ class Batches:
     async def get(self, team_id: int | None, batch_id: str) -> Batch:
         """A team's batch; of any team if `team_id` is None. Raises NotFound, also for another team's."""
         of_team = [] if team_id is None else [_batches.c.team_id == team_id]
-        found = await self._select(*of_team, _batches.c.id == batch_id, limit=1)
+        # PostgreSQL takes no NUL
+        found = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
         if not found:
             raise NotFound(f"No batch found with id '{shown(batch_id)}'.", param="batch_id", code="batch_not_found")
         return found[0]

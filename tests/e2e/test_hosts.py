@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from openai import OpenAI
 
-from tests.e2e.gateway import Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_money import budget_of, ledger_microusd, new_team
 from tests.e2e.upstream import Upstream
 from tests.services import PostgresServer, run_postgres, run_redis
@@ -66,6 +67,15 @@ def test_a_key_made_on_one_host_opens_the_other(hosts: tuple[Gateway, Gateway]) 
     key_id = west.admin("GET", f"/teams/{team_id}/keys")["keys"][0]["id"]
     east.admin("DELETE", f"/keys/{key_id}")
     wait_for(lambda: west.chat("hello", model="dear", key=key).status_code == 401, 5)
+
+
+def test_an_id_that_postgresql_does_not_take_is_not_there(hosts: tuple[Gateway, Gateway]) -> None:
+    """A NUL in an id is the client's 404, and no failure of the database that clients ask again about."""
+    east, _ = hosts
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    for path in ("batches", "files", "responses", "conversations", "models"):
+        assert httpx.get(f"{east.base_url}/{path}/a%00b", headers=headers).status_code == 404
+    assert httpx.post(f"{east.base_url}/batches/a%00b/cancel", headers=headers).status_code == 404
 
 
 def test_what_one_host_was_told_the_other_answers(hosts: tuple[Gateway, Gateway], upstream: Upstream) -> None:
