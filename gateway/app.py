@@ -31,6 +31,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
 from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
+from gateway.accounts.database import NoAnswer
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
@@ -293,7 +294,8 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
         await accounts.open()
     except (SQLAlchemyError, OSError) as error:
         why = (str(error).splitlines() or [""])[0]
-        raise _NoDatabase(f"database_url: it can't be used: {type(error).__name__}: {why}") from error
+        kind = "" if isinstance(error, NoAnswer) else f"{type(error).__name__}: "
+        raise _NoDatabase(f"database_url: it can't be used: {kind}{why}") from error
     stack.push_async_callback(accounts.close)
     return accounts
 
@@ -614,5 +616,5 @@ async def _last_flush(stats: Stats, hits: HitsWriter) -> None:
         _log.warning("stats_not_flushed", reason=str(error))
     try:
         await hits.flush()
-    except (SQLAlchemyError, OSError) as error:
+    except SQLAlchemyError as error:
         _log.warning("hits_not_written", reason=str(error))

@@ -129,7 +129,7 @@ class Accounts:
         found = self.identify(bearer)
         if found is not None or (of := digest(bearer)) in self._unknown or not self._may_look():
             return found
-        with contextlib.suppress(TimeoutError, SQLAlchemyError, OSError):
+        with contextlib.suppress(TimeoutError, SQLAlchemyError):
             async with asyncio.timeout(_LOOK_TIMEOUT_S), self._look_in_turn:
                 if self._looking is not None and not self._looking.done():
                     return None  # one that timed out still waits for the database

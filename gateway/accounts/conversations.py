@@ -72,7 +72,7 @@ class Conversations:
     async def release(self, request_id: str) -> None:
         """Give back the lock of a request, if it has one. While the database fails, its lease ends by itself."""
         if request_id in self._locked:
-            with suppress(SQLAlchemyError, OSError):
+            with suppress(SQLAlchemyError):
                 await self._lease({request_id: self._locked.pop(request_id)}, locked_by="", locked_until_s=0.0)
 
     async def renew(self) -> None:

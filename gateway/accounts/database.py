@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import functools
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +24,7 @@ from urllib.parse import urlencode
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import URL, ExceptionContext, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from gateway.accounts import schema
@@ -63,6 +63,10 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
             raise
 
     return run
+
+
+class NoAnswer(SQLAlchemyError):
+    """The server cannot be reached, or takes too long. asyncpg raises the system's errors, which sqlalchemy leaves."""
 
 
 class Database:
@@ -121,9 +125,13 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction for reading. Enter it, like `writing`, only in an `uncancelled` method."""
-        async with self._engine.connect() as connection:
-            yield connection
+        """A transaction for reading. Enter it, like `writing`, only in an `uncancelled` method.
+
+        Both raise sqlalchemy's errors alone, NoAnswer among them.
+        """
+        with _in_sqlalchemys_words():
+            async with self._engine.connect() as connection:
+                yield connection
 
     @asynccontextmanager
     async def writing(self, *, is_durable: bool = True) -> AsyncIterator[AsyncConnection]:
@@ -132,10 +140,11 @@ class Database:
         Values that it reads stay valid until it commits. Without `is_durable` the commit does not
         wait for the disk: it outlives a killed process, and may be lost with the machine.
         """
-        async with (self._writer if is_durable else self._fast_writer).begin() as connection:
-            if not (is_durable or self.is_sqlite):
-                await connection.execute(sa.text("SET LOCAL synchronous_commit = off"))
-            yield connection
+        with _in_sqlalchemys_words():
+            async with (self._writer if is_durable else self._fast_writer).begin() as connection:
+                if not (is_durable or self.is_sqlite):
+                    await connection.execute(sa.text("SET LOCAL synchronous_commit = off"))
+                yield connection
 
     @uncancelled
     async def takes_writes(self) -> bool:
@@ -216,6 +225,14 @@ def _normal(url: str) -> URL:
         return parsed.set(drivername="postgresql+asyncpg")
     shown = parsed.render_as_string(hide_password=True)
     raise Invalid("database_url", f"expected sqlite:///FILE or postgresql://..., found {shown!r}")
+
+
+@contextlib.contextmanager
+def _in_sqlalchemys_words() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NoAnswer(f"{type(error).__name__}: {error}") from error
 
 
 def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:

@@ -116,7 +116,7 @@ class ResponseStore:
                 await self._insert(rows)
                 self._is_failing = False
                 self._count("stored", len(rows))
-            except (SQLAlchemyError, OSError) as error:
+            except SQLAlchemyError as error:
                 is_refused = _is_refused(error)
                 if is_refused and len(rows) > 1:
                     at_once = 1
@@ -212,7 +212,7 @@ class ResponseStore:
         while True:
             try:
                 return await self.change(row.id, ended=row, status=row.status, body=row.body, size_bytes=row.size_bytes)
-            except (SQLAlchemyError, OSError) as error:
+            except SQLAlchemyError as error:
                 if self._is_closing or _is_refused(error):
                     self._lost([row], _why(error))
                     return False

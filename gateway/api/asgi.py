@@ -242,7 +242,7 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
         error = BadRequest("The body is nested too deeply", code="invalid_json")
     elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
-    elif isinstance(error, SQLAlchemyError | ConnectionError):
+    elif isinstance(error, SQLAlchemyError):
         _log.warning("database_failed", request_id=request_id, reason=type(error).__name__)
         error = Unavailable("The database does not answer; try again shortly", code="database_unavailable")
     if not isinstance(error, ApiError):

@@ -98,7 +98,7 @@ class HealthMonitor:
         try:
             await self._accounts.refresh()
             self._database_error = "" if await self._accounts.database.takes_writes() else "takes no writes"
-        except (SQLAlchemyError, OSError) as error:
+        except SQLAlchemyError as error:
             self._database_error = f"{type(error).__name__}"
 
     async def _look_at_cache(self) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from gateway.accounts import Invalid, Ledger, LedgerFilter, SchemaUnknown, schema
 from gateway.accounts.accounts import Accounts
-from gateway.accounts.database import Database, _create, _upgrade
+from gateway.accounts.database import _POSTGRES_TIMEOUTS, Database, NoAnswer, _create, _upgrade
 from gateway.accounts.ledger import Group
 from tests.accounts.conftest import empty, fork
 from tests.accounts.spender import open_first
@@ -238,6 +238,20 @@ async def test_a_server_that_took_no_writes_for_a_while_is_written_again(account
     await accounts.close()
 
 
+async def test_a_server_that_takes_too_long_is_an_error_of_the_database(
+    accounts_postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A statement without an answer raises what callers take for a failed database, and no error of the system's."""
+    monkeypatch.setitem(_POSTGRES_TIMEOUTS, "command_timeout", 0.2)
+    database = Database(accounts_postgres)
+    with pytest.raises(NoAnswer, match="TimeoutError"):
+        async with database.reading() as connection:
+            await connection.execute(sa.text("SELECT pg_sleep(5)"))
+    async with database.reading() as connection:
+        assert (await connection.execute(sa.text("SELECT 1"))).scalar() == 1
+    await database.close()
+
+
 async def test_the_options_of_a_url_are_libpqs() -> None:
     """`sslmode` and its like mean what they mean to psql: a server without TLS is refused, or asked for it and used all the same."""
     asked = []
@@ -257,7 +271,7 @@ async def test_the_options_of_a_url_are_libpqs() -> None:
         ):
             asked.clear()
             database = Database(f"{url}?{query}")
-            with pytest.raises((OSError, SQLAlchemyError)):
+            with pytest.raises(SQLAlchemyError):
                 await database.open()
             await database.close()
             assert (asked == [b"\0\0\0\x08\x04\xd2\x16\x2f", b""]) is is_tls_wanted

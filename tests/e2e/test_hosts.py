@@ -18,7 +18,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_money import budget_of, ledger_microusd, new_team
 from tests.e2e.upstream import Upstream
 from tests.services import PostgresServer, run_postgres, run_redis
@@ -179,6 +179,9 @@ def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], p
     try:
         replies = [gateway.chat(f"without {i}", model="dear", key=key) for i in range(3) for gateway in hosts]
         assert {reply.status_code for reply in replies} == {200}
+        for path, own in ("/v1/batches", key), (f"/v1/conversations/conv_{0:032x}", key), ("/admin/api/teams", ADMIN_KEY):
+            refused = httpx.get(f"{west.root}{path}", headers={"authorization": f"Bearer {own}"}, timeout=30)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "database_unavailable")
     finally:
         postgres.start()
     wait_for(lambda: budget_of(east, team_id)["held_microusd"] == 0, 5)
