@@ -3,9 +3,9 @@
 The only file that imports openvino. It runs sentence-transformers folders of the plain kind:
 BertModel, mean or CLS pooling, unit length (all-MiniLM, BGE, GTE); `read_plan` recognises them.
 Vectors equal torch's to within 1e-6 in float32 (Devlin et al. 2019, arXiv:1810.04805); in bfloat16,
-where the processor multiplies it, cosines move by 0.0006 in the mean. Texts are packed end to end into one row of tokens, and an
-attention mask keeps them apart, so a batch of mixed lengths computes no padding. Knows no cache.
-Invariant: no text is truncated.
+where the processor multiplies it, cosines move by 0.0006 in the mean. Texts are packed end to end
+into one row of tokens, and an attention mask keeps them apart, so a batch of mixed lengths computes
+hardly any padding. Knows no cache. Invariant: no text is truncated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from numpy.typing import NDArray
 
 from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, unknown_id, unread_among
 
+# tokens of a pass, which is padded to the next of these: a graph that is compiled for a size takes a
+# millisecond less than one for all sizes, of which only a longer text has need
+_SIZES = (16, 32, 64, 128)
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
-_PACK_TOKENS = 128
+_PACK_TOKENS = _SIZES[-1]
+_ANY_SIZE = -1
 _MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -103,7 +107,17 @@ class BertEmbedder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._unknown = unknown_id(self._tokenizer)
-        self._request, self._tensor = _compile(plan, load_file(plan.folder / "model.safetensors"), threads, is_bfloat16)
+        self._graph = _graph(plan, load_file(plan.folder / "model.safetensors"))
+        self._how = {
+            # decision: embedder-precision
+            "INFERENCE_PRECISION_HINT": "bf16" if is_bfloat16 else "f32",
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_CPU_PINNING": False,
+        }
+        self._requests: dict[int, Any] = {}  # by size; the first pass of a size compiles its own
+        self._tensor = _openvino().Tensor
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order."""
@@ -115,22 +129,35 @@ class BertEmbedder:
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
     def _run(self, rows: Sequence[list[int]], counts: NDArray[np.int32]) -> NDArray[np.float32]:
-        ids = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(counts.sum()))
-        positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-        owners = np.repeat(np.arange(len(rows)), counts)
+        tokens = int(counts.sum())
+        kind = next((size for size in _SIZES if tokens <= size), _ANY_SIZE)
+        size = tokens if kind == _ANY_SIZE else kind
+        ids, positions = np.zeros((2, size), dtype=np.int32)
+        ids[:tokens] = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=tokens)
+        positions[:tokens] = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+        owners = np.full(size, -1)  # what is padded sees itself alone
+        owners[:tokens] = np.repeat(np.arange(len(rows)), counts)
         mask = np.where(owners[:, None] == owners, np.float32(0), np.float32(-np.inf))
-        pooled = owners == np.arange(len(rows))[:, None]
+        pooled = owners == np.arange(size)[:, None]
         if not self._is_mean:
             pooled &= positions == 0
+        request = self._requests.get(kind) or self._compiled(kind)
         # named: tensors only point at their arrays
         inputs = (ids, positions, mask, pooled.astype(np.float32))
         # handed to `infer` they would cost three times as much
         for place, values in enumerate(inputs):
-            self._request.set_input_tensor(place, self._tensor(values, shared_memory=True))
-        self._request.infer()
-        vectors: NDArray[np.float32] = self._request.get_output_tensor(0).data
+            request.set_input_tensor(place, self._tensor(values, shared_memory=True))
+        request.infer()
+        vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: len(rows)]
         unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
+
+    def _compiled(self, kind: int) -> Any:
+        """A request of the graph, compiled for passes of a size."""
+        graph = self._graph.clone()
+        graph.reshape({place: [kind] * len(place.partial_shape) for place in graph.inputs})
+        self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", self._how).create_infer_request()
+        return self._requests[kind]
 
 
 def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
@@ -147,7 +174,7 @@ def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
             packs.append([])
             room = _PACK_TOKENS
         packs[-1].append(place)
-        room -= count
+        room -= max(1, count)  # a pass has as many places for texts as for tokens
     return packs
 
 
@@ -165,12 +192,8 @@ def _openvino() -> Any:
     return openvino
 
 
-def _compile(
-    plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: int, is_bfloat16: bool
-) -> tuple[Any, Any]:
-    """A request of the compiled graph (token ids, positions, attention mask (0 or -inf), pooling
-    weights -> pooled vectors), and what makes a tensor of an array for it.
-    """
+def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
+    """The graph: token ids, positions, attention mask (0 or -inf), pooling weights -> pooled vectors."""
     openvino = _openvino()
     from openvino import opset13 as op
 
@@ -208,16 +231,7 @@ def _compile(
         x = normed(op.add(x, seen), name + "attention.output.LayerNorm")
         wide = op.gelu(linear(x, name + "intermediate.dense"), "erf")
         x = normed(op.add(x, linear(wide, name + "output.dense")), name + "output.LayerNorm")
-    model = openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling])
-    how = {
-        # decision: embedder-precision
-        "INFERENCE_PRECISION_HINT": "bf16" if is_bfloat16 else "f32",
-        "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,
-    }
-    return openvino.Core().compile_model(model, "CPU", how).create_infer_request(), openvino.Tensor
+    return openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling])
 
 
 def _has_weights(path: Path) -> bool:

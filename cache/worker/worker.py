@@ -390,7 +390,8 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     from cache.semantic.index import VectorIndex, on_gpu
 
     embedder = open_embedder(options.embedder, options.device, options.threads, options.precision)
-    embedder.encode(["warm up"])  # the first pass allocates
+    for words in (8, 20, 50, 100):
+        embedder.encode(["word " * words])  # the first pass of a size compiles for it, and allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
     rule = VerifiedRule(PRIOR, options.error_max, random.random if options.is_audited else None, beside())
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
