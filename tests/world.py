@@ -36,6 +36,7 @@ from cache.redis_link import RedisLink
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, schema
+from gateway.accounts.database import NoAnswer
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
@@ -762,7 +763,7 @@ class World:
         """Until its end nothing can be written to the database of stored responses."""
 
         async def fail(_: object) -> int:
-            raise OSError("out of order")
+            raise NoAnswer("out of order")
 
         insert, self.stored_responses._insert = self.stored_responses._insert, fail  # type: ignore[method-assign]
         try:

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.accounts import Conflict, Identity, Invalid, LedgerRow, NotFound
 from gateway.accounts.accounts import Accounts
+from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from policies import Budget, WindowKind
 
@@ -126,7 +127,7 @@ async def test_an_unknown_key_waits_for_no_database_that_hangs(tmp_path: Path, m
 
     async def refresh() -> bool:
         await hangs.wait()
-        raise OSError("gone")
+        raise NoAnswer("gone")
 
     monkeypatch.setattr(accounts, "refresh", refresh)
     found = await asyncio.gather(*(accounts.find(f"sk-sw-{number}") for number in range(20)), accounts.find(key))
