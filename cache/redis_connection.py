@@ -121,7 +121,7 @@ class RedisWire(asyncio.Protocol):
             try:
                 reply = self._reader.gets()
             except hiredis.ProtocolError as error:
-                self._end(RedisConnectionError(f"not Redis' protocol: {error}"))
+                self.end(RedisConnectionError(f"not Redis' protocol: {error}"))
                 return
             if reply is False:
                 return
@@ -138,14 +138,15 @@ class RedisWire(asyncio.Protocol):
             return
         late_s = self._loop.time() - self._unanswered[0].sent_at - self._timeout_s
         if late_s >= 0:
-            self._end(RedisTimeoutError(f"no reply within {self._timeout_s:g} s"))
+            self.end(RedisTimeoutError(f"no reply within {self._timeout_s:g} s"))
         else:
             self._timer = self._loop.call_later(-late_s, self._check)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end(RedisConnectionError(f"the connection was lost: {error or 'closed by Redis'}"))
+        self.end(RedisConnectionError(f"the connection was lost: {error or 'closed by Redis'}"))
 
-    def _end(self, error: RedisError) -> None:
+    def end(self, error: RedisError) -> None:
+        """Close the connection, with the callback if it is not closed yet."""
         on_lost, self._on_lost = self._on_lost, None
         unanswered = list(self._unanswered)
         self.close()

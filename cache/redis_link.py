@@ -18,7 +18,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_client import connect
@@ -26,6 +26,7 @@ from cache.redis_connection import Command, Pending, RedisWire, answer, fail, op
 
 _PATIENCE_S = 0.002
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # pauses between probes while Redis is away
+_REPLICA_LEFT_EVERY_S = 1.0
 # a script, not PING: `CLIENT PAUSE WRITE` answers PING and holds scripts back
 _PROBE: Command = ("EVAL", "return 1", 0)
 
@@ -57,6 +58,7 @@ class RedisLink:
         self._shas: dict[str, str] = {}
         self._is_up = True
         self._prober: asyncio.Task[None] | None = None
+        self._stays_until = 0.0  # on the loop's clock
 
     @property
     def is_up(self) -> bool:
@@ -115,14 +117,20 @@ class RedisLink:
 
     def _refused(self, pending: Pending, error: RedisError) -> None:
         """Handle an error reply: an unknown script is sent whole, any other error goes to the
-        caller.
+        caller. A replica is left: it would refuse writes for good, and another server may be the
+        primary at this address by now.
         """
         if isinstance(error, NoScriptError) and pending.script is not None:
             pending.command = ("EVAL", pending.script, *pending.command[2:])
             pending.script = None
             self._enqueue(pending)
-        else:
-            fail(pending, error)
+            return
+        fail(pending, error)
+        if isinstance(error, ReadOnlyError) or "-READONLY" in str(error):  # Redis 6 has it within a script's error
+            loop = asyncio.get_running_loop()
+            if self._wire is not None and loop.time() >= self._stays_until:
+                self._stays_until = loop.time() + _REPLICA_LEFT_EVERY_S
+                loop.call_soon(self._wire.end, RedisConnectionError("the server is a replica"))
 
     def _flush(self) -> None:
         """Send the commands of this tick, or begin to connect.

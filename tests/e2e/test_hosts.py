@@ -179,7 +179,11 @@ def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], p
     try:
         replies = [gateway.chat(f"without {i}", model="dear", key=key) for i in range(3) for gateway in hosts]
         assert {reply.status_code for reply in replies} == {200}
-        for path, own in ("/v1/batches", key), (f"/v1/conversations/conv_{0:032x}", key), ("/admin/api/teams", ADMIN_KEY):
+        for path, own in (
+            ("/v1/batches", key),
+            (f"/v1/conversations/conv_{0:032x}", key),
+            ("/admin/api/teams", ADMIN_KEY),
+        ):
             refused = httpx.get(f"{west.root}{path}", headers={"authorization": f"Bearer {own}"}, timeout=30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "database_unavailable")
     finally:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -278,20 +279,24 @@ async def test_passwords_and_databases(tmp_path: Path) -> None:
             await link.aclose()
 
 
-async def test_a_certificate_in_the_url_is_trusted(redis_server: RedisServer) -> None:
-    """`rediss://` trusts the authorities of `ssl_ca_certs`, and without it those of the machine alone."""
+def carrier(behind: list[RedisServer]) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    """For `asyncio.start_server`: an address that leads to the first of `behind` at the time of the connection."""
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+        sink.close()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind, ahead = await asyncio.open_unix_connection(redis_server.socket_path)
+        server, ahead = await asyncio.open_unix_connection(behind[0].socket_path)
+        await asyncio.gather(copy(reader, ahead), copy(server, writer))
 
-        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            while data := await source.read(1 << 16):
-                sink.write(data)
-            sink.close()
+    return carry
 
-        await asyncio.gather(copy(reader, ahead), copy(behind, writer))
 
-    async with await asyncio.start_server(carry, "127.0.0.1", 0, ssl=tls_server()) as server:
+async def test_a_certificate_in_the_url_is_trusted(redis_server: RedisServer) -> None:
+    """`rediss://` trusts the authorities of `ssl_ca_certs`, and without it those of the machine alone."""
+    async with await asyncio.start_server(carrier([redis_server]), "127.0.0.1", 0, ssl=tls_server()) as server:
         url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}"
         trusting, other = RedisLink(f"{url}/1?ssl_ca_certs={CERTIFICATE}", 5.0), RedisLink(url, 5.0)
         assert await trusting.execute_command("ECHO", "here") == b"here"
@@ -299,6 +304,28 @@ async def test_a_certificate_in_the_url_is_trusted(redis_server: RedisServer) ->
             await other.execute_command("ECHO", "here")
         await trusting.aclose()
         await other.aclose()
+
+
+async def test_a_server_that_became_a_replica_is_left() -> None:
+    """Where the address has become another server's, as after a failover, writes reach that one: by a command or a script."""
+    ports = free_ports(2)
+    with run_redis(extra=("--port", str(ports[0]))) as old, run_redis() as new:
+        for write in ("SET", "k", "v"), ("EVAL", "return redis.call('SET', 'k', 'v')", 0):
+            behind = [old]
+            async with await asyncio.start_server(carrier(behind), "127.0.0.1", 0) as address:
+                link = RedisLink(f"redis://127.0.0.1:{address.sockets[0].getsockname()[1]}", 5.0)
+                await link.execute_command("REPLICAOF", "NO", "ONE")
+                assert await link.execute_command(*write)
+                await link.execute_command("REPLICAOF", "127.0.0.1", "1")
+                behind[0] = new
+                with pytest.raises(RedisError, match="READONLY"):
+                    await link.execute_command(*write)
+                async with asyncio.timeout(5):
+                    while True:
+                        with contextlib.suppress(RedisError):
+                            await link.execute_command(*write)
+                            break
+                await link.aclose()
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
