@@ -30,7 +30,7 @@ from bench.labelled import Labelled, Recall, Request, load
 from cache import Query
 from cache.decision.features import FEATURES, IN_CONTEXT, Neighbour
 from cache.decision.guards import is_added, is_other_in_context
-from cache.decision.model import THRESHOLD_MIN, LearnedModel, LogisticModel, Prior, Row
+from cache.decision.model import LearnedModel, LogisticModel, Prior, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState, VerifiedRule
 from cache.decision.text_features import read
@@ -47,6 +47,7 @@ _ORDERS, _REPEATED = 6, 0.25  # of a context's requests
 _ORDER_WEIGHT = 4.0  # of all orders of a context together: their comparisons differ
 _CONTEXT_RIDGE = 30.0  # towards the shipped prior
 _BOUNDS = (0.01, 0.005, 0.002)
+_CONTEXT_MIN = 0.75  # of p: twenty contexts are too few to tell what is wrong below
 _BLANK = Prior(np.zeros(_COUNT), np.ones(_COUNT), np.zeros(_COUNT + 1), np.full(_COUNT + 1, 1e-6))
 
 
@@ -229,7 +230,7 @@ def context_prior(sets: Sequence[Labelled], embedder: Recall) -> Prior:
         within = np.nonzero(wrong <= 0.25 * bound * requests)[0]
         found = float(chances[order][within[-1]]) if len(within) else 1.0
         print(f"error {bound}: p at least {found:.3f}, which serves {len(within) / requests:.2f} of the requests")
-        thresholds.append((bound, round(min(0.999, max(THRESHOLD_MIN, found)), 3)))
+        thresholds.append((bound, round(min(0.999, max(_CONTEXT_MIN, found)), 3)))
     return fit_contexts(rows, tuple(thresholds))
 
 

@@ -68,6 +68,8 @@ def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason |
     is_whether = "?" in asked.moods & known.moods
     if is_whether and all(one.moods - ASKED_FOR for one in (asked, known)) and has_other_mood(asked, known):
         return MissReason.FORM
+    if _asks_further(asked, known):
+        return MissReason.FORM
     if is_stale(asked, age_s):
         return MissReason.TIME
     if is_long(asked, known) and asked.words != known.words:
@@ -129,7 +131,9 @@ def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
     """Whether one asks if a thing can be, the other if it must be, will be or was: "Can it be frozen?",
     "Should it be frozen?". Or one asks for yes or no, the other when, who or how much.
     """
-    kinds, others = asked.moods & ASKED_FOR, known.moods & ASKED_FOR
+    kinds, others = _kinds(asked, known), _kinds(known, asked)
+    if _asks_further(asked, known):
+        return True
     if kinds - others and others - kinds:
         return True
     mine, theirs = asked.moods - ASKED_FOR, known.moods - ASKED_FOR
@@ -139,6 +143,19 @@ def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
     if mine and theirs and (kinds & others or not kinds | others) and mine | theirs != {"must", "should"}:
         return mine.isdisjoint(theirs)
     return is_same and not (mine ^ theirs).isdisjoint(("can",) if is_whether else ("did", "will"))
+
+
+def _asks_further(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether one asks for more things than the other: "When and where is it?", "When is it?"."""
+    return asked.asks != known.asks and max(asked.asks, known.asks) > 1
+
+
+def _kinds(one: TextFeatures, other: TextFeatures) -> frozenset[str]:
+    """What one asks for; how much is how many or what cost, as the other has it."""
+    kinds = one.moods & ASKED_FOR
+    if "much" not in kinds:
+        return kinds
+    return kinds - {"much"} | (frozenset() if "cost" in kinds else {"cost", "many"} & other.moods or {"many"})
 
 
 def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None = None) -> bool:

@@ -168,7 +168,9 @@ def split(text: str) -> Split:
     labels = [place for place, span in enumerate(spans) if not span.kind and _asked(span.text)]
     asked = _question(spans, labels[0]) if len(labels) == 1 else None
     if asked is not None:
-        return Split(replace(asked, has_documents=is_marked))
+        # a paragraph of one line at the start is the instruction
+        is_told = any(span.kind and (place > 0 or "\n" in span.text) for place, span in enumerate(spans))
+        return Split(replace(asked, has_documents=is_marked or is_told))
     if is_marked or labels:
         return Split(Parts(_frame(spans, 0, 0), ""))
     if not 2 <= len(spans) <= _SPANS_MAX or len(text) > _CHARS_MAX:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -70,6 +70,7 @@ class TextFeatures:
     dates: frozenset[str]  # days, months and parts of a day
     question: str  # who, when, wher, why, count, amount, whether, or "" for the rest
     moods: frozenset[str]  # by `MOODS`; "?" where yes or no is asked for
+    asks: int  # how many things are asked for, as in "when and where"
     content_set: frozenset[str]
     # content words that begin like a reversal, and the rest of each: ("unlock", "lock")
     reversals: tuple[tuple[str, str], ...]
@@ -125,6 +126,9 @@ _ASKING = _WHO | {"how", "when", _WHERE, "why"}
 _THINGS = _WHO | {"what", "which"}
 _DO = frozenset(map(lists.stem, ("do", "does", "did")))
 _AUXILIARIES = lists.ASKING_WHETHER | _MODALS | {"be"}
+_JOINING = frozenset(("and", "or"))
+_BEFORE_ASKING = frozenset(("at", "by", "for", "from", "in", "on", "to", "until", "till", "with", "within", "of"))
+_ASKED_AFTER = _AUXILIARIES | lists.AMOUNTS | _JOINING | {""}
 _GOVERNING = frozenset(("of", "to", "for", "from"))
 _OPERANDS = ("a", "s", "d", "t", "m", "for", "whil")  # function words that programs and formulas give a place
 
@@ -172,12 +176,11 @@ def read(text: str) -> TextFeatures:
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
     content = tuple(word for place, word in enumerate(words) if word not in lists.FUNCTION_WORDS and place not in taken)
-    present = frozenset(words)
+    present, bounds = frozenset(words), itertools.pairwise((*starts, len(words)))
+    clauses = tuple(tuple(words[start:stop]) for start, stop in bounds if start < stop)
     return TextFeatures(
         words=tuple(words),
-        clauses=tuple(
-            tuple(words[start:stop]) for start, stop in itertools.pairwise((*starts, len(words))) if start < stop
-        ),
+        clauses=clauses,
         content=content,
         numbers=tuple((figure.value, figure.unit) for figure in figures),
         names=frozenset(names - {"i"}),
@@ -191,7 +194,8 @@ def read(text: str) -> TextFeatures:
         times=present & lists.TIMES,
         dates=present & lists.DATES,
         question=_question(words),
-        moods=_moods(words),
+        moods=_moods(words, is_asking=any(map(_asks, clauses))),
+        asks=sum(map(_asks, clauses)),
         content_set=frozenset(content),
         reversals=_reversals(frozenset(content)),
         is_latin=text.isascii() or not any(char > _LATIN_LAST and char.isalpha() for char in text),
@@ -465,16 +469,38 @@ def _roles(words: list[str]) -> list[tuple[str, str]]:
     return roles
 
 
-def _moods(words: list[str]) -> frozenset[str]:
+def _moods(words: list[str], *, is_asking: bool) -> frozenset[str]:
     """What is asked to be; "can you" and "will you" only ask."""
     pairs = list(itertools.pairwise((*words, "")))
-    found = {lists.MOODS[word] for word, follower in pairs if word in lists.MOODS and follower != "you"}
+    # "When I descale it, how much ..." asks for no time
+    aside = {word for word in words if word in _ASKING} if is_asking else set()
+    aside -= {word for word, follower in pairs if _is_asking(word, follower)}
+    aside |= {word for word, follower in pairs if word == "how" and follower in lists.AMOUNTS}
+    found = {
+        lists.MOODS[word] for word, follower in pairs if word in lists.MOODS and follower != "you" and word not in aside
+    }
     found |= {"must" for word, follower in pairs if word in _HAVE and follower == "to"}
     first, follower = next((pair for pair in pairs if pair[0] not in _LINKS), ("", ""))
     is_asked = first in lists.ASKING_WHETHER or (first in _MODALS and follower != "you")
     if is_asked and _question(words) in ("", "whether"):
         found |= {"?", "did"} if first in _HAVE and follower != "to" else {"?"}
     return frozenset(found)
+
+
+def _is_asking(word: str, follower: str) -> bool:
+    return word in _ASKING and (follower in _ASKED_AFTER or follower in _ASKING | _THINGS)
+
+
+def _asks(clause: Sequence[str]) -> int:
+    """How many things a clause asks for: question words at its start, or after "and" or "or"."""
+    found, is_due = 0, True
+    for word, follower in itertools.pairwise((*clause, "")):
+        if word in _THINGS or _is_asking(word, follower):
+            found += is_due
+            is_due = False
+        else:
+            is_due = word in _JOINING or (is_due and (word in _LINKS or word in _BEFORE_ASKING))
+    return found
 
 
 def _question(words: list[str]) -> str:

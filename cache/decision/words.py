@@ -64,13 +64,14 @@ allow deny|allow block|allow forbid|allow ban|accept reject|accept decline|appro
 largest smallest|large small|big small|biggest smallest|long short|longest shortest|fast slow|fastest slowest|upgrade downgrade
 upload download|push pull|win lose|love hate|like dislike|like hate|true false|positive negative|include exclude|with without
 ascend descend|ascending descending|inside outside|above below|over under|oldest newest|old new|old young|oldest youngest
-early late|arrive depart|arrival departure|send receive|borrow lend|give take|pass fail|public private|mute unmute|pause resume
+early late|earliest latest|first latest|earliest last|send receive|borrow lend|give take|pass fail|public private|mute unmute|pause resume
 create delete|insert delete|join leave|login logout|connect disconnect|attach detach|compress decompress|pro con
 advantage disadvantage|benefit drawback|benefit risk|cause effect|deposit withdraw|gain lose|profit loss|hire fire|rise fall
 success failure|valid invalid|safe dangerous|safe unsafe|legal illegal|possible impossible|visible hidden|show hide|same different
 male female|man woman|men women|boy girl|husband wife|mother father|brother sister|north south|east west|day night
 input output|read write|serialize deserialize|subscribe unsubscribe|follow unfollow|mount unmount|parent child|buyer seller
-indoor outdoor|propose oppose|front rear|front back|brighter dimmer|bright dim|louder quieter|loud quiet|internal external|employer employee
+indoor outdoor|propose oppose|front rear|front back|brighter dimmer|bright dim|louder quieter|loud quiet|arrive depart|arrival departure
+internal external|employer employee
 """
 POLES: dict[str, list[tuple[int, int]]] = {}
 for _index, _pair in enumerate(re.split(r"[|\n]", _PAIRS.strip())):
@@ -128,7 +129,7 @@ PREPOSITIONS = {
     "from": "from", "out": "from", "to": "to", "into": "to", "onto": "to", "than": "than", "before": "before", "after": "after",
     "over": "over", "under": "under", "by": "by", "if": "if", "against": "against", "minus": "minus", "divided": "divided", "per": "per",
 }  # fmt: skip
-AMOUNTS = stems("many much long far old often big tall high deep wide heavy fast late soon")
+AMOUNTS = stems("many much long far old often big tall high deep wide heavy fast late soon quick hot warm cold large")
 ASKING_WHETHER = stems("is are was were am do does did has have had")
 # each line by its first word: that a thing can, must, should, may not, will or did happen, and what is asked of it
 MOODS = {
@@ -146,11 +147,15 @@ MOODS = {
         "how",
         "why reason cause",
         "often frequency interval",
-        "many much price cost fee amount number",
+        "many number",
+        "much amount",
+        "cost price fee expensive cheap euro dollar",
+        "hot warm cold temperature",
     )
     for word in line.split()
 }
-ASKED_FOR = frozenset(("?", "where", "when", "who", "how", "why", "often", "many"))  # "?" is yes or no
+# "?" is yes or no; "much" is many or cost
+ASKED_FOR = frozenset(("?", "where", "when", "who", "how", "why", "often", "many", "much", "cost", "hot"))
 PERSONS = frozenset(("i", "me", "you"))
 FORMS = stems(
     """

@@ -1,8 +1,8 @@
-"""The sentences of contexts as vectors: where in its documents, system prompt or talk a question points.
+"""The clauses of contexts as vectors: where in its documents, system prompt or talk a question points.
 
 Two questions about the same text mean the same more often where they are near to the same of its
-sentences. Knows no keys and no rule. A context is embedded once, when a second question comes to it:
-a short one at once, a longer one where no lookup waits. Invariants: a context of which a sentence has
+clauses. Knows no keys and no rule. A context is embedded once, when a second question comes to it:
+a short one at once, a longer one where no lookup waits. Invariants: a context of which a clause has
 no vector yet says nothing, and a decision without it is the stricter one; the latest
 `_CONTEXTS_MAX` are kept.
 """
@@ -23,7 +23,7 @@ from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
 
 _CONTEXTS_MAX = 400
 _WAITING_MAX = 16
-_SENTENCES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 96, 3, 600
+_CLAUSES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 192, 3, 600
 _AT_ONCE_CHARS = 600  # some 0.1 s of the embedder, in which other lookups wait
 _ENGLISH = 0.125  # of the words of a context are English function words, at least
 _WIDTH = 0.05  # of the kernel, in cosine: as that of votes
@@ -32,9 +32,10 @@ CARRIED, TAKEN = 0.08, 0.03  # of cosine, that a text loses or gains without a w
 _CARRIED_MAX = 8  # words, each of which costs an embedding
 
 _END = re.compile(r"(?<=[.!?;:])\s+|\n+")
+_CLAUSE_END = re.compile(r",|[()]|\s(?:and|but|or|while|whereas)\s|\s[–—-]\s")
 
 Places = tuple[float, float, float]
-"""Of two questions in a context: the overlap of the sentences that they are near to (Bhattacharyya's
+"""Of two questions in a context: the overlap of the clauses that they are near to (Bhattacharyya's
 coefficient), the correlation of their cosines to all of them, and how near the nearest is.
 """
 
@@ -43,7 +44,7 @@ coefficient), the correlation of their cosines to all of them, and how near the 
 class _Context:
     partition: Partition
     words: frozenset[str]  # its content words, as stems
-    waiting: list[str]  # sentences without a vector, the first last
+    waiting: list[str]  # clauses without a vector, the first last
     vectors: list[NDArray[np.float32]] = field(default_factory=list)
     matrix: NDArray[np.float16] | None = None
 
@@ -69,7 +70,7 @@ class Contexts:
             has, words = read(text).content_set, read(text).words
             # the prior and the guards are of English
             is_english = _ENGLISH * len(words) <= sum(word in FUNCTION_WORDS for word in words)
-            known = self._known[room] = _Context(partition, has, sentences(text)[::-1] if is_english else [])
+            known = self._known[room] = _Context(partition, has, clauses(text)[::-1] if is_english else [])
             if len(self._known) > _CONTEXTS_MAX:
                 oldest, _ = self._known.popitem(last=False)
                 self._waiting.pop(oldest, None)
@@ -80,13 +81,13 @@ class Contexts:
         self._known.move_to_end(room)
 
     def settle(self, chars_max: int) -> None:
-        """Embed some sentences of a context that waits."""
+        """Embed some clauses of a context that waits."""
         room = next(iter(self._waiting), None)
         if room is not None:
             self._embed(room, self._known[room], chars_max)
 
     def matrix(self, room: bytes) -> NDArray[np.float32] | None:
-        """The vectors of the sentences of a room's context; None where there are none, or not all yet."""
+        """The vectors of the clauses of a room's context; None where there are none, or not all yet."""
         known = self._known.get(room)
         return None if known is None or known.matrix is None else known.matrix.astype(np.float32)
 
@@ -132,10 +133,16 @@ def _without(text: str, word: str) -> str:
     return " ".join(token for token in text.split() if word not in read(token).content_set)
 
 
-def sentences(text: str) -> list[str]:
-    """Those of a text that say something."""
-    found = (one.strip()[:_SENTENCE_CHARS] for one in _END.split(text))
-    return [one for one in dict.fromkeys(found) if one.count(" ") + 1 >= _SENTENCE_WORDS][:_SENTENCES_MAX]
+def clauses(text: str) -> list[str]:
+    """Those of a text that say something: two questions may be about two things in one sentence."""
+    found: list[str] = []
+    for sentence in _END.split(text):
+        one = sentence.strip()[:_SENTENCE_CHARS]
+        if one.count(" ") + 1 >= _SENTENCE_WORDS:
+            parts = [part.strip() for part in _CLAUSE_END.split(one)]
+            some = [part for part in parts if " " in part]
+            found += some if len(some) > 1 else [one]
+    return list(dict.fromkeys(found))[:_CLAUSES_MAX]
 
 
 def places(matrix: NDArray[np.float32], asked: NDArray[np.float32], known: NDArray[np.float32]) -> list[Places]:

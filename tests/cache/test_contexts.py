@@ -16,7 +16,7 @@ from cache.decision.text_features import read
 from cache.encoder.embedder import Memo, open_embedder
 from cache.fingerprint import CONTEXT_CHARS_MAX
 from cache.semantic.cache import PromptAdded, SemanticCache
-from cache.semantic.contexts import Contexts, places, sentences
+from cache.semantic.contexts import Contexts, clauses, places
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, query
 from tests.cache.test_poison import ADDED, QUESTIONS
 from tests.cache.test_semantic import added
@@ -53,7 +53,7 @@ def test_the_context_is_the_text_before_the_last_turn_and_none_where_it_is_long(
 def test_a_long_context_is_embedded_where_no_lookup_waits_and_says_nothing_before() -> None:
     """A decision without it is the stricter one."""
     contexts = Contexts(Memo(FakeEmbedder(tokens_max=99)))
-    text = "\n".join(f"sentence number {place} of a long text {'and so on ' * 10}" for place in range(60))
+    text = "\n".join(f"sentence number {place} of a text that is {'very ' * 30}long" for place in range(60))
     contexts.want(b"room", ACME, text)
     assert contexts.matrix(b"room") is None
     while not contexts.is_settled:
@@ -69,7 +69,7 @@ def test_a_short_context_is_embedded_once() -> None:
     contexts = Contexts(Memo(embedder))
     for room in (b"a", b"b", b"a"):
         contexts.want(room, ACME, "The lamp has a dimmer. It weighs two kilograms.")
-    assert len(embedder.encoded) == len(sentences("The lamp has a dimmer. It weighs two kilograms.")) == 2
+    assert len(embedder.encoded) == len(clauses("The lamp has a dimmer. It weighs two kilograms.")) == 2
 
 
 def test_a_context_in_another_language_says_nothing() -> None:
@@ -78,6 +78,18 @@ def test_a_context_in_another_language_says_nothing() -> None:
     contexts.want(b"room", ACME, "Der Kuchen kann eingefroren werden. Er muss es aber nicht, sagt der Koch.")
     assert contexts.is_settled
     assert contexts.matrix(b"room") is None
+
+
+def test_what_a_sentence_says_of_two_things_is_two_places() -> None:
+    """Commas, brackets and "and" part them; a lone word is no part."""
+    assert clauses(
+        "Motors have three years and seals have one. Free: towels, soap. They are new (all of them) here"
+    ) == [
+        "Motors have three years",
+        "seals have one.",
+        "They are new",
+        "all of them",
+    ]
 
 
 def test_what_points_at_one_sentence_overlaps_more_than_what_does_not() -> None:
@@ -112,6 +124,12 @@ def test_an_addition_is_no_other_wording_in_a_context_either(addition: str) -> N
         ("Will it be frozen?", "Has it been frozen?"),
         ("When is the next meeting?", "Where is the next meeting?"),
         ("Can the card be passed on?", "What does the card cost?"),
+        ("How many lessons has the course?", "What does the course cost?"),
+        ("How much does the course cost?", "number of lessons in the course"),
+        ("When and where is the next meeting?", "When is the next meeting?"),
+        ("Where is the next meeting?", "Where and until when is the next meeting?"),
+        ("Where do I park and where do I sleep?", "Where do I park?"),
+        ("When does the earliest boat go?", "When does the last boat go?"),
     ],
 )
 def test_no_context_makes_a_guard_of_facts_weaker(known: str, asked: str) -> None:

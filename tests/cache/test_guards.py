@@ -32,6 +32,8 @@ PARAPHRASES = [
     ("How do I reverse a list?", "How can I reverse a list?"),
     ("Can we park here?", "May we park here?"),
     ("What should I park here?", "What must I park here?"),
+    ("How much is the fee for a dog?", "What is the fee for a dog?"),
+    ("How much water do I need?", "What amount of water do I need?"),
 ]
 
 
@@ -53,6 +55,9 @@ DIFFERENCES = [
     ("Set an alarm for 7am", "Set an alarm for 7pm", MissReason.NUMBERS),
     ("What happened in 1999?", "What happened?", MissReason.NUMBERS),
     ("The second chapter", "The third chapter", MissReason.NUMBERS),
+    ("When and where was Ada Lovelace born?", "When was Ada Lovelace born?", MissReason.FORM),
+    ("What is it, and how much does it cost?", "What does it cost?", MissReason.FORM),
+    ("How many rooms has it?", "What does it cost?", MissReason.FORM),
     ("Is it safe?", "Is it not safe?", MissReason.POLARITY),
     ("Is it safe?", "Isn't it safe?", MissReason.POLARITY),
     ("Which foods are safe?", "Which foods are unsafe?", MissReason.POLARITY),
