@@ -28,6 +28,8 @@ from cache.decision.words import (
 from cache.query import MissReason
 
 _SOFT = GREETINGS | LIGHT_WORDS
+_RENAMED = 0.85  # the cosine from which on words of each of two texts may be other names of the same
+_WORDINGS = 5  # prompts with one answer, which say it in several ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,24 +191,27 @@ def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -
     return known.content_set - asked.content_set - (ASKED_WORDS - FORMS) - AMOUNTS - context
 
 
-def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures]) -> bool:
-    """Whether verdicts vouch for what one of two texts says beside all of the other.
+def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures], *, is_near: bool) -> bool:
+    """Whether verdicts vouch for what one of two texts says and the other does not.
 
     `keys` are the near prompts whose answers were found equal to that of `known`, which is one of
     them. They vouch for a word or a clause of the prompt if one of them has it, and for one of
-    `known` if one of them lacks it: the answer is the same with it and without. Where each text has
-    words of its own, they may be other names of the same: that is for a model to say.
+    `known` if one of them lacks it: the answer is the same with it and without. Verdicts on prompts
+    about other things vouch for nothing here. Where each text has words of its own, they may be other
+    names of the same: that is for a model to say where `is_near`, and of words of the prompt where
+    _WORDINGS keys lack them.
     """
     if all(_has_further_clause(asked, key, 2) for key in keys):
         return False
     if all(_has_further_clause(key, asked, 2) for key in keys):
         return False
     mine, theirs = _further_words(asked, known), _further_words(known, asked)
-    if mine and theirs:
+    if is_near and mine and theirs:
         return True
-    return all(any(word not in _further_words(asked, key) for key in keys) for word in mine) and all(
-        any(word not in _further_words(key, asked) for key in keys) for word in theirs
-    )
+    if not all(any(word not in _further_words(key, asked) for key in keys) for word in theirs):
+        return False
+    is_renamed = bool(theirs) and len(keys) >= _WORDINGS
+    return is_renamed or all(any(word not in _further_words(asked, key) for key in keys) for word in mine)
 
 
 def _further_words(one: TextFeatures, other: TextFeatures) -> frozenset[str]:
@@ -266,9 +271,7 @@ def _too_different(
     if is_long(asked, known):
         return None if asked.words == known.words else MissReason.WORDS
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
-    # a word that differs moves a cosine by about its share of the text
-    is_wordy = max(len(asked.words), len(known.words)) > QUESTION_WORDS
-    if is_wordy and not (mine | theirs) <= LIGHT_WORDS:
+    if _is_wordy(asked, known) and not (mine | theirs) <= LIGHT_WORDS:
         return MissReason.WORDS
     if mine and theirs:
         return None if similarity >= thresholds.changed else MissReason.WORDS
@@ -279,6 +282,16 @@ def _too_different(
 def is_stale(asked: TextFeatures, age_s: float) -> bool:
     """The prompt is about now, and the answer was given too long ago."""
     return bool(asked.times) and age_s > FRESH_S
+
+
+def is_near(asked: TextFeatures, known: TextFeatures, similarity: float) -> bool:
+    """Whether words of each of two texts may be other names of the same, by a cosine that says much of a word."""
+    return similarity >= _RENAMED and not _is_wordy(asked, known) and asked.is_latin and known.is_latin
+
+
+def _is_wordy(asked: TextFeatures, known: TextFeatures) -> bool:
+    """A word that differs moves a cosine by about its share of the text."""
+    return max(len(asked.words), len(known.words)) > QUESTION_WORDS
 
 
 def is_long(asked: TextFeatures, known: TextFeatures) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from cache.decision.ellipsis import is_same_ellipsis
-from cache.decision.features import NEIGHBOURS, Candidate, Neighbour, WordCounts, candidates, features_of
+from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import (
     COLD_FIRST,
     COLD_WRONG,
@@ -26,6 +26,7 @@ from cache.decision.guards import (
     Thresholds,
     fixed_reason,
     is_added,
+    is_near,
     is_other_in_context,
     is_vouched,
     thresholds_of,
@@ -176,7 +177,7 @@ class VerifiedRule:
         vetoed = veto(asked, known, witness.age_s)
         one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
         alike = [one for one in neighbours if (one.group or one.exact) == first.group]
-        if vetoed is None and not is_vouched(asked, known, [read(one.text) for one in alike[:NEIGHBOURS]]):
+        if vetoed is None and not _is_vouched(asked, witness, alike):
             p = 0.0
         is_same = (witness.is_reordered or one_turn is True) and vetoed is None
         is_same = is_same and thresholds_of(min(error_max, ERROR_MAX)) is not None
@@ -246,6 +247,12 @@ class VerifiedRule:
             return True
         is_likely = p >= THRESHOLD_MIN or not witness.places
         return is_likely and self._fixed.reason(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
+
+
+def _is_vouched(asked: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:
+    known = read(witness.text)
+    may_rename = bool(witness.places) or is_near(asked, known, witness.similarity)
+    return is_vouched(asked, known, [read(one.text) for one in alike], is_near=may_rename)
 
 
 def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from cache import Hit
@@ -158,4 +159,31 @@ def test_verdicts_on_an_addition_beside_other_questions_let_none_pass_beside_thi
 def test_a_prompt_with_the_same_answer_vouches_for_an_addition(asked: str, others: list[str], is_served: bool) -> None:
     """One that has the word of the prompt, or that lacks the word of the one whose answer would be served."""
     state, near = sure_of_all(others)
+    assert is_surely_served(asked, near, state) is is_served
+
+
+@pytest.mark.parametrize(
+    ("similarity", "asked", "others", "is_served"),
+    [
+        (0.95, "How dense is iron?", ["How dense is copper?"], True),
+        (0.8, "How dense is iron?", ["How dense is copper?"], False),
+        (0.8, "How dense is iron?", ["How dense is copper?", "the density of copper, how dense is it?"], False),
+        (0.8, "How dense is iron?", [f"How dense is copper {one}?" for one in ("rod", "wire", "bars", "ingots", "pipe")], False),
+        (0.8, "soak the lawn", ["sprinkle the lawn", "wet the lawn", "spray the lawn"], False),
+        (0.8, "soak the lawn", [f"{one} the lawn" for one in ("sprinkle", "irrigate", "wet", "moisten", "spray")], True),
+        (0.95, "плотность железа", ["плотность меди"], False),
+        (
+            0.95,
+            "What do I need to bring along if I want to apply for a passport at the local office?",
+            ["What do I need to bring along if I want to apply for a licence at the local office?"],
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_verdicts_on_other_topics_vouch_for_no_word_here(
+    similarity: float, asked: str, others: list[str], is_served: bool
+) -> None:
+    """Words that differ may be other names of the same in near short questions, and where many wordings vary."""
+    state, near = sure_of_all(others)
+    near = [msgspec.structs.replace(one, similarity=similarity, keys=len(others)) for one in near]
     assert is_surely_served(asked, near, state) is is_served
