@@ -119,7 +119,8 @@ _TURNED = {"from": "to", "to": "from", "before": "after", "after": "before", "ov
 
 def _is_turned(asked: TextFeatures, known: TextFeatures) -> bool:
     """Whether one goes to where the other comes from."""
-    return any((_TURNED.get(preposition), word) in known.roles for preposition, word in asked.roles)
+    others = known.roles - asked.roles
+    return any((_TURNED.get(preposition), word) in others for preposition, word in asked.roles)
 
 
 def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache import MissReason
@@ -224,6 +224,7 @@ def test_the_first_neighbour_that_passes_is_served() -> None:
 
 
 @given(st.text())
+@example("from 0 to 0")
 def test_reading_is_total_and_a_text_does_not_differ_from_itself(text: str) -> None:
     """Any text at all can be read."""
     assert difference(read(text), read(text)) is None
