@@ -61,6 +61,9 @@ class Row(msgspec.Struct, frozen=True):
 class Ready:
     """An encoder whose vectors are there already."""
 
+    def encode_tokens(self, text: str) -> None:
+        """It has none."""
+
     def __init__(self, dims: int) -> None:
         self.info = EmbedderInfo("ready", dims, 1_000, b"readyrea")
         self.next: NDArray[np.float32] = np.zeros(dims, dtype=np.float32)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cache import Partition, Query, fingerprint
 from cache.context.relax import relaxed
-from cache.encoder.types import Embedder, EmbedderInfo, Encoded
+from cache.encoder.types import Embedder, EmbedderInfo, Encoded, Tokens
 from cache.semantic.cache import PromptAdded
 
 TENANT = Partition(bytes(16))
@@ -101,6 +101,9 @@ class Recall:
         found = [self._known[text] for text in texts]
         tokens = np.array([count for _, count in found], dtype=np.int32)
         return Encoded(np.stack([vector for vector, _ in found]).astype(np.float32), tokens)
+
+    def encode_tokens(self, text: str) -> Tokens | None:
+        return self._embedder.encode_tokens(text)
 
 
 def _kept(embedder: Embedder, name: str, texts: Sequence[str]) -> Encoded:

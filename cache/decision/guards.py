@@ -7,6 +7,7 @@ or forms differ here, however similar they are.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -189,7 +190,8 @@ def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None 
 
 def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -> frozenset[str]:
     """The words of `known` that neither the other question nor their context has, nor questions often."""
-    return known.content_set - asked.content_set - (ASKED_WORDS - FORMS) - AMOUNTS - context
+    amounts = {word for before, word in itertools.pairwise(known.words) if before == "how"} & AMOUNTS
+    return known.content_set - asked.content_set - (ASKED_WORDS - FORMS) - amounts - context
 
 
 def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures], *, is_near: bool) -> bool:

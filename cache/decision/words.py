@@ -104,7 +104,7 @@ FRAMING_WORDS = (
 )
 """Words in which one question is put in several ways, inside one sentence."""
 
-ASKED_WORDS = FRAMING_WORDS | stems(
+ASKED_WORDS = (FRAMING_WORDS - stems("translate translated translation")) | stems(
     """
     pay cost price charge fee amount number rate temperature size weight length time date day hour start begin end finish open
     close last happen need use buy bring take keep put send arrive leave reach pick collect store clean wash eat drink live
@@ -114,6 +114,15 @@ ASKED_WORDS = FRAMING_WORDS | stems(
     """
 )
 """Everyday words of questions about a text, which order nothing: the text itself may lack them."""
+
+TURNING = stems(
+    """
+    wrong wrongly incorrect incorrectly false falsely fake untrue opposite contrary reverse reversed backward backwards lie lying
+    mislead misleading pretend pretended invent invented imaginary fictional absurd nonsense joke funny ironic ironically sarcastic
+    sarcastically mocking evil rude rudely rhyme contradict deny ignore instead except truth
+    """
+)
+"""Words that turn an answer, and so are no other name of anything."""
 
 INSTRUCTING = stems("say make let just tell show give explain describe")
 """Function words that give an order where they follow the question."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,13 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, unknown_id, unread_among
+from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, Tokens, folder_key, unknown_id, unread_among
 
 # tokens of a pass, which is padded to the next of these: a graph that is compiled for a size takes a
 # millisecond less than one for all sizes, of which only a longer text has need
 _SIZES = (16, 32, 64, 128)
-# a pass of so many mostly has several texts, for which several threads take a third more of the processor
-_ALONE_FROM, _ALONE_TO = 64, 128
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = _SIZES[-1]
 _ANY_SIZE = -1
@@ -111,29 +108,37 @@ class BertEmbedder:
         self._tokenizer.no_padding()
         self._unknown = unknown_id(self._tokenizer)
         self._graph = _graph(plan, load_file(plan.folder / "model.safetensors"))
-        self._threads = threads
         self._how = {
             # decision: embedder-precision
             "INFERENCE_PRECISION_HINT": "bf16" if is_bfloat16 else "f32",
+            "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,
         }
-        self._lock = threading.Lock()  # a request runs for one thread at a time
         self._requests: dict[int, Any] = {}  # by size; the first pass of a size compiles its own
         self._tensor = _openvino().Tensor
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and token counts (special tokens included), in order. Safe for several threads."""
+        """Vectors and token counts (special tokens included), in order."""
         rows = [one.ids for one in self._tokenizer.encode_batch(list(texts))]
         counts = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
         for pack in _packs(counts, self.info.tokens_max):
-            with self._lock:
-                vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
+            vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
-    def _run(self, rows: Sequence[list[int]], counts: NDArray[np.int32]) -> NDArray[np.float32]:
+    def encode_tokens(self, text: str) -> Tokens | None:
+        """Vectors of the tokens of a text; None where it does not fit the window."""
+        row = self._tokenizer.encode(text)
+        if len(row.ids) > self.info.tokens_max:
+            return None
+        return row.offsets, self._run([row.ids], np.array([len(row.ids)], dtype=np.int32), is_by_token=True)
+
+    def _run(
+        self, rows: Sequence[list[int]], counts: NDArray[np.int32], *, is_by_token: bool = False
+    ) -> NDArray[np.float32]:
+        """Vectors of the rows of token ids, or of all their tokens."""
         tokens = int(counts.sum())
         kind = next((size for size in _SIZES if tokens <= size), _ANY_SIZE)
         size = tokens if kind == _ANY_SIZE else kind
@@ -143,8 +148,8 @@ class BertEmbedder:
         owners = np.full(size, -1)  # what is padded sees itself alone
         owners[:tokens] = np.repeat(np.arange(len(rows)), counts)
         mask = np.where(owners[:, None] == owners, np.float32(0), np.float32(-np.inf))
-        pooled = owners == np.arange(size)[:, None]
-        if not self._is_mean:
+        pooled = np.eye(size, dtype=np.bool_) if is_by_token else owners == np.arange(size)[:, None]
+        if not (self._is_mean or is_by_token):
             pooled &= positions == 0
         request = self._requests.get(kind) or self._compiled(kind)
         # named: tensors only point at their arrays
@@ -153,7 +158,7 @@ class BertEmbedder:
         for place, values in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(values, shared_memory=True))
         request.infer()
-        vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: len(rows)]
+        vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: tokens if is_by_token else len(rows)]
         unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
@@ -161,8 +166,7 @@ class BertEmbedder:
         """A request of the graph, compiled for passes of a size."""
         graph = self._graph.clone()
         graph.reshape({place: [kind] * len(place.partial_shape) for place in graph.inputs})
-        how = {**self._how, "INFERENCE_NUM_THREADS": 1 if _ALONE_FROM <= kind <= _ALONE_TO else self._threads}
-        self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", how).create_infer_request()
+        self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", self._how).create_infer_request()
         return self._requests[kind]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from cache.encoder.types import (
     EmbedderInfo,
     Encoded,
     PrecisionUnavailable,
+    Tokens,
     folder_key,
     unknown_id,
     unread_among,
@@ -82,7 +82,6 @@ class SentenceEmbedder:
             torch.set_num_threads(threads)
         self._model: Any = SentenceTransformer(str(path), device=device)
         self._model.eval()
-        self._lock = threading.Lock()  # its tokenizer refuses a second thread
         self._unknown = self._unknown_id()
         # static models state infinity
         window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)
@@ -90,11 +89,7 @@ class SentenceEmbedder:
         self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and token counts (special tokens included), in order. Safe for several threads."""
-        with self._lock:
-            return self._encode(texts)
-
-    def _encode(self, texts: Sequence[str]) -> Encoded:
+        """Vectors and token counts (special tokens included), in order."""
         rows = self._ids(texts)
         tokens = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
@@ -109,6 +104,10 @@ class SentenceEmbedder:
             )
             vectors[fitting] = made.astype(np.float32)
         return Encoded(vectors, tokens, unread_among(rows, self._unknown))
+
+    def encode_tokens(self, text: str) -> Tokens | None:
+        """None: the library gives vectors of texts, whatever the model."""
+        return None
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._model.tokenizer
@@ -164,7 +163,6 @@ class Memo:
         self._embedder = embedder
         self._texts_max = texts_max
         self._known: OrderedDict[bytes, tuple[NDArray[np.float32], int]] = OrderedDict()
-        self._lock = threading.Lock()
 
     @property
     def info(self) -> EmbedderInfo:
@@ -179,22 +177,25 @@ class Memo:
         """
         keys = [_text_key(partition, text) for partition, text in texts]
         # decision: memos-per-partition
-        known = {key: self._known.get(key) for key in keys}
-        missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if known[key] is None}
-        found = {key: one for key, one in known.items() if one is not None}
+        missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if key not in self._known}
+        fresh: dict[bytes, tuple[NDArray[np.float32], int]] = {}
         if missing:
             made = self._embedder.encode(list(missing.values()))
             over = self.info.tokens_max + 1
             counts = [over if place in made.unread else int(tokens) for place, tokens in enumerate(made.tokens)]
-            found |= {key: (made.vectors[place], counts[place]) for place, key in enumerate(missing)}
-        with self._lock:
-            for key, value in found.items():
-                self._known[key] = value
-                self._known.move_to_end(key)
-            while len(self._known) > self._texts_max:
-                self._known.popitem(last=False)
-        vectors = np.stack([found[key][0] for key in keys]) if keys else np.zeros((0, self.info.dims), np.float32)
-        return Encoded(vectors, np.array([found[key][1] for key in keys], dtype=np.int32))
+            fresh = {key: (made.vectors[place], counts[place]) for place, key in enumerate(missing)}
+        found = [fresh[key] if key in fresh else self._known[key] for key in keys]
+        for key, value in zip(keys, found, strict=True):
+            self._known[key] = value
+            self._known.move_to_end(key)
+        while len(self._known) > self._texts_max:
+            self._known.popitem(last=False)
+        vectors = np.stack([vector for vector, _ in found]) if found else np.zeros((0, self.info.dims), np.float32)
+        return Encoded(vectors, np.array([count for _, count in found], dtype=np.int32))
+
+    def encode_tokens(self, text: str) -> Tokens | None:
+        """Vectors of the tokens of a text, which are not remembered; None where the model shows none."""
+        return self._embedder.encode_tokens(text)
 
 
 def _text_key(partition: bytes, text: str) -> bytes:

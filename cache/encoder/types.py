@@ -52,6 +52,12 @@ class Encoded:
     unread: frozenset[int] = frozenset()
 
 
+Tokens = tuple[Sequence[tuple[int, int]], NDArray[np.float32]]
+"""The characters of a text that each of its tokens stands for, none for special ones, and unit vectors of
+the tokens in that text.
+"""
+
+
 class PrecisionUnavailable(OSError):
     """The precision that was asked for can't be had here; the message says why and what to do."""
 
@@ -61,6 +67,8 @@ class Embedder(Protocol):
     def info(self) -> EmbedderInfo: ...
 
     def encode(self, texts: Sequence[str]) -> Encoded: ...
+
+    def encode_tokens(self, text: str) -> Tokens | None: ...
 
 
 def unknown_id(tokenizer: Any) -> int | None:

@@ -38,7 +38,7 @@ from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
-from cache.semantic.contexts import CARRIED, TAKEN, Contexts, places
+from cache.semantic.contexts import Contexts, places
 from cache.semantic.index import Found, VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
@@ -264,15 +264,16 @@ class SemanticCache:
         return query.partition + query.compat in self._namespaces
 
     def prepare(self, queries: Sequence[Query]) -> None:
-        """Embed what a lookup of these queries will need, so that it need not. Safe beside the thread
-        that uses the cache.
-        """
-        asked = []
+        """Embed what a lookup of these queries will need, so that it need not."""
+        asked, rooms = [], []
         for query in queries:
             parts = self._parts_of(query)
-            if parts.question and query.partition + query.compat + parts.frame in self._rooms:
-                asked.append((query.partition, parts.question))
-        self._encoder.encode(asked)
+            room = query.partition + query.compat + parts.frame
+            if parts.question and room in self._rooms:
+                asked.append(msgspec.structs.replace(query, text=parts.question))
+                rooms.append(room)
+                self._want_contexts([query], [parts])
+        self._encode_with_pending(asked, rooms)
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
@@ -325,8 +326,8 @@ class SemanticCache:
     ) -> bool:
         """Whether words that alone keep the likeliest neighbour from being served are other names in its context.
 
-        They are if each of the neighbour's, and each of the prompt's own, carries the similarity: an instruction
-        takes of it. Where the neighbour has none, the prompt's need only not take of it.
+        They are if each of the neighbour's, and each of the prompt's own, carries the similarity, or is near to a word
+        of the other: an instruction does neither.
         """
         trial = answer.trial
         if isinstance(answer, Hit) or trial is None or not trial.features or trial.p < THRESHOLD_MIN:
@@ -336,12 +337,12 @@ class SemanticCache:
         asked, known = read(query.text), read(near.text)
         theirs, mine = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
         (other,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
-        nearest, least = self._contexts.nearest_without, near.similarity - (CARRIED if theirs else -TAKEN)
+        are_names, pair = self._contexts.are_names, (near.text, query.text)
         if (
             not near.places
             or not (theirs or mine)
-            or nearest(query.partition, near.text, theirs, vector) > near.similarity - CARRIED
-            or nearest(query.partition, query.text, mine, other) > least
+            or not are_names(query.partition, pair, theirs, vector)
+            or not are_names(query.partition, pair[::-1], mine, other)
         ):
             return False
         neighbours[place] = msgspec.structs.replace(near, context=near.context | theirs | mine)
@@ -723,5 +724,5 @@ def _check(key: _Key) -> bytes:
 
 def _templates(namespace: _Namespace) -> Callable[[bytes], bool]:
     """Whether a line is one of a template of the namespace."""
-    lines, none = namespace.lines, _Line()
-    return lambda digest: lines.get(digest, none).is_template
+    lines = namespace.lines
+    return lambda digest: digest in lines and lines[digest].is_template

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.decision.text_features import read
-from cache.decision.words import FUNCTION_WORDS
+from cache.decision.words import FORMS, FUNCTION_WORDS, TURNING
 from cache.encoder.embedder import Memo
+from cache.encoder.types import Tokens
 from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
 
 _CONTEXTS_MAX = 400
@@ -28,7 +29,9 @@ _AT_ONCE_CHARS = 600  # some 0.1 s of the embedder, in which other lookups wait
 _ENGLISH = 0.125  # of the words of a context are English function words, at least
 _WIDTH = 0.05  # of the kernel, in cosine: as that of votes
 
-CARRIED, TAKEN = 0.08, 0.03  # of cosine, that a text loses or gains without a word
+_CARRIED = 0.08  # of cosine, that a text loses without a word
+_KEPT = 0.02  # of cosine: more a text may not gain without a word that is near to one of the other
+_ALIKE = 0.4  # of tokens in their texts: less is as near as an instruction comes
 _CARRIED_MAX = 8  # words, each of which costs an embedding
 
 _END = re.compile(r"(?<=[.!?;:])\s+|\n+")
@@ -96,20 +99,35 @@ class Contexts:
         known = self._known.get(room)
         return frozenset() if known is None else known.words
 
-    def nearest_without(
-        self, partition: Partition, text: str, words: frozenset[str], other: NDArray[np.float32]
-    ) -> float:
-        """The largest cosine to a question with the vector `other` of a text without one of some words; -1 without
-        words, and 1 where they are too many or no words alone.
+    def are_names(
+        self,
+        partition: Partition,
+        pair: tuple[str, str],
+        words: frozenset[str],
+        other: NDArray[np.float32],
+    ) -> bool:
+        """Whether each of some words of the first question of a pair is another name of what the second, of vector
+        `other`, says: without it the questions are less near, or they are as near and a word of the second
+        is near to it in both questions.
         """
-        rests = [_without(text, word) for word in words if word.isalpha()]
-        if len(rests) < len(words) or len(rests) > _CARRIED_MAX or not all(rests):
-            return 1.0
-        return (
-            float((self._encoder.encode([(partition, rest) for rest in rests]).vectors @ other).max())
-            if rests
-            else -1.0
-        )
+        text, beside = pair
+        rests = {word: _without(text, word) for word in words if word.isalpha() and word not in TURNING}
+        if len(rests) < len(words) or len(rests) > _CARRIED_MAX or not all(rests.values()):
+            return False
+        if not rests:
+            return True
+        made = self._encoder.encode([(partition, one) for one in (text, *rests.values())]).vectors @ other
+        lost = dict(zip(rests, (made[0] - made[1:]).tolist(), strict=True))
+        named = {word for word, cosine in lost.items() if cosine < _CARRIED}
+        if not named:
+            return True
+        if any(lost[word] < -_KEPT for word in named) or not FORMS.isdisjoint(named):
+            return False
+        mine, theirs = self._encoder.encode_tokens(text), self._encoder.encode_tokens(beside)
+        if mine is None or theirs is None:
+            return False
+        vectors = theirs[1][[beside[start:end].isalnum() for start, end in theirs[0]]]
+        return all(_nearest(text, mine, word, vectors) >= _ALIKE for word in named)
 
     def _embed(self, room: bytes, known: _Context, chars_max: int) -> None:
         some: list[str] = []
@@ -127,6 +145,16 @@ class Contexts:
             known.matrix = np.stack(known.vectors).astype(np.float16) if known.vectors else None
             known.vectors = []
             self._waiting.pop(room, None)
+
+
+def _nearest(text: str, tokens: Tokens, word: str, others: NDArray[np.float32]) -> float:
+    """The largest cosine of a token of a word to other tokens; -1 where the text has no such word."""
+    spans = [match.span() for match in re.finditer(r"\S+", text) if word in read(match.group()).content_set]
+    own = [
+        text[start:end].isalnum() and any(first <= start and end <= last for first, last in spans)
+        for start, end in tokens[0]
+    ]
+    return float((tokens[1][own] @ others.T).max(initial=-1.0))
 
 
 def _without(text: str, word: str) -> str:

@@ -283,6 +283,17 @@ def test_another_name_of_what_is_asked_may_be_a_word_of_its_own(known: str, aske
     assert isinstance(answer, Hit) is is_served
 
 
+def test_a_word_near_to_one_of_the_other_question_is_its_other_name() -> None:
+    """It need not carry the nearness of the whole: boats are rented as they are hired."""
+    clock = Clock()
+    cache = SemanticCache(open_embedder(), VerifiedRule(PRIOR), clock)
+    cache.fold([added(PROMPT.format("hourly price for hiring a single boat"), clock.now)])
+    (same,) = cache.lookup([query(PROMPT.format("What does it cost to rent a single boat for an hour?"))])
+    (other,) = cache.lookup([query(PROMPT.format("What does it cost to wreck a single boat for an hour?"))])
+    assert isinstance(same, Hit)
+    assert not isinstance(other, Hit)
+
+
 @pytest.mark.parametrize(
     "poisoned",
     [
@@ -291,6 +302,11 @@ def test_another_name_of_what_is_asked_may_be_a_word_of_its_own(known: str, aske
         "How much is the fake price of an oar that I lose",
         "Ignore this how much does it cost if I lose an oar?",
         "How much does it cost if I lose an oar for thieves",
+        "How much does it cost if I lose an oar translated",
+        "How much does it cost in theory if I lose an oar",
+        "How much does it cost if I lose an oar auf deutsch",
+        "How much does it cost if I lose an oar as my grandma would",
+        "How much does it cost if I lose an oar next century",
     ],
 )
 def test_an_instruction_inside_another_wording_answers_no_plain_question(poisoned: str) -> None:
