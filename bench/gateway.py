@@ -3,7 +3,7 @@
     ./run bench gateway [--quick] [--peers litellm,tensorzero,portkey,nginx] [--scenario NAME,...] [--json FILE]
     ./run bench gateway --profile SCENARIO
     ./run bench gateway --soak REQUESTS
-    ./run bench gateway --against CHECKOUT [--quick] [--repeats ROUNDS] [--scenario NAME,...] [--json FILE]
+    ./run bench gateway --against CHECKOUT [--quick] [--repeats ROUNDS] [--starts PAIRS] [--scenario NAME,...] [--json FILE]
 
 Starts a compiled instant upstream, then one system after the other, asks each with a compiled load tool, and reads what its
 processes used. --against compares this tree with another checkout. docs/benchmarks.md tells the method. Everything stays on
@@ -174,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
         help="this tree and another in turn, seven rounds (quick: three): the ratio of CPU a request and its spread;\n"
         "CHECKOUT: a folder in which ./run setup was called; `.` shows the noise of the machine",
     )
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=1,
+        help="--against: fresh pairs of processes a round (1); more average more layouts",
+    )
     parser.add_argument("--without-sameway", action="store_true", help="measure only the upstream and the peers")
     return parser
 
@@ -281,7 +287,7 @@ def _against(arguments: argparse.Namespace) -> int:
     unfit = [s.name for s in scenarios if s.rate_of or s.pace_ms or s.traffic is Traffic.ZIPF]
     if unfit:
         raise BenchError(f"--against: {', '.join(unfit)}: neither closed-loop misses nor closed-loop hits")
-    effort = against.Effort(rounds=arguments.repeats or (3 if arguments.quick else 7))
+    effort = against.Effort(rounds=arguments.repeats or (3 if arguments.quick else 7), starts=arguments.starts)
 
     def this(start: int) -> System:
         return Sameway(environ={"PYTHONHASHSEED": str(start + 1)})

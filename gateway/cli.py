@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import io
 import json
 import os
 import sys
@@ -29,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     Writes wrong settings to stderr and returns the SettingsError's status.
     """
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a model may have what the locale lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = arguments.run(arguments)
     except SettingsError as error:

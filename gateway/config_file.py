@@ -146,7 +146,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
             return super().construct_mapping(node, deep)
 
     try:
-        loaded = yaml.load(path.read_text(), Loader)
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
         return {}, [f"{path.absolute()}: no such file"]
     except OSError as error:

@@ -71,7 +71,9 @@ def _owners(data_dir: Path) -> set[int]:
 def write_secret(path: Path, text: str) -> None:
     """Write a new file that only its owner can read, in the place of one that is there."""
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8"
+    ) as file:
         file.write(text)
 
 

@@ -303,7 +303,7 @@ class Supervisor:
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *child.argv,
-            env={**os.environ, **child.env},
+            env={**os.environ, "PYTHONUTF8": "1", **child.env},  # files of models are UTF-8, whatever the locale
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=child.fds,
             preexec_fn=_die_with_parent,

@@ -32,7 +32,7 @@ def serve_fd(fd: int, heartbeat: Path) -> int:
     Writes a byte a second to each client of the unix socket `heartbeat`, as long as the event loop
     runs.
     """
-    settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
+    settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_bytes())
     server = server_of(create_app(settings), settings)
     uvloop.run(_serve(server, socket.socket(fileno=fd), heartbeat))
     return 0 if server.started else 1

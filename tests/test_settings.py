@@ -157,6 +157,19 @@ def test_the_command_line_says_so(tmp_path: Path, command: str, text: str, statu
         assert "prot: found" in done.stderr
 
 
+def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    """Where the locale has ASCII alone, names in other letters are read, and shown in ASCII."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(
+        "models: {模型: {deployments: [{backend: openai, model: größe, base_url: 'http://h'}]}}", encoding="utf-8"
+    )
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [sys.executable, "-m", "gateway", "check-config", "--config", str(path)]
+    done = subprocess.run(argv, capture_output=True, timeout=60, check=False, env={**os.environ, **ascii_alone})
+    assert done.returncode == 0
+    assert b"\\u6a21\\u578b" in done.stderr
+
+
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     """check-config names what the file must not hold beside the variable and the file that a deployment waits for."""
     path = tmp_path / "sameway.yaml"

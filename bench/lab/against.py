@@ -33,6 +33,7 @@ _CONFIDENCE = 0.875  # of the interval that a verdict goes by; seven rounds reac
 _ROUNDS_MIN = 5
 _WORKERS = ("gateway", "cache")
 _WARM_REQUESTS = 256  # before each slice; four times what a scenario of hits repeats
+_WARM_PARAPHRASES = 32  # dear ones: one of them takes what ten misses take
 _IDLE_S = 0.03
 _IDLE_SHARE = 0.05  # of a core: what a worker uses that does nothing
 _IDLE_MAX_S = 2.0
@@ -44,10 +45,11 @@ class Effort:
     """How much is asked: `starts` fresh processes of each side a round, `slices` a scenario and start."""
 
     rounds: int = 7
-    starts: int = 2
+    starts: int = 1
     slices: int = 4
-    misses: int = 400  # requests of a slice, also of hits that are all new
+    misses: int = 400  # requests of a slice
     hits: int = 1200
+    paraphrases: int = 96
 
 
 class Comparison(msgspec.Struct):
@@ -175,7 +177,10 @@ def _start_both(
                 for number in range(-1, effort.slices):  # the first slice is a warm-up
                     for side, running, workers, own in pair[:: 1 if number % 2 == 0 else -1]:
                         salt = f"{scenario.name}-{number}"
-                        used_s, rss_mb = _slice(running, workers, stub, scenario, connections, effort, salt, own)
+                        is_first = number < 0
+                        used_s, rss_mb = _slice(
+                            running, workers, stub, scenario, connections, effort, salt, own, is_first=is_first
+                        )
                         if number >= 0:
                             side.cpu_s[scenario.name][-1] += used_s
                             side.rss_mb[scenario.name][-1] = max(side.rss_mb[scenario.name][-1], rss_mb)
@@ -190,13 +195,15 @@ def _slice(
     effort: Effort,
     salt: str,
     folder: Path,
+    *,
+    is_first: bool,
 ) -> tuple[float, float]:
     """CPU seconds of the workers for one slice, and their peak memory so far in MB."""
-    count = _count(scenario, effort)
+    count, is_new = _count(scenario, effort), scenario.traffic is Traffic.PARAPHRASED
     bodies = write_bodies(scenario, target_of(running, scenario).model, salt, folder)
     load = load_of(running, scenario, bodies, connections, None, _PLAN)
-    load = dataclasses.replace(load, count=count, warmup_count=_WARM_REQUESTS)
-    if bodies.first not in (None, bodies.asked):
+    load = dataclasses.replace(load, count=count, warmup_count=_WARM_PARAPHRASES if is_new else _WARM_REQUESTS)
+    if is_first and bodies.first not in (None, bodies.asked):  # every slice says the same first
         prime(load, bodies)
     before_s, reached = 0.0, 0
 
@@ -215,7 +222,8 @@ def _slice(
 
 def _count(scenario: Scenario, effort: Effort) -> int:
     """The requests of a slice; those that are all new are dear."""
-    return effort.misses if scenario.traffic in (Traffic.UNIQUE, Traffic.PARAPHRASED) else effort.hits
+    counts = {Traffic.UNIQUE: effort.misses, Traffic.PARAPHRASED: effort.paraphrases}
+    return counts.get(scenario.traffic, effort.hits)
 
 
 def _idle_cpu_s(workers: Sequence[int]) -> float:

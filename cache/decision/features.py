@@ -149,15 +149,14 @@ def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
     for place, one in enumerate(some):
         places.setdefault(one.group or one.exact, []).append(place)
     best = some[0].similarity if some else 0.0
-    votes = {
-        group: sum(math.exp((some[place].similarity - best) / _WIDTH) for place in own) for group, own in places.items()
-    }
+    weights = [math.exp((one.similarity - best) / _WIDTH) for one in some]
+    votes = {group: sum(map(weights.__getitem__, own)) for group, own in places.items()}
     total = sum(votes.values())
-    firsts = [own[0] for own in places.values()][:2]
+    # each group's rival is the first one, whose own is the second
+    first, second = [*(some[own[0]].similarity for own in places.values()), -1.0, -1.0][:2]
     found = []
     for group, own in places.items():
-        other = next((place for place in firsts if place != own[0]), None)
-        rival = some[other].similarity if other is not None else -1.0
+        rival = first if own[0] else second
         found.append(Candidate(group, own[0], votes[group] / total, len(own), rival))
     found.sort(key=lambda one: (-one.share, one.place))
     return found
@@ -286,7 +285,7 @@ def _jaccard(one: frozenset[T], other: frozenset[T]) -> float:
 @remembered(16_384)
 def _trigrams(text: str) -> frozenset[str]:
     padded = f"  {text.casefold()} "
-    return frozenset(padded[at : at + 3] for at in range(len(padded) - 2))
+    return frozenset(map("".join, zip(padded, padded[1:], padded[2:], strict=False)))
 
 
 @remembered(16_384)

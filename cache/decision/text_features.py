@@ -227,10 +227,7 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
     """The same words, names or persons in another order, or a preposition that governs what another
     one governs on the other side.
     """
-    first, second = (["a" if word == "an" else word for word in text.words] for text in (one, other))
-    stated = one.content_set.union(_OPERANDS) - lists.NEGATIONS
-    is_moved = [word for word in first if word in stated] != [word for word in second if word in stated]
-    if (is_moved and sorted(first) == sorted(second)) or _is_turned_question(one, other):
+    if (len(one.words) == len(other.words) and _is_moved(one, other)) or _is_turned_question(one, other):
         return True
     names = one.names | other.names
     if any(_is_reordered(one, other, among) for among in (names, lists.PERSONS, names | lists.PERSONS)):
@@ -247,6 +244,14 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
         if mine is not None and word not in mine and word in one.words and mine & set(other.words):
             return True
     return False
+
+
+def _is_moved(one: TextFeatures, other: TextFeatures) -> bool:
+    """The same words, those that say something in another order."""
+    first, second = (["a" if word == "an" else word for word in text.words] for text in (one, other))
+    stated = one.content_set.union(_OPERANDS) - lists.NEGATIONS
+    is_same = sorted(first) == sorted(second)
+    return is_same and [word for word in first if word in stated] != [word for word in second if word in stated]
 
 
 def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
@@ -316,6 +321,8 @@ def _has_gap(reading: TextFeatures) -> bool:
 
 def _is_reordered(one: TextFeatures, other: TextFeatures, among: frozenset[str]) -> bool:
     """Both texts say the same of these words, in another order of their first places."""
+    if len(among.intersection(one.words)) < 2:
+        return False
     first, second = (
         list(dict.fromkeys("i" if word == "me" else word for word in text.words if word in among))
         for text in (one, other)

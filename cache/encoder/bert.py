@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +27,8 @@ from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, Tokens, folder
 # tokens of a pass, which is padded to the next of these: a graph that is compiled for a size takes a
 # millisecond less than one for all sizes, of which only a longer text has need
 _SIZES = (16, 32, 64, 128)
+# a pass of so many mostly has several texts, for which several threads take a third more of the processor
+_ALONE_FROM, _ALONE_TO = 64, 128
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = _SIZES[-1]
 _ANY_SIZE = -1
@@ -108,24 +111,26 @@ class BertEmbedder:
         self._tokenizer.no_padding()
         self._unknown = unknown_id(self._tokenizer)
         self._graph = _graph(plan, load_file(plan.folder / "model.safetensors"))
+        self._threads = threads
         self._how = {
             # decision: embedder-precision
             "INFERENCE_PRECISION_HINT": "bf16" if is_bfloat16 else "f32",
-            "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,
         }
+        self._lock = threading.Lock()  # a request runs for one thread at a time
         self._requests: dict[int, Any] = {}  # by size; the first pass of a size compiles its own
         self._tensor = _openvino().Tensor
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and token counts (special tokens included), in order."""
+        """Vectors and token counts (special tokens included), in order. Safe for several threads."""
         rows = [one.ids for one in self._tokenizer.encode_batch(list(texts))]
         counts = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
         for pack in _packs(counts, self.info.tokens_max):
-            vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
+            with self._lock:
+                vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:
@@ -166,7 +171,8 @@ class BertEmbedder:
         """A request of the graph, compiled for passes of a size."""
         graph = self._graph.clone()
         graph.reshape({place: [kind] * len(place.partial_shape) for place in graph.inputs})
-        self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", self._how).create_infer_request()
+        how = {**self._how, "INFERENCE_NUM_THREADS": 1 if _ALONE_FROM <= kind <= _ALONE_TO else self._threads}
+        self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", how).create_infer_request()
         return self._requests[kind]
 
 

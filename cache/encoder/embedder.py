@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ class SentenceEmbedder:
             torch.set_num_threads(threads)
         self._model: Any = SentenceTransformer(str(path), device=device)
         self._model.eval()
+        self._lock = threading.Lock()  # its tokenizer refuses a second thread
         self._unknown = self._unknown_id()
         # static models state infinity
         window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)
@@ -89,7 +91,11 @@ class SentenceEmbedder:
         self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and token counts (special tokens included), in order."""
+        """Vectors and token counts (special tokens included), in order. Safe for several threads."""
+        with self._lock:
+            return self._encode(texts)
+
+    def _encode(self, texts: Sequence[str]) -> Encoded:
         rows = self._ids(texts)
         tokens = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
@@ -163,6 +169,7 @@ class Memo:
         self._embedder = embedder
         self._texts_max = texts_max
         self._known: OrderedDict[bytes, tuple[NDArray[np.float32], int]] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def info(self) -> EmbedderInfo:
@@ -177,21 +184,22 @@ class Memo:
         """
         keys = [_text_key(partition, text) for partition, text in texts]
         # decision: memos-per-partition
-        missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if key not in self._known}
-        fresh: dict[bytes, tuple[NDArray[np.float32], int]] = {}
+        known = {key: self._known.get(key) for key in keys}
+        missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if known[key] is None}
+        found = {key: one for key, one in known.items() if one is not None}
         if missing:
             made = self._embedder.encode(list(missing.values()))
             over = self.info.tokens_max + 1
             counts = [over if place in made.unread else int(tokens) for place, tokens in enumerate(made.tokens)]
-            fresh = {key: (made.vectors[place], counts[place]) for place, key in enumerate(missing)}
-        found = [fresh[key] if key in fresh else self._known[key] for key in keys]
-        for key, value in zip(keys, found, strict=True):
-            self._known[key] = value
-            self._known.move_to_end(key)
-        while len(self._known) > self._texts_max:
-            self._known.popitem(last=False)
-        vectors = np.stack([vector for vector, _ in found]) if found else np.zeros((0, self.info.dims), np.float32)
-        return Encoded(vectors, np.array([count for _, count in found], dtype=np.int32))
+            found |= {key: (made.vectors[place], counts[place]) for place, key in enumerate(missing)}
+        with self._lock:
+            for key, value in found.items():
+                self._known[key] = value
+                self._known.move_to_end(key)
+            while len(self._known) > self._texts_max:
+                self._known.popitem(last=False)
+        vectors = np.stack([found[key][0] for key in keys]) if keys else np.zeros((0, self.info.dims), np.float32)
+        return Encoded(vectors, np.array([found[key][1] for key in keys], dtype=np.int32))
 
     def encode_tokens(self, text: str) -> Tokens | None:
         """Vectors of the tokens of a text, which are not remembered; None where the model shows none."""

@@ -264,16 +264,15 @@ class SemanticCache:
         return query.partition + query.compat in self._namespaces
 
     def prepare(self, queries: Sequence[Query]) -> None:
-        """Embed what a lookup of these queries will need, so that it need not."""
-        asked, rooms = [], []
+        """Embed what a lookup of these queries will need, so that it need not. Safe beside the thread
+        that uses the cache.
+        """
+        asked = []
         for query in queries:
             parts = self._parts_of(query)
-            room = query.partition + query.compat + parts.frame
-            if parts.question and room in self._rooms:
-                asked.append(msgspec.structs.replace(query, text=parts.question))
-                rooms.append(room)
-                self._want_contexts([query], [parts])
-        self._encode_with_pending(asked, rooms)
+            if parts.question and query.partition + query.compat + parts.frame in self._rooms:
+                asked.append((query.partition, parts.question))
+        self._encoder.encode(asked)
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
@@ -724,5 +723,5 @@ def _check(key: _Key) -> bytes:
 
 def _templates(namespace: _Namespace) -> Callable[[bytes], bool]:
     """Whether a line is one of a template of the namespace."""
-    lines = namespace.lines
-    return lambda digest: digest in lines and lines[digest].is_template
+    lines, none = namespace.lines, _Line()
+    return lambda digest: lines.get(digest, none).is_template

@@ -4,9 +4,10 @@
 
 The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
 are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
-wait when it is free, everything else in small pieces between them. Before a batch the log is
-folded, so a lookup sees every store that finished before it. Invariants: a lookup waits for one
-other piece of work at most; a request whose client has gone is not computed; garbage closes its own
+wait when the encoder is free, everything else in small pieces between them. While it decides on a
+batch, another thread embeds the next one. Before a batch the log is folded, so a lookup sees every
+store that finished before it. Invariants: a lookup waits for the batch before its own and one other
+piece of work at most; a request whose client has gone is not computed; garbage closes its own
 connection and nothing else; while Redis is away the index answers lookups (a hit is only a pointer:
 the gateway fetches the entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with
 its parent.
@@ -49,7 +50,7 @@ T = TypeVar("T")
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
 # in one batch of lookups: a larger one is hardly faster a text, and all of it waits for its end
-_LOOKUPS, _LOOKUP_CHARS = 64, 4_000
+_LOOKUPS, _LOOKUP_CHARS = 8, 4_000
 _JUDGINGS_MAX = 64
 # work that is no lookup's waits so long for a moment without one
 _SPARE_S = 0.5
@@ -65,6 +66,9 @@ class Worker:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._preparing = asyncio.Lock()  # a batch of lookups
+        self._batches = 0  # that are being answered
         self._cache: SemanticCache | None = None
         self._follower: Follower | None = None
         self._lookups: deque[Job] = deque()
@@ -94,7 +98,8 @@ class Worker:
         finally:
             os.umask(mask)
         _log.info("listening on %s", path)
-        works = (self._load_and_follow(), self._answer_lookups(), self._answer_embeds(), self._judge_answers())
+        lanes = (self._answer_lookups(), self._answer_lookups())  # one embeds while the other decides
+        works = (self._load_and_follow(), *lanes, self._answer_embeds(), self._judge_answers())
         tasks = [asyncio.create_task(work) for work in (*works, self._until_stopped())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         server.close()
@@ -174,47 +179,58 @@ class Worker:
     # --- answering
 
     async def _answer_lookups(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            if not self._lookups:
-                self._has_no_lookup.set()
-            await self._has_lookups.wait()
-            count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
-            jobs = [self._lookups.popleft() for _ in range(count)]
-            if not self._lookups:
-                self._has_lookups.clear()
-            assert self._cache is not None
-            assert self._follower is not None
-            jobs = [job for job in jobs if job.is_wanted()]
+            async with self._preparing:
+                await self._has_lookups.wait()
+                self._batches += 1
+                jobs = await self._prepare(self._next_batch())
             if jobs:
-                await self._prepare(self._cache, self._follower, jobs)
-            jobs = [job for job in jobs if job.is_wanted()]
-            if not jobs:
-                continue
-            self._counts[0] += len(jobs)
-            self._counts[1] += 1
-            try:
-                near = await loop.run_in_executor(self._thread, _find, self._cache, [job.ask for job in jobs])
-            except Exception as error:
-                _log.exception("a batch of %d lookups failed", len(jobs))
-                self._fail(jobs, error)
-                continue
-            for job, found in zip(jobs, near, strict=True):
-                job.answer(found if isinstance(job.ask, wire.AskNear) else found.decision)
+                await self._answer_batch(jobs)
+            self._batches -= 1
+            if not self._lookups and not self._batches:
+                self._has_no_lookup.set()
 
-    async def _prepare(self, cache: SemanticCache, follower: Follower, jobs: list[Job]) -> None:
-        """Embed the prompts while Redis is asked for new records: neither needs the other.
+    def _next_batch(self) -> list[Job]:
+        count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
+        jobs = [self._lookups.popleft() for _ in range(count)]
+        if not self._lookups:
+            self._has_lookups.clear()
+        return [job for job in jobs if job.is_wanted()]
+
+    async def _prepare(self, jobs: list[Job]) -> list[Job]:
+        """Embed the prompts while Redis is asked for new records: neither needs the other. Returns
+        the jobs that are wanted still.
 
         If embedding fails, the lookup that follows fails too and reports it.
         """
+        cache, follower = self._cache, self._follower
+        assert cache is not None
+        assert follower is not None
+        if not jobs:
+            return jobs
         loop = asyncio.get_running_loop()
         queries = [job.ask.query for job in jobs if isinstance(job.ask, wire.AskLookup | wire.AskNear)]
         known = [query for query in queries if cache.has_neighbours(query)]
-        embedding = loop.run_in_executor(self._thread, cache.prepare, known) if known else None
+        embedding = loop.run_in_executor(self._encoding, cache.prepare, known) if known else None
         await follower.catch_up()
         if embedding is not None:
             with contextlib.suppress(Exception):
                 await embedding
+        return [job for job in jobs if job.is_wanted()]
+
+    async def _answer_batch(self, jobs: list[Job]) -> None:
+        assert self._cache is not None
+        self._counts[0] += len(jobs)
+        self._counts[1] += 1
+        asks, loop = [job.ask for job in jobs], asyncio.get_running_loop()
+        try:
+            near = await loop.run_in_executor(self._thread, _find, self._cache, asks)
+        except Exception as error:
+            _log.exception("a batch of %d lookups failed", len(jobs))
+            self._fail(jobs, error)
+            return
+        for job, found in zip(jobs, near, strict=True):
+            job.answer(found if isinstance(job.ask, wire.AskNear) else found.decision)
 
     async def _answer_embeds(self) -> None:
         while True:

@@ -262,6 +262,12 @@ class Accounts:
             return [row async for row in _read(connection, schema.teams, _team)]
 
     @uncancelled
+    async def team(self, team_id: int) -> Team:
+        """Raises NotFound."""
+        async with self.database.reading() as connection:
+            return _team(await _row(connection, schema.teams, team_id))
+
+    @uncancelled
     async def delete_team(self, team_id: int) -> None:
         """Delete a team with its keys and budgets; its ledger rows stay. Raises NotFound."""
         async with self._change("") as connection:
@@ -295,10 +301,10 @@ class Accounts:
         return await self.update_key(key_id, is_active=False)
 
     @uncancelled
-    async def list_keys(self) -> list[Key]:
-        """All keys, by id."""
+    async def list_keys(self, team_id: int | None = None) -> list[Key]:
+        """All keys, or one team's, by id."""
         async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.keys, _key)]
+            return [row async for row in _read(connection, schema.keys, _key, team_id)]
 
     # ── budgets ──
 

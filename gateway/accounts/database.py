@@ -66,7 +66,9 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
 
 
 class NoAnswer(SQLAlchemyError):
-    """The server cannot be reached, or takes too long. asyncpg raises the system's errors, which sqlalchemy leaves."""
+    """The server cannot be reached, or takes too long, or the file is no database: errors that sqlalchemy leaves as they
+    are.
+    """
 
 
 class Database:
@@ -198,7 +200,7 @@ class Database:
         Several processes may create the file at once. SQLite then reports "locked" to all but one
         without waiting, so this retries.
         """
-        async with self._engine.connect() as connection:
+        async with self.reading() as connection:
             driver = (await connection.get_raw_connection()).driver_connection
             assert driver is not None
             for attempt in range(_WAL_TRIES):
@@ -231,7 +233,7 @@ def _normal(url: str) -> URL:
 def _in_sqlalchemys_words() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, sqlite3.Error) as error:
         raise NoAnswer(f"{type(error).__name__}: {error}") from error
 
 

@@ -35,9 +35,13 @@ def holds(parts: AdminParts) -> list[models.HoldOut]:
     return list(found.values())
 
 
-async def budgets(parts: AdminParts) -> list[models.BudgetOut]:
-    """All budgets with their current use; without it while Redis is away."""
-    found, needed = await parts.accounts.list_budgets(), holds(parts)
+async def budgets(parts: AdminParts, team_id: int | None = None) -> list[models.BudgetOut]:
+    """All budgets, or one team's, with their current use; without it while Redis is away."""
+    return await _in_use(parts, await parts.accounts.list_budgets(team_id))
+
+
+async def _in_use(parts: AdminParts, found: Sequence[Budget]) -> list[models.BudgetOut]:
+    needed = holds(parts)
     try:
         states: Sequence[BudgetState | None] = await parts.budgets.spent(found)
     except RedisError:
@@ -48,7 +52,12 @@ async def budgets(parts: AdminParts) -> list[models.BudgetOut]:
 
 async def one(parts: AdminParts, budget_id: int) -> models.BudgetOut:
     """One budget with its current use. Raises accounts.NotFound."""
-    for budget in await budgets(parts):
+    (found,) = await _in_use(parts, [await _definition(parts, budget_id)])
+    return found
+
+
+async def _definition(parts: AdminParts, budget_id: int) -> Budget:
+    for budget in await parts.accounts.list_budgets():
         if budget.id == budget_id:
             return budget
     raise accounts.NotFound(f"there is no budget {budget_id}")
@@ -56,10 +65,8 @@ async def one(parts: AdminParts, budget_id: int) -> models.BudgetOut:
 
 async def values(parts: AdminParts, budget_id: int) -> models.BudgetValuesOut:
     """The values of a budget with the most use. Raises accounts.NotFound, RedisError."""
-    found = [budget for budget in await parts.accounts.list_budgets() if budget.id == budget_id]
-    if not found:
-        raise accounts.NotFound(f"there is no budget {budget_id}")
-    states = sorted(await parts.budgets.states(found), key=lambda state: -(state.spent + state.held))
+    found = await _definition(parts, budget_id)
+    states = sorted(await parts.budgets.states([found]), key=lambda state: -(state.spent + state.held))
     shown = [state for state in states if state.spent or state.held][:_VALUES_SHOWN]
     return models.BudgetValuesOut(
         values=[models.BudgetValueOut(value=name_of(s), spent=s.spent, held=s.held) for s in shown],

@@ -6,6 +6,8 @@ No HTTP and no HTML. Invariant: a trial of a prompt changes nothing.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from redis.exceptions import RedisError
 
@@ -15,7 +17,7 @@ from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
 from gateway.accounts import Team
 from gateway.accounts.audit import ANSWER_SHOWN, CERTIFICATE_STARTED
-from gateway.admin import models, views
+from gateway.admin import models
 from gateway.admin.parts import AdminParts
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
@@ -72,7 +74,7 @@ async def purge(parts: AdminParts, what: models.PurgeIn) -> models.PurgeOut:
         )
         raise BadRequest(words, param="all", code="invalid_value")
     if what.team_id is not None:
-        await views.team(parts, what.team_id)
+        await parts.accounts.team(what.team_id)
     selector = Purge(
         partition=parts.partition_of(what.team_id) if what.team_id is not None else None,
         id=what.id,
@@ -103,8 +105,7 @@ async def try_prompt(parts: AdminParts, what: models.TryIn) -> models.TryOut:
 
     Serves, stores, counts and learns nothing. Raises accounts.NotFound (the team).
     """
-    await views.team(parts, what.team_id)
-    team = next(one for one in await parts.accounts.list_teams() if one.id == what.team_id)
+    team = await parts.accounts.team(what.team_id)
     body = {"model": what.model, "messages": [{"role": "user", "content": what.prompt}]}
     asked = fingerprint(body, parts.partition_of(what.team_id))
     entry = (await parts.exact.lookup(asked)).entry
@@ -150,11 +151,13 @@ def _show(out: models.TryOut, found: Neighbourhood) -> None:
 
 async def wrong(parts: AdminParts) -> models.WrongsOut:
     """Answers that are suspended from semantic hits, the latest first. Raises RedisError."""
-    found = []
-    for team in await parts.accounts.list_teams():
-        partition = parts.partition_of(team.id)
-        for name, why in (await parts.verdicts.suspended(partition)).items():
-            found.append((team, partition, name, why))
+    owners = [(team, parts.partition_of(team.id)) for team in await parts.accounts.list_teams()]
+    suspended = await asyncio.gather(*(parts.verdicts.suspended(partition) for _, partition in owners))
+    found = [
+        (team, partition, name, why)
+        for (team, partition), names in zip(owners, suspended, strict=True)
+        for name, why in names.items()
+    ]
     found.sort(key=lambda one: -one[3].at)
     return models.WrongsOut(wrong=[await _wrong(parts, *one) for one in found[:_WRONG_MAX]])
 
@@ -311,8 +314,7 @@ async def certify(parts: AdminParts, what: models.CertificateIn, client: str, wa
 
     Raises accounts.NotFound (the team), NotFound (the model), RedisError, and sqlalchemy's errors.
     """
-    await views.team(parts, what.team_id)
-    team = next(one for one in await parts.accounts.list_teams() if one.id == what.team_id)
+    team = await parts.accounts.team(what.team_id)
     if what.model not in parts.settings.models and (team.id, what.model) not in await parts.certificates.read():
         raise NotFound(f"There is no model {what.model!r}", param="model", code="model_not_found")
     await parts.audit.add(parts.audit_row(CERTIFICATE_STARTED, what.model, client, way, team.id))

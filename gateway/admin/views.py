@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -52,28 +53,29 @@ _SHORT = Demand(
 
 async def teams(parts: AdminParts) -> list[models.TeamOut]:
     """All teams with their keys and budgets, by id."""
-    found, keys = await parts.accounts.list_teams(), await parts.accounts.list_keys()
-    live = await budget_views.budgets(parts)
+    return await _filled(parts, await parts.accounts.list_teams())
+
+
+async def _filled(parts: AdminParts, found: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
+    """All teams, or the one of `team_id`, with their keys and budgets."""
+    keys, budgets = defaultdict[int, list[models.KeyOut]](list), defaultdict[int, list[models.BudgetOut]](list)
+    for key in await parts.accounts.list_keys(team_id):
+        keys[key.team_id].append(models.KeyOut.model_validate(key))
+    for budget in await budget_views.budgets(parts, team_id):
+        budgets[budget.team_id].append(budget)
     return [
-        models.TeamOut.model_validate(team).model_copy(
-            update={
-                "keys": [models.KeyOut.model_validate(key) for key in keys if key.team_id == team.id],
-                "budgets": [budget for budget in live if budget.team_id == team.id],
-            }
-        )
+        models.TeamOut.model_validate(team).model_copy(update={"keys": keys[team.id], "budgets": budgets[team.id]})
         for team in found
     ]
 
 
 async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
     """One team with its keys and budgets, and what is kept for it. Raises accounts.NotFound."""
-    for one in await teams(parts):
-        if one.id == team_id:
-            room = await parts.stored_responses.room(team_id)
-            counts = {name: count for name, (count, _) in room.items()}
-            stored = models.StoredOut(**counts, size_bytes=sum(size for _, size in room.values()))
-            return one.model_copy(update={"stored": stored})
-    raise accounts.NotFound(f"there is no team {team_id}")
+    (one,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
+    room = await parts.stored_responses.room(team_id)
+    counts = {name: count for name, (count, _) in room.items()}
+    stored = models.StoredOut(**counts, size_bytes=sum(size for _, size in room.values()))
+    return one.model_copy(update={"stored": stored})
 
 
 async def batches(parts: AdminParts, cursor: str, limit: int) -> models.BatchesOut:

@@ -316,10 +316,14 @@ _SHELL: dict[str, Any] = {
 
 def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """`given` in a chat completion's shape, each at its place, and after them the other tools of namespaces."""
-    groups = []
+    groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
-        place = f"{where}[{number}]"
-        groups.append([_tool(one, place) for one in _members(tool, place)])
+        place, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
+        members = _members(tool, place)
+        for name in [one["name"] for one in members if isinstance(one.get("name"), str)]:
+            if owners.setdefault(name, space) != space:  # a call could not be told from the other's
+                raise BeyondChat(place, f"Two tools would be called {shown(name)} in a chat completion: rename one")
+        groups.append([_tool(one, place) for one in members])
     return [group[0] for group in groups if group] + [one for group in groups for one in group[1:]]
 
 

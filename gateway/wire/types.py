@@ -47,7 +47,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
         """This usage with a prompt and a completion of at most these sizes, each part cut to what
         is left of its whole; itself where nothing is above them.
         """
-        if not self.parts() and self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens:
+        if self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens and self._is_sound:
             return self
         sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         cut = {}
@@ -59,6 +59,20 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
         cut["cached_audio_tokens"] = max(0, min(self.cached_audio_tokens, cut["cached_tokens"]))
         made = msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
         return self if made == self else made
+
+    @property
+    def _is_sound(self) -> bool:
+        """Whether no part is above its whole or below 0."""
+        if _parts_of(self) == _NO_PARTS:
+            return True
+        prompt, completion = _prompt_parts_of(self), _completion_parts_of(self)
+        return (
+            sum(prompt) <= self.prompt_tokens
+            and sum(completion) <= self.completion_tokens
+            and min(*prompt, *completion, self.tool_calls, self.cached_audio_tokens) >= 0
+            and self.cached_audio_tokens <= self.cached_tokens
+            and self.tool_calls <= _TOOL_CALLS_MAX
+        )
 
 
 PARTS = {
@@ -72,6 +86,7 @@ PARTS = {
 _TOOL_CALLS_MAX = 10_000
 _PARTS = Usage.__struct_fields__[2:-1]
 _parts_of = attrgetter(*_PARTS)
+_prompt_parts_of, _completion_parts_of = (attrgetter(*names) for names in PARTS.values())
 _NO_PARTS = _parts_of(Usage(0, 0))
 
 

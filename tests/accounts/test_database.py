@@ -295,6 +295,16 @@ async def test_sqlite_survives_a_crash_and_serves_readers_beside_a_writer(tmp_pa
 _PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30_000}
 
 
+async def test_a_damaged_file_is_an_error_of_the_database(tmp_path: Path) -> None:
+    """A start can tell it from a bug, and say in a line which setting it is about."""
+    path = tmp_path / "sameway.db"
+    path.write_bytes(b"no database" * 1000)
+    database = Database(f"sqlite:///{path}")
+    with pytest.raises(NoAnswer, match="not a database"):
+        await database.open()
+    await database.close()
+
+
 @pytest.mark.parametrize("url", ["nonsense", "mysql://h/d", "sqlite://", "sqlite:///:memory:", "sqlite+aiosqlite://"])
 def test_other_databases_are_refused(url: str) -> None:
     """Only a SQLite file or a PostgreSQL will do, and the answer names the setting."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,20 @@ def test_the_memo_embeds_a_text_once_and_forgets_the_oldest() -> None:
     fake.encoded.clear()
     memo.encode([(ACME, "h"), (OTHER, "h")])
     assert fake.encoded == ["h"]  # of another partition: it is not known there
+
+
+def test_several_threads_get_what_one_gets(embedder: Embedder) -> None:
+    """The worker's thread and the encoder's share an embedder and a memo that forgets while both use it."""
+    texts = [f"text number {number}" for number in range(12)]
+    right, memo = embedder.encode(texts).vectors, Memo(embedder, texts_max=3)
+
+    def differs(thread: int) -> float:
+        places = [(thread + step) % len(texts) for step in range(40)]
+        made = [memo.encode([(ACME, texts[place]), (ACME, texts[place - 1])]).vectors[0] for place in places]
+        return float(np.abs(np.stack(made) - right[places]).max())
+
+    with ThreadPoolExecutor(4) as threads:
+        assert max(threads.map(differs, range(4))) < 2e-6
 
 
 def test_importing_the_cache_imports_nothing_heavy() -> None:

@@ -263,7 +263,7 @@ def test_what_was_prepared_is_not_embedded_again(clock: Clock) -> None:
     hit = one(cache, query("The second text"))
     assert isinstance(hit, Hit)
     assert hit.exact == ask("the second text").exact
-    assert embedder.encoded == ["The second text", "the first text", "the second text"]
+    assert embedder.encoded == ["The second text", "the second text", "the first text"]
 
 
 def test_keys_that_wait_beside_others_are_embedded_in_the_background(clock: Clock) -> None:

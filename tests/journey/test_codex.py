@@ -109,6 +109,18 @@ async def test_tools_of_a_namespace_are_functions_of_a_chat_completion(world: Wo
     assert not {"tools", "tool_choice", "parallel_tool_calls"} & world.backends["plain"].calls[-1].body.keys()
 
 
+async def test_tools_that_a_namespace_would_confuse_are_refused(world: World) -> None:
+    """A call of `a__look` could be meant for either: the client would run the wrong one."""
+    look = {"type": "function", "name": "look", "parameters": {}}
+    space = {"type": "namespace", "name": "a", "tools": [look]}
+    same = {**look, "name": "a__look"}, {**space, "name": "a__"}
+    for tools in ([space, same[0]], [same[0], space], [space, same[1]]):
+        asked = {**request([{"type": "message", "role": "user", "content": "Look."}]), "tools": tools}
+        reply = await world.ask(path=_PATH, raw=json.dumps(asked).encode())
+        assert (reply.status, reply.error["param"]) == (400, "tools[1]")
+        assert "a__look" in reply.error["message"]
+
+
 async def test_results_without_their_calls_are_refused(world: World) -> None:
     """And calls without their results, of every kind."""
     for kind in ("function_call", "custom_tool_call", "local_shell_call"):
