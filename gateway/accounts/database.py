@@ -36,6 +36,8 @@ _WAL_TRIES = 500
 _POSTGRES_TIMEOUTS = {"timeout": 10, "command_timeout": 60}
 # what SQLAlchemy and asyncpg.connect take by name; the rest of a URL's query is libpq's
 _DRIVER_OPTIONS = {"host", "port", "ssl", "target_session_attrs"}
+# a pooler gives each transaction another connection, which knows no statement of an earlier one
+_BEHIND_A_POOLER = {"statement_cache_size": 0, "prepared_statement_cache_size": 0, "prepared_statement_name_func": str}
 _READ_ONLY = "25006"  # PostgreSQL, appendix A: read_only_sql_transaction
 _ADVISORY_LOCK = 0x5A3E_3A11  # any number, the same in every process
 
@@ -246,6 +248,8 @@ def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
         if not (isinstance(seconds, str) and seconds.isdecimal() and int(seconds)):
             raise Invalid("database_url", f"connect_timeout: expected seconds, found {seconds!r}")
         arguments["timeout"] = int(seconds)
+    if libpq.pop("pgbouncer", "") == "true":  # not libpq's: Prisma's name for it, in the URLs of poolers
+        arguments |= _BEHIND_A_POOLER
     if libpq:
         arguments["dsn"] = "postgresql://?" + urlencode(libpq, doseq=True)
     return rest, arguments

@@ -252,6 +252,22 @@ async def test_a_server_that_takes_too_long_is_an_error_of_the_database(
     await database.close()
 
 
+@pytest.mark.parametrize(("query", "are_kept"), [("", True), ("&pgbouncer=true", False)])
+async def test_behind_a_pooler_no_statement_outlives_its_use(
+    accounts_postgres: str, query: str, are_kept: bool
+) -> None:
+    """A pooler gives the next transaction to another connection, which knows none of this one's statements."""
+    await empty(accounts_postgres)
+    accounts = Accounts(accounts_postgres + query)
+    await accounts.open()
+    team = await accounts.create_team("acme")
+    await accounts.create_key(team.id, "k")
+    async with accounts.database.reading() as connection:
+        kept = (await connection.execute(sa.text("SELECT count(*) FROM pg_prepared_statements"))).scalar_one()
+    assert (kept > 0) is are_kept
+    await accounts.close()
+
+
 async def test_the_options_of_a_url_are_libpqs() -> None:
     """`sslmode` and its like mean what they mean to psql: a server without TLS is refused, or asked for it and used all the same."""
     asked = []

@@ -115,7 +115,7 @@ async def test_a_made_up_session_is_none(world: World, cookie: str) -> None:
 
 
 async def test_a_team_costs_no_more_where_there_are_many(client: httpx.AsyncClient, world: World) -> None:
-    """To read one of 1,500 teams, or its budgets, takes no tenth of what all of them take: the others are not looked at."""
+    """To read one of 1,500 teams, or its budgets, takes no third of what all of them take: the others are not looked at."""
     team = {"name": "", "created_at_s": NOW_S, "is_active": True, "is_semantic_enabled": True}
     budget = {"window_kind": "month", "limit_microusd": 1_000_000, "is_hard": True}
     ids = range(1_000, 2_500)
@@ -130,7 +130,7 @@ async def test_a_team_costs_no_more_where_there_are_many(client: httpx.AsyncClie
 
     whole_s = await took_s("/teams")
     for path in ("/teams/1200", "/teams/1200/keys", "/teams/1200/budgets"):
-        assert min([await took_s(path) for _ in range(5)]) < whole_s / 10
+        assert min([await took_s(path) for _ in range(5)]) < whole_s / 3
 
 
 async def test_a_team_from_birth_to_death(client: httpx.AsyncClient) -> None:
