@@ -57,6 +57,7 @@ class RedisLink:
         self._leaving: list[Callable[[], None]] = []
         self._shas: dict[str, str] = {}
         self._is_up = True
+        self._why = ""  # it is away, in the words of the last try
         self._prober: asyncio.Task[None] | None = None
         self._stays_until = 0.0  # on the loop's clock
 
@@ -94,7 +95,7 @@ class RedisLink:
         future = pending.future
         self.commands += 1
         if not self._is_up:
-            fail(pending, RedisConnectionError("Redis is away; no probe was answered yet"))
+            fail(pending, RedisConnectionError(f"Redis is away: {self._why}"))
             return future
         self._waiting.append(pending)
         if not self._is_scheduled:
@@ -220,7 +221,7 @@ class RedisLink:
         for pending in (*batch, *behind):
             fail(pending, error)
         if self._is_up:
-            self._is_up = False
+            self._is_up, self._why = False, str(error)
             self._prober = asyncio.create_task(self._probe_until_up())
 
     async def _probe_until_up(self) -> None:
@@ -229,7 +230,8 @@ class RedisLink:
             await asyncio.sleep(pause_s)
             try:
                 await self._probe()
-            except Exception:  # still away
+            except Exception as error:
+                self._why = str(error)
                 continue
             self._is_up = True
             return

@@ -306,6 +306,20 @@ async def test_a_certificate_in_the_url_is_trusted(redis_server: RedisServer) ->
         await other.aclose()
 
 
+async def test_while_it_is_away_each_error_says_why() -> None:
+    """A password that Redis does not take is told from a Redis that is gone, for as long as it lasts."""
+    with run_redis() as server:
+        operator = RedisLink(server.url, 5.0)
+        await operator.execute_command("CONFIG", "SET", "requirepass", "right")
+        await operator.aclose()
+        link = RedisLink(f"unix://:wrong@{server.socket_path}", 5.0)
+        for _ in range(3):
+            with pytest.raises(RedisError, match="WRONGPASS"):
+                await link.execute_command("PING")
+            await asyncio.sleep(0.1)
+        await link.aclose()
+
+
 async def test_a_server_that_became_a_replica_is_left() -> None:
     """Where the address has become another server's, as after a failover, writes reach that one: by a command or a script."""
     ports = free_ports(2)
