@@ -48,9 +48,8 @@ def words_key(compat: bytes, text: str) -> bytes | None:
     if len(text) > _CHARS_MAX or not (text.isascii() or (HIDDEN.search(text) or INVISIBLE.search(text)) is None):
         return None
     lowered = text.lower()
-    for stem in _NOW_STEMS:
-        if stem in lowered and not _NOW.isdisjoint(_WORD.findall(lowered)):
-            return None
+    if any(map(lowered.__contains__, _NOW_STEMS)) and not _NOW.isdisjoint(_WORD.findall(lowered)):
+        return None
     return blake2b(compat + normal_form(text).encode(), digest_size=DIGEST_BYTES, person=b"sw.words").digest()
 
 

@@ -15,7 +15,6 @@ not entries: an answer made anew is in none.
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -189,7 +188,8 @@ class VerdictStore:
         latest reply that had it.
         """
         key, terms = _tag(partition) + "reply:", (reply.encode(), "PX", _ms(ttl_s))
-        await asyncio.gather(*(self._redis.execute_command("SET", key + one, *terms) for one in (reply.id, *names)))
+        for sent in [self._redis.execute_command("SET", key + one, *terms) for one in (reply.id, *names)]:
+            await sent
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """The answer that a response served; None if it is not remembered, or not
