@@ -183,13 +183,18 @@ class VerdictStore:
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _tag(partition) + "groups", *exacts)
         return [(_undouble(value[:8]), value[8:]) if value is not None and len(value) > 8 else None for value in values]
 
-    async def remember_reply(self, partition: Partition, reply: Reply, names: Iterable[str], ttl_s: float) -> None:
-        """Under its id, and under other names that its reader may know it by; a name means the
+    async def remember_replies(self, replies: Iterable[tuple[Partition, Reply, Iterable[str]]], ttl_s: float) -> None:
+        """Each under its id, and under other names that its reader may know it by; a name means the
         latest reply that had it.
         """
-        key, terms = _tag(partition) + "reply:", (reply.encode(), "PX", _ms(ttl_s))
-        for sent in [self._redis.execute_command("SET", key + one, *terms) for one in (reply.id, *names)]:
-            await sent
+        sent = [
+            self._redis.execute_command("SET", f"{_tag(partition)}reply:{one}", data, "PX", _ms(ttl_s))
+            for partition, reply, names in replies
+            for data in (reply.encode(),)
+            for one in (reply.id, *names)
+        ]
+        for one in sent:
+            await one
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """The answer that a response served; None if it is not remembered, or not

@@ -121,7 +121,8 @@ class Judging:
     worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
     `share` says for a team's id and an alias which share of the next hits to check so. `random` gives numbers in
     [0, 1); `note` gets every would-be hit and what was found of it, `count` every verdict. `flips`
-    has a judge's error rates, as a verdict has them.
+    has a judge's error rates, as a verdict has them. `defer` calls back when the replies that it gathers
+    for feedback are to leave.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Judging:
         count: Callable[[Source, Ruling, str], None],
         compared: Callable[[Judgement, Judgement], None] = lambda *_: None,
         flips: Callable[[str], tuple[float, float]] = lambda _: (0.0, 0.0),
+        defer: Callable[[Callable[[], None]], object] = lambda leave: leave(),
     ) -> None:
         self._exact = exact
         self._verdicts = verdicts
@@ -155,6 +157,8 @@ class Judging:
         self._queue: deque[_Asked] = deque()
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
+        self._defer = defer
+        self._replies: list[tuple[Partition, Reply, tuple[str, ...]]] = []
         self._served: OrderedDict[int, deque[_Served]] = OrderedDict()
 
     @property
@@ -205,7 +209,10 @@ class Judging:
             at=record.at_s,
             trial=trial,
         )
-        self._start(self._remember(found.partition, reply, answer_id(entry)))
+        name = answer_id(entry)
+        self._replies.append((found.partition, reply, (name,) if name else ()))
+        if len(self._replies) == 1:
+            self._defer(self._leave)
         share = self._shadow_share(record.team_id, record.alias)
         is_checked = bool(share) and self._random() < share
         # without money, a deployment or room there is no check; one that is tried finds out when there is
@@ -301,6 +308,7 @@ class Judging:
     async def aclose(self) -> None:
         """Finish running comparisons; drop waiting ones."""
         self._queue.clear()
+        self._leave()
         if self._running:
             await asyncio.wait(self._running, timeout=2.0)
 
@@ -498,9 +506,15 @@ class Judging:
     def _asker(self, asked: _Asked) -> Judge | None:
         return self._fallback.of(asked.record, asked.partition + asked.compat) if self._fallback is not None else None
 
-    async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:
+    def _leave(self) -> None:
+        """Send the replies that were gathered, in one round trip."""
+        replies, self._replies = self._replies, []
+        if replies:
+            self._start(self._remember(replies))
+
+    async def _remember(self, replies: list[tuple[Partition, Reply, tuple[str, ...]]]) -> None:
         try:
-            await self._verdicts.remember_reply(partition, reply, (answer,) if answer else (), self._reply_ttl_s)
+            await self._verdicts.remember_replies(replies, self._reply_ttl_s)
         except (RedisError, OSError) as error:
             _log.info("reply_not_remembered", reason=f"{type(error).__name__}: {error}")
 

@@ -56,7 +56,7 @@ async def filled(redis: Redis) -> tuple[list[bytes], Trial]:
     joined = msgspec.structs.replace(made, is_right=True, exact=ids[0], created_at=now)
     await verdicts.take(ACME, "two", joined, refs[1], refs[1])
     reply = Reply(id="r", exact=ids[1], created_at=now, compat=made.compat, alias="klärung", at=now, trial=trial)
-    await verdicts.remember_reply(ACME, reply, (), 60.0)
+    await verdicts.remember_replies([(ACME, reply, ())], 60.0)
     return ids, trial
 
 

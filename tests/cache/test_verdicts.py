@@ -222,7 +222,7 @@ async def test_a_reply_is_remembered_for_a_while(redis: Redis, verdicts: Verdict
     """By its id and its answer's, of its own partition alone."""
     trial = Trial((), b"", 0.9, 1.0, b"rule")
     reply = Reply(id="req_1", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial)
-    await verdicts.remember_reply(ACME, reply, ["chatcmpl-1"], 60.0)
+    await verdicts.remember_replies([(ACME, reply, ["chatcmpl-1"])], 60.0)
     assert await verdicts.reply(ACME, "req_1") == await verdicts.reply(ACME, "chatcmpl-1") == reply
     assert await verdicts.reply(OTHER, "req_1") is None
     assert 0 < await redis.pttl(f"sameway:{{{ACME.hex()}}}:reply:req_1") <= 60_000

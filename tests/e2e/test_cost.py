@@ -114,6 +114,9 @@ class Worker:
         else:
             assert (await self._reader.readuntil(b"0\r\n\r\n")).count(b"data: [DONE]") == 1
         await self.parts.pipeline.drain()
+        judging = self.parts.learning.judging
+        while judging._replies or judging._running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         return headers
 
     async def cost(self, text: str | None = None, **fields: Any) -> Cost:
