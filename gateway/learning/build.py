@@ -171,14 +171,13 @@ async def open_learning(
     )
     reports = Reports(verdicts, exact, stats, stats.add_report, count)
     certificates = await _open_certificates(link, stats, truth.bounds, model)
-    learn = judging.recorded if cache.is_semantic else None
     return Learning(
         verdicts=verdicts,
         judging=judging,
         reports=reports,
         truth=truth,
         certificates=certificates,
-        learn=learn,
+        learn=judging.recorded if cache.is_semantic else None,
         _own=own,
         _stats=stats,
         _metrics=metrics,
