@@ -771,6 +771,17 @@ class World:
         finally:
             self.stored_responses._insert = insert  # type: ignore[method-assign]
 
+    def loses_an_acknowledgement(self, of: str) -> None:
+        """The next transaction of this method of the stored responses commits, and fails all the same."""
+        store, method = self.stored_responses, getattr(self.stored_responses, of)
+
+        async def act(*arguments: Any, **more: Any) -> None:
+            setattr(store, of, method)
+            await method(*arguments, **more)
+            raise NoAnswer("the connection was lost after the commit")
+
+        setattr(store, of, act)
+
     # -- what is under way
 
     @property

@@ -129,11 +129,22 @@ class ResponseStore:
                     self._release(batch)
                     await asyncio.sleep(_RETRY_S)
                     continue
-                self._lost(rows, _why(error))
+                if is_refused and await self._has(rows[0]):
+                    self._count("stored", 1)
+                else:
+                    self._lost(rows, _why(error))
             del self._waiting[: len(batch)]
             self._waiting_bytes -= sum(row.size_bytes for row in rows)
             self._release(batch)
         self._writing = None
+
+    async def _has(self, row: StoredResponse) -> bool:
+        """Whether the row is there as it should be: a commit may be done although its answer was lost."""
+        try:
+            found = await self.find(row.team_id, row.id)
+        except SQLAlchemyError:
+            return False
+        return found is not None and found.body == row.body
 
     def _release(self, batch: Sequence[tuple[StoredResponse, asyncio.Future[None]]]) -> None:
         for _, written in batch:
@@ -209,13 +220,16 @@ class ResponseStore:
 
         While the database fails, try again. Never raises.
         """
+        has_failed = False
         while True:
             try:
-                return await self.change(row.id, ended=row, status=row.status, body=row.body, size_bytes=row.size_bytes)
+                fields = {"status": row.status, "body": row.body, "size_bytes": row.size_bytes}
+                return await self.change(row.id, ended=row, **fields) or (has_failed and await self._has(row))
             except SQLAlchemyError as error:
                 if self._is_closing or _is_refused(error):
                     self._lost([row], _why(error))
                     return False
+                has_failed = True
                 _log.warning("responses_not_written", reason=type(error).__name__, waiting=1)
                 await asyncio.sleep(_RETRY_S)
 

@@ -41,6 +41,17 @@ async def begin_stream(world: World, key: str = KEY) -> tuple[Client, str, async
     return client, found[0].decode(), go
 
 
+async def test_a_stream_ends_well_where_the_answer_to_its_commit_was_lost(world: World) -> None:
+    """The response is kept as completed, and so its stream says."""
+    client, id, go = await begin_stream(world)
+    world.loses_an_acknowledgement("change")
+    go.set()
+    reply = await client.reply()
+    assert b"response.completed" in reply.body
+    assert b"stream_broken" not in reply.body
+    assert (await world.client().responses.retrieve(id)).status == "completed"
+
+
 async def test_a_response_outlives_its_request(world: World) -> None:
     """Queued at once, in progress at another worker's eyes, completed as any other, recorded and paid once."""
     client, another = world.client(), (await world.another()).client()

@@ -271,6 +271,16 @@ async def test_input_tokens_count_all_that_is_read(world: World) -> None:
         await other.responses.input_tokens.count(model="mock", **continued)
 
 
+async def test_a_commit_whose_answer_was_lost_counts(world: World) -> None:
+    """The second try finds the response there: it is stored once, and not called lost."""
+    client = world.client()
+    world.loses_an_acknowledgement("_insert")
+    made = await client.responses.create(model="mock", input="hello")
+    await until(lambda: bool(world.stored))
+    assert world.stored == [("stored", 1)]
+    assert (await client.responses.retrieve(made.id)).output_text == made.output_text
+
+
 async def test_where_the_database_fails_the_answer_arrives(world: World) -> None:
     """The response is written later, without the client; what is lost is counted."""
     client = world.client()
