@@ -24,6 +24,7 @@ from cache.decision.words import (
     GREETINGS,
     INSTRUCTING,
     LIGHT_WORDS,
+    NARROWING,
     POLITE,
 )
 from cache.query import MissReason
@@ -127,6 +128,8 @@ def _is_turned(asked: TextFeatures, known: TextFeatures) -> bool:
 def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:
     """Whether two questions about one context commit to other directions, days or names of things."""
     names = (asked.names - set(known.words), known.names - set(asked.words))
+    if not NARROWING.isdisjoint(asked.scopes ^ known.scopes):
+        return True
     is_turned = is_inverted(asked, known) or _is_turned(asked, known) or has_other_mood(asked, known)
     return is_turned or asked.times != known.times or asked.dates != known.dates or all(names)
 

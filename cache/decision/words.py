@@ -179,6 +179,7 @@ FORMS = stems(
 SCOPES = stems(
     "all every each any some few several most least only except both either half whole entire total average always"
 )
+NARROWING = SCOPES & stems("total average whole entire only except both half")
 OWNERS = stems(
     "my mine our ours your yours his her hers their theirs wife husband mother father brother sister son daughter boss"
 )

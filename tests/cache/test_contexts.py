@@ -130,6 +130,8 @@ def test_an_addition_is_no_other_wording_in_a_context_either(addition: str) -> N
         ("Where is the next meeting?", "Where and until when is the next meeting?"),
         ("Where do I park and where do I sleep?", "Where do I park?"),
         ("When does the earliest boat go?", "When does the last boat go?"),
+        ("How many calls failed in total?", "How many of the failed calls went through on a second call?"),
+        ("How much does a ride cost on average?", "How much does a ride cost?"),
     ],
 )
 def test_no_context_makes_a_guard_of_facts_weaker(known: str, asked: str) -> None:
