@@ -129,12 +129,11 @@ class BertEmbedder:
         counts = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
         for pack in _packs(counts, self.info.tokens_max):
-            with self._lock:
-                vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
+            vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Vectors of the tokens of a text; None where it does not fit the window."""
+        """Vectors of the tokens of a text; None where it does not fit the window. Safe for several threads."""
         row = self._tokenizer.encode(text)
         if len(row.ids) > self.info.tokens_max:
             return None
@@ -156,15 +155,16 @@ class BertEmbedder:
         pooled = np.eye(size, dtype=np.bool_) if is_by_token else owners == np.arange(size)[:, None]
         if not (self._is_mean or is_by_token):
             pooled &= positions == 0
-        request = self._requests.get(kind) or self._compiled(kind)
         # named: tensors only point at their arrays
         inputs = (ids, positions, mask, pooled.astype(np.float32))
-        # handed to `infer` they would cost three times as much
-        for place, values in enumerate(inputs):
-            request.set_input_tensor(place, self._tensor(values, shared_memory=True))
-        request.infer()
-        vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: tokens if is_by_token else len(rows)]
-        unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        with self._lock:
+            request = self._requests.get(kind) or self._compiled(kind)
+            # handed to `infer` they would cost three times as much
+            for place, values in enumerate(inputs):
+                request.set_input_tensor(place, self._tensor(values, shared_memory=True))
+            request.infer()
+            vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: tokens if is_by_token else len(rows)]
+            unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
     def _compiled(self, kind: int) -> Any:
