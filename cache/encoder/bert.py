@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 
 from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, Tokens, folder_key, unknown_id, unread_among
 
-# tokens of a pass, which is padded to the next of these: a graph that is compiled for a size takes a
-# millisecond less than one for all sizes, of which only a longer text has need
+# a pass is padded to one of these: a graph compiled for its size takes a millisecond less
 _SIZES = (16, 32, 64, 128)
-# a pass of so many mostly has several texts, for which several threads take a third more of the processor
-_ALONE_FROM, _ALONE_TO = 64, 128
+_ANY_SIZE = -1  # of a longer text
+# a pass of so many tokens has several texts, for which threads take a third more of the processor
+_ALONE_FROM = 64
 # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _PACK_TOKENS = _SIZES[-1]
-_ANY_SIZE = -1
 _MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -171,7 +170,7 @@ class BertEmbedder:
         """A request of the graph, compiled for passes of a size."""
         graph = self._graph.clone()
         graph.reshape({place: [kind] * len(place.partial_shape) for place in graph.inputs})
-        how = {**self._how, "INFERENCE_NUM_THREADS": 1 if _ALONE_FROM <= kind <= _ALONE_TO else self._threads}
+        how = {**self._how, "INFERENCE_NUM_THREADS": 1 if kind >= _ALONE_FROM else self._threads}
         self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", how).create_infer_request()
         return self._requests[kind]
 
@@ -183,14 +182,14 @@ def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
     packs: list[list[int]] = []
     room = 0
     for place in np.argsort(-counts, kind="stable").tolist():
-        count = int(counts[place])
+        count = max(1, int(counts[place]))  # a pass has as many places for texts as for tokens
         if count > tokens_max:
             continue
         if count > room:
             packs.append([])
             room = _PACK_TOKENS
         packs[-1].append(place)
-        room -= max(1, count)  # a pass has as many places for texts as for tokens
+        room -= count
     return packs
 
 
