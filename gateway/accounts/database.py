@@ -24,7 +24,7 @@ from urllib.parse import urlencode
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import URL, ExceptionContext, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from gateway.accounts import schema
@@ -68,9 +68,19 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
 
 
 class NoAnswer(SQLAlchemyError):
-    """The server cannot be reached, or takes too long, or the file is no database: errors that sqlalchemy leaves as they
-    are.
+    """The server cannot be reached or takes too long, or the file is no database: from another error,
+    which sqlalchemy leaves as it is.
     """
+
+
+def name_of(error: BaseException) -> str:
+    """The kind of an error for logs, without what was written; for NoAnswer that of the error it is from."""
+    return type((isinstance(error, NoAnswer) and error.__cause__) or error).__name__
+
+
+def is_down(error: BaseException) -> bool:
+    """Whether it says that the database failed. One that refuses a statement or a value has met a bug."""
+    return isinstance(error, SQLAlchemyError) and not isinstance(error, DataError | IntegrityError | ProgrammingError)
 
 
 class Database:
@@ -85,7 +95,8 @@ class Database:
         if not self.is_sqlite:
             parsed, arguments = _for_asyncpg(parsed)
             options = {"pool_size": 5, "pool_pre_ping": True, "connect_args": arguments}
-        self._engine: AsyncEngine = create_async_engine(parsed, **options)
+        # errors are logged, and a statement's values may be a client's texts
+        self._engine: AsyncEngine = create_async_engine(parsed, hide_parameters=True, **options)
         self._writer = self._engine.execution_options(is_writing=True)
         self._fast_writer = self._writer.execution_options(is_durable=False)
         if self.is_sqlite:

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyErro
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.conversations import LEASE_S, Added, Conversations, HistoryTooLong
-from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.database import Database, name_of, uncancelled
 from gateway.accounts.schema import conversations, responses
 from gateway.loggers import get_logger
 
@@ -123,7 +123,7 @@ class ResponseStore:
                     continue
                 at_once = _ROWS_AT_ONCE
                 if not (is_refused or self._is_failing):
-                    _log.warning("responses_not_written", reason=type(error).__name__, waiting=len(self._waiting))
+                    _log.warning("responses_not_written", reason=name_of(error), waiting=len(self._waiting))
                 self._is_failing = not is_refused
                 if self._is_failing and not self._is_closing:
                     self._release(batch)
@@ -230,7 +230,7 @@ class ResponseStore:
                     self._lost([row], _why(error))
                     return False
                 has_failed = True
-                _log.warning("responses_not_written", reason=type(error).__name__, waiting=1)
+                _log.warning("responses_not_written", reason=name_of(error), waiting=1)
                 await asyncio.sleep(_RETRY_S)
 
     # -- reading

@@ -26,11 +26,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.params import Query
 from fastapi.routing import APIRoute
 from redis.exceptions import RedisError
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from cache import CacheUnavailable
 from gateway import accounts
+from gateway.accounts.database import is_down
 from gateway.accounts.sessions import Sessions
 from gateway.admin.guesses import Guesses
 from gateway.exceptions import let_go
@@ -324,7 +324,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case RedisError() | CacheUnavailable():
             _log.warning("admin_without_redis", reason=str(error))
             return Unavailable("Redis does not answer; try again shortly", code="redis_unavailable")
-        case SQLAlchemyError():
+        case _ if is_down(error):
             _log.warning("admin_without_database", reason=str(error))
             return Unavailable("The database does not answer; try again shortly", code="database_unavailable")
         case HTTPException(__cause__=ApiError() as refusal):  # FastAPI's, for what reading the body raised

@@ -11,8 +11,8 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.accounts.database import is_down, name_of
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
@@ -242,8 +242,8 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
         error = BadRequest("The body is nested too deeply", code="invalid_json")
     elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
-    elif isinstance(error, SQLAlchemyError):
-        _log.warning("database_failed", request_id=request_id, reason=type(error).__name__)
+    elif is_down(error):
+        _log.warning("database_failed", request_id=request_id, reason=name_of(error))
         error = Unavailable("The database does not answer; try again shortly", code="database_unavailable")
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=request_id, exc_info=error)

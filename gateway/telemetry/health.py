@@ -19,6 +19,7 @@ from cache import SemanticClient
 from cache.redis_link import RedisLink
 from cache.worker import Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
+from gateway.accounts.database import name_of
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.journey.budget import Money
@@ -99,7 +100,7 @@ class HealthMonitor:
             await self._accounts.refresh()
             self._database_error = "" if await self._accounts.database.takes_writes() else "takes no writes"
         except SQLAlchemyError as error:
-            self._database_error = f"{type(error).__name__}"
+            self._database_error = name_of(error)
 
     async def _look_at_cache(self) -> None:
         self._cache = await self._semantic.status()

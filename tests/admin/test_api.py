@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy as sa
 from pyarrow import parquet
 from redis.asyncio import Redis
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from gateway.accounts import schema
 from gateway.admin.guard import COOKIE
@@ -557,19 +557,24 @@ async def test_a_look_at_texts_is_audited(world: World, client: httpx.AsyncClien
 async def test_what_cannot_be_audited_is_not_shown(
     world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the database does not answer, the texts stay hidden."""
+    """The texts stay hidden while the database does not answer; what it refuses is a bug, and shown as one."""
     team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
     entry = await world.cache_answer(team["id"], "How tall is it?", answer="330 m")
     world.stats.add(hit(at_s=NOW_S, team_id=team["id"], entry=entry.id, request_id="req_1"))
     await world.stats.flush()
 
-    async def fail(_: object) -> None:
-        raise OperationalError("INSERT", {}, Exception("disk full"))
+    async def refused(error: type[DBAPIError]) -> tuple[int, str]:
+        async def fail(_: object) -> None:
+            raise error("INSERT", {}, Exception("disk full"))
 
-    monkeypatch.setattr(world.admin.audit, "add", fail)
-    reply = await client.post("/admin/api/answer", json={"id": "req_1"})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "database_unavailable")
-    assert "330 m" not in reply.text
+        monkeypatch.setattr(world.admin.audit, "add", fail)
+        reply = await client.post("/admin/api/answer", json={"id": "req_1"})
+        assert "330 m" not in reply.text
+        return reply.status_code, reply.json()["error"]["code"]
+
+    assert await refused(OperationalError) == (503, "database_unavailable")
+    with pytest.raises(ProgrammingError):
+        await refused(ProgrammingError)
 
 
 # -- the machine

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from tests.journey.conftest import OpenWorld
 from tests.world import KEY, Finish, Tokens, World, until
@@ -279,6 +280,23 @@ async def test_a_commit_whose_answer_was_lost_counts(world: World) -> None:
     await until(lambda: bool(world.stored))
     assert world.stored == [("stored", 1)]
     assert (await client.responses.retrieve(made.id)).output_text == made.output_text
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [(OperationalError, 503, "database_unavailable"), (ProgrammingError, 500, "internal_error")],
+)
+async def test_a_database_that_fails_is_told_from_a_bug(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: type[DBAPIError], status: int, code: str
+) -> None:
+    """Clients are asked to try again where the database does not answer, not where it refuses a statement."""
+
+    async def fail(*_: object) -> None:
+        raise kind("SELECT", {}, Exception("out of order"))
+
+    monkeypatch.setattr(world.stored_responses, "chain", fail)
+    reply = await world.ask(path="/v1/responses", model="mock", input="x", previous_response_id=f"resp_{0:032x}")
+    assert (reply.status, reply.error["code"]) == (status, code)
 
 
 async def test_where_the_database_fails_the_answer_arrives(world: World) -> None:
