@@ -114,8 +114,10 @@ class Worker:
         else:
             assert (await self._reader.readuntil(b"0\r\n\r\n")).count(b"data: [DONE]") == 1
         await self.parts.pipeline.drain()
-        judging = self.parts.learning.judging
-        while judging._replies or judging._running:  # noqa: ASYNC110
+        left = asyncio.Event()
+        self.parts.link.defer(left.set)  # behind what is gathered
+        await left.wait()
+        while self.parts.learning.judging.waiting:
             await asyncio.sleep(0.001)
         return headers
 
