@@ -61,15 +61,15 @@ class Row(msgspec.Struct, frozen=True):
 class Ready:
     """An encoder whose vectors are there already."""
 
-    def encode_tokens(self, text: str) -> None:
-        """It has none."""
-
     def __init__(self, dims: int) -> None:
         self.info = EmbedderInfo("ready", dims, 1_000, b"readyrea")
         self.next: NDArray[np.float32] = np.zeros(dims, dtype=np.float32)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         return Encoded(np.repeat(self.next[None], len(texts), axis=0), np.ones(len(texts), dtype=np.int32))
+
+    def encode_tokens(self, text: str) -> None:
+        """It has none."""
 
 
 def made_vectors(count: int) -> NDArray[np.float32]:

@@ -144,7 +144,7 @@ class Database:
 
         Both raise sqlalchemy's errors alone, NoAnswer among them.
         """
-        with _in_sqlalchemys_words():
+        with _as_no_answer():
             async with self._engine.connect() as connection:
                 yield connection
 
@@ -155,7 +155,7 @@ class Database:
         Values that it reads stay valid until it commits. Without `is_durable` the commit does not
         wait for the disk: it outlives a killed process, and may be lost with the machine.
         """
-        with _in_sqlalchemys_words():
+        with _as_no_answer():
             async with (self._writer if is_durable else self._fast_writer).begin() as connection:
                 if not (is_durable or self.is_sqlite):
                     await connection.execute(sa.text("SET LOCAL synchronous_commit = off"))
@@ -243,7 +243,7 @@ def _normal(url: str) -> URL:
 
 
 @contextlib.contextmanager
-def _in_sqlalchemys_words() -> Iterator[None]:
+def _as_no_answer() -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:

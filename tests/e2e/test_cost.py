@@ -117,7 +117,7 @@ class Worker:
         left = asyncio.Event()
         self.parts.link.defer(left.set)  # behind what is gathered
         await left.wait()
-        while self.parts.learning.judging.waiting:
+        while self.parts.learning.judging.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return headers
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -402,6 +402,32 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
     running.cancel()
     await one.aclose()
     return heard
+
+
+async def test_served_hits_are_remembered_together(redis: Redis) -> None:
+    """What feedback needs leaves when it is due, or where the worker ends before: of no hit it is lost."""
+    leaving: list[Callable[[], None]] = []
+    heard, store = Heard(), VerdictStore(redis)
+    one = Judging(
+        ExactCache(redis), store, Says(None), None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count,
+        defer=leaving.append,
+    )  # fmt: skip
+    hits = [over(1.0, entry_for(ask("open the crate"), time.time())) for _ in range(3)]
+
+    async def remembered(number: int) -> bool:
+        return await store.reply(ask("open the box").partition, hits[number][1].request_id) is not None
+
+    for hit in hits[:2]:
+        one.recorded(*hit)
+    (leave,) = leaving
+    assert one.waiting == 0
+    leave()
+    async with asyncio.timeout(5.0):
+        while not (await remembered(0) and await remembered(1)):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    one.recorded(*hits[2])
+    await one.aclose()
+    assert await remembered(2)
 
 
 async def test_judges_without_time_teach_nothing(redis: Redis) -> None:
