@@ -1,7 +1,7 @@
 """Fresh answers compared with cached ones in the cache worker: agreement of short ones, then prose.
 
-Knows the cache, no socket and no Redis. All work goes in small pieces through a function that finds
-each a moment without a lookup. A sketch is made of the fresh answer, and of at most one other that
+Knows the cache, no socket and no Redis. All work goes in small pieces through a function that does
+each between lookups. A sketch is made of the fresh answer, and of at most one other that
 has none. Invariants: an answer is compared with those of its own partition and compat alone; what
 can be remembered of its text is remembered for its partition alone.
 """
@@ -29,7 +29,7 @@ _OTHERS_SKETCHED_MAX = 1
 T = TypeVar("T")
 
 
-class WhenIdle(Protocol):
+class BetweenLookups(Protocol):
     async def __call__(self, work: Callable[[], T], /) -> T:
         """The result of a small piece of work on the cache."""
 
@@ -40,21 +40,21 @@ class AnswerJudging:
     def __init__(self, cache: SemanticCache) -> None:
         self._cache = cache
 
-    async def judge(self, ask: AskJudge, when_idle: WhenIdle) -> Judged:
-        """The rulings on the others of `ask`. Raises what `when_idle` raises."""
+    async def judge(self, ask: AskJudge, between_lookups: BetweenLookups) -> Judged:
+        """The rulings on the others of `ask`. Raises what `between_lookups` raises."""
         cache, partition = self._cache, ask.partition
-        judgements = [await when_idle(partial(self._agree, partition, ask.fresh, other)) for other in ask.others]
+        judgements = [await between_lookups(partial(self._agree, partition, ask.fresh, other)) for other in ask.others]
         left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
-        fresh = await self._sketched(partition, ask.fresh, when_idle)
+        fresh = await self._sketched(partition, ask.fresh, between_lookups)
         # the first of a namespace has none, nor has one of an earlier version
         without = (one for one in (ask.others[place] for place in left) if self._is_wanted(partition, one))
         for other in itertools.islice(without, _OTHERS_SKETCHED_MAX):
-            await self._sketched(partition, other, when_idle)
+            await self._sketched(partition, other, between_lookups)
         namespace = partition + ask.compat
-        while await when_idle(partial(cache.settle_prose, namespace)):
+        while await between_lookups(partial(cache.settle_prose, namespace)):
             pass
         own, *names = (answer_name(one.exact, one.created_at) for one in (ask.fresh, *(ask.others[at] for at in left)))
-        rulings = await when_idle(partial(cache.judge_prose, namespace, fresh, own, names))
+        rulings = await between_lookups(partial(cache.judge_prose, namespace, fresh, own, names))
         for place, ruling in zip(left, rulings, strict=True):
             judgements[place] = ruling
         return Judged(tuple(judgements))
@@ -62,14 +62,14 @@ class AnswerJudging:
     def _is_wanted(self, partition: Partition, answer: Answered) -> bool:
         return self._cache.wants_sketch(partition, answer.exact, answer.created_at)
 
-    async def _sketched(self, partition: Partition, answer: Answered, when_idle: WhenIdle) -> Sketch:
+    async def _sketched(self, partition: Partition, answer: Answered, between_lookups: BetweenLookups) -> Sketch:
         """The sketch of an answer, kept with its entry if that is there."""
-        texts = await when_idle(partial(pieces, answer.text))
+        texts = await between_lookups(partial(pieces, answer.text))
         while texts:
             count = fitting(map(len, texts), _PIECES, _PIECE_CHARS)
-            await when_idle(partial(self._embed, partition, texts[:count]))
+            await between_lookups(partial(self._embed, partition, texts[:count]))
             texts = texts[count:]
-        return await when_idle(partial(self._sketch, partition, answer))
+        return await between_lookups(partial(self._sketch, partition, answer))
 
     # --- in the cache's thread
 

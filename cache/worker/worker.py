@@ -53,7 +53,7 @@ _log = logging.getLogger("cache.worker")  # not __name__: operators know the pro
 _LOOKUPS, _LOOKUP_CHARS = 8, 4_000
 _JUDGINGS_MAX = 64
 # work that is no lookup's waits so long for a moment without one
-_SPARE_S = 0.5
+_SPARE_S = 0.25
 _FOLLOW_S = 0.25
 _RETRIES_S = (1.0, 2.0, 5.0, 15.0)
 _PARENT_S = 0.5
@@ -268,25 +268,18 @@ class Worker:
         assert self._follower is not None
         try:
             await self._follower.catch_up()  # its entry was stored before
-            return await self._judging.judge(ask, partial(self._when_idle, job))
+            return await self._judging.judge(ask, partial(self._piece_of, job))
         except TimeoutError:
-            return wire.Failed("no moment without a lookup came in time")
+            return wire.Failed("there was no time for it between lookups")
         except Exception:
             _log.exception("an answer could not be judged")
             return wire.Judged((Judgement(Ruling.UNKNOWN, "", "the cache worker failed"),) * len(ask.others))
 
-    async def _when_idle(self, job: Job, work: Callable[[], T]) -> T:
-        """Do a small piece of a job in the cache's thread, at a moment without a lookup. Raises
-        TimeoutError where none comes in time, or the job is not wanted any more.
-        """
-        while True:
-            async with asyncio.timeout(job.deadline - time.monotonic()):
-                await self._has_no_lookup.wait()
-            async with self._spare:
-                if not job.is_wanted():
-                    raise TimeoutError
-                if self._has_no_lookup.is_set():
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _piece_of(self, job: Job, work: Callable[[], T]) -> T:
+        """Do a small piece of a job between lookups. Raises TimeoutError if it is not wanted any more."""
+        if not job.is_wanted():
+            raise TimeoutError
+        return await self._between_lookups(work)
 
     async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do in the cache's thread what is no lookup's: one piece at a time, when no lookup is in
