@@ -54,7 +54,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     that it was right or wrong to serve), whether that answer is out of service, and whether it is the
     same prompt but for the order of documents or fields. `places` compares where both prompts point
     in their context (`cache.semantic.contexts`), `context` has its content words, as stems; they are
-    empty without one.
+    empty without one. `renamed` are words of the two that are other names of the same.
     """
 
     similarity: float
@@ -69,6 +69,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     is_reordered: bool = False
     places: tuple[float, ...] = ()
     context: frozenset[str] = frozenset()
+    renamed: frozenset[str] = frozenset()
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

@@ -189,7 +189,7 @@ class VerifiedRule:
             and p >= model.certain.threshold(error_max)
         )
         is_further = not is_certain and (
-            is_added(asked, known, witness.context if witness.places else None) or one_turn is False
+            is_added(asked, known, witness.context if witness.places else None, witness.renamed) or one_turn is False
         )
         is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
         is_sure = is_certain or (
@@ -243,7 +243,9 @@ class VerifiedRule:
         p = self._cold.certain.logistic.p(seen)
         known, in_context = read(witness.text), self.prior.in_context if witness.places else None
         least = in_context.threshold(error_max) if in_context is not None else None
-        if least is not None and p >= least and not is_other_in_context(asked, known):
+        if witness.places and is_other_in_context(asked, known):
+            return False
+        if least is not None and p >= least:
             return True
         is_likely = p >= THRESHOLD_MIN or not witness.places
         return is_likely and self._fixed.reason(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None

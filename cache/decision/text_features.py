@@ -482,12 +482,13 @@ def _moods(words: list[str], *, is_asking: bool) -> frozenset[str]:
     # "When I descale it, how much ..." asks for no time
     aside = {word for word in words if word in _ASKING} if is_asking else set()
     aside -= {word for word, follower in pairs if _is_asking(word, follower)}
-    aside |= {word for word, follower in pairs if word == "how" and follower in lists.AMOUNTS}
+    first, follower = next((pair for pair in pairs if pair[0] not in _LINKS), ("", ""))
+    aside -= _WHO & {first}  # "Who rinses it?"
+    aside |= {word for word, after in pairs if word == "how" and after in lists.AMOUNTS}
     found = {
         lists.MOODS[word] for word, follower in pairs if word in lists.MOODS and follower != "you" and word not in aside
     }
     found |= {"must" for word, follower in pairs if word in _HAVE and follower == "to"}
-    first, follower = next((pair for pair in pairs if pair[0] not in _LINKS), ("", ""))
     is_asked = first in lists.ASKING_WHETHER or (first in _MODALS and follower != "you")
     if is_asked and _question(words) in ("", "whether"):
         found |= {"?", "did"} if first in _HAVE and follower != "to" else {"?"}

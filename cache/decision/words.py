@@ -115,6 +115,17 @@ ASKED_WORDS = (FRAMING_WORDS - stems("translate translated translation")) | stem
 )
 """Everyday words of questions about a text, which order nothing: the text itself may lack them."""
 
+EVERYDAY = ASKED_WORDS - stems(
+    """
+    adult child member customer guest person total maximum minimum latest earliest limit rate reason rule deadline leave arrive
+    come go bring open close begin start end finish send collect eat drink buy reach amount number
+    """
+)
+"""Of these the ones in which questions are put; the others are things that a text tells apart."""
+
+APART = [stems(pair) for pair in ("during before", "during after", "take bring", "come leave", "go come", "next last")]
+"""Words that tell two questions about one text apart, though elsewhere they may mean little."""
+
 TURNING = stems(
     """
     wrong wrongly incorrect incorrectly false falsely fake untrue opposite contrary reverse reversed backward backwards lie lying

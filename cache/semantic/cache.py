@@ -344,7 +344,7 @@ class SemanticCache:
             or not are_names(query.partition, pair[::-1], mine, other)
         ):
             return False
-        neighbours[place] = msgspec.structs.replace(near, context=near.context | theirs | mine)
+        neighbours[place] = msgspec.structs.replace(near, renamed=theirs | mine)
         return True
 
     def _neighbours(self, query: Query, room: bytes, found: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
