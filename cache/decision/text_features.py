@@ -419,7 +419,7 @@ def _spelled_out(words: list[str]) -> list[_Figure]:
         return []
     while start < len(words):
         end, value = _spelled_out_at(words, start)
-        if end > start and not _is_pronoun_one(words, start, end):
+        if end > start and not _is_no_number(words, start, end):
             found.append(_Figure(start, end, value, ""))
         start = max(end, start + 1)
     return found
@@ -456,11 +456,12 @@ def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
     return (start, "") if value is None else (start + 1, value)
 
 
-def _is_pronoun_one(words: list[str], start: int, end: int) -> bool:
-    """ "which one", "one of": no number is meant."""
-    if words[start:end] != [lists.ONE]:
-        return False
-    return words[end : end + 1] == ["of"] or (start > 0 and words[start - 1] in lists.BEFORE_PRONOUN_ONE)
+def _is_no_number(words: list[str], start: int, end: int) -> bool:
+    """ "which one", "one of"; "once it is dry", "at once"."""
+    before, after = words[max(0, start - 1) : start], words[end : end + 1]
+    if words[start:end] == [lists.ONCE]:
+        return before == ["at"] or not lists.AFTER_WHEN.isdisjoint(after)
+    return words[start:end] == [lists.ONE] and (after == ["of"] or not lists.BEFORE_PRONOUN_ONE.isdisjoint(before))
 
 
 def _roles(words: list[str]) -> list[tuple[str, str]]:

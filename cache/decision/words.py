@@ -223,13 +223,14 @@ ABOUT_WORDS = word_set(
 BEFORE_PRONOUN_ONE = word_set(
     "which this that the any no every some another each only good best right other first second third fourth fifth last"
 )
+AFTER_WHEN = word_set("i you he she it we they the my your his her our their this that these those")
 _UP_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
 """
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 SMALL = {stem(word): value for value, word in enumerate(_UP_TO_NINETEEN.split())}
 SMALL |= {stem(word): 10 * value for value, word in enumerate(_TENS.split(), 2)}
-ONE, HUNDRED = stem("one"), stem("hundred")
+ONE, ONCE, HUNDRED = stem("one"), stem("once"), stem("hundred")
 LARGE = {stem("thousand"): 10**3, stem("million"): 10**6, stem("billion"): 10**9, stem("trillion"): 10**12}
 OTHER_NUMBERS = {
     stem(word): value
