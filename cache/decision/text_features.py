@@ -182,7 +182,7 @@ def read(text: str) -> TextFeatures:
         words=tuple(words),
         clauses=clauses,
         content=content,
-        numbers=tuple((figure.value, figure.unit) for figure in figures),
+        numbers=tuple(_by_the_clock(figure.value, figure.unit) for figure in figures),
         names=frozenset(names - {"i"}),
         quotes=frozenset(quotes),
         negations=sum(word in lists.NEGATIONS for word in words) if present & lists.NEGATIONS else 0,
@@ -409,6 +409,14 @@ def _with_unit(words: list[str], figure: _Figure) -> _Figure:
     if figure.unit or follower not in lists.UNITS:
         return figure
     return _Figure(figure.start, figure.end + 1, figure.value, lists.UNITS[follower])
+
+
+def _by_the_clock(value: str, unit: str) -> tuple[str, str]:
+    """ "7 pm" as "19:00"; 7:00 without a half of the day may be either."""
+    match = re.fullmatch(r"(0?[1-9]|1[0-2])(?:[:.](\d\d))?", value) if unit in ("am", "pm") else None
+    if match is None:
+        return value, unit
+    return f"{int(match[1]) % 12 + 12 * (unit == 'pm'):02}:{match[2] or '00'}", ""
 
 
 def _spelled_out(words: list[str]) -> list[_Figure]:
