@@ -40,7 +40,7 @@ _WORST_MAX = 10.0
 # served is not
 _KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 1.0, 6.0, 0.5
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
-_BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
+_BUDGET = 0.8  # of the bound; the rest is for what chance adds to an expectation
 _BUDGET_MAX = 1.5
 # in so many requests, as a share of those till now, is spent what was left
 _CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000

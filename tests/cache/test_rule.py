@@ -230,7 +230,7 @@ def test_a_fit_may_run_later_and_comes_out_the_same() -> None:
 def test_what_was_left_of_the_budget_is_spent_and_what_was_overspent_is_saved() -> None:
     """Rows tell how much was served before them at which risk: none at all lowers the threshold, too much raises it."""
     models = [CalibratedModel(prior()) for _ in range(3)]
-    for model, risk in zip(models, (0.0, 0.012, 0.05), strict=True):
+    for model, risk in zip(models, (0.0, 0.01, 0.05), strict=True):
         for row in rows(1_000, 1):
             model.learn(compared(row_of(row.features, 1, 2 * risk), row.is_right, 1.0, 0.5))
     frugal, even, lavish = (model.threshold(0.01) for model in models)
