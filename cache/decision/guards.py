@@ -34,9 +34,8 @@ from cache.query import MissReason
 
 _SOFT = GREETINGS | LIGHT_WORDS
 _RENAMED = 0.85  # the cosine from which on words of each of two texts may be other names of the same
-_AFTER_MUCH = frozenset(
-    ("", "of", "mor", "extra", "less", "to", "for", "i", "on", "in")
-)  # which tell nothing of what it is
+# words after "how much" that do not say of what
+_AFTER_MUCH = frozenset(("", "of", "mor", "extra", "less", "to", "for", "i", "on", "in"))
 _WORDINGS = 5  # prompts with one answer, which say it in several ways
 
 

@@ -224,6 +224,8 @@ BEFORE_PRONOUN_ONE = word_set(
     "which this that the any no every some another each only good best right other first second third fourth fifth last"
 )
 AFTER_WHEN = word_set("i you he she it we they the my your his her our their this that these those")
+"""Words after "once" where it means "when"."""
+
 _UP_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
 """
