@@ -12,6 +12,7 @@ call fails at once. So an unreachable Redis costs a request milliseconds, not it
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import chain, repeat
@@ -27,6 +28,9 @@ from cache.redis_connection import Command, Pending, RedisWire, answer, fail, op
 _PATIENCE_S = 0.002
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # pauses between probes while Redis is away
 _REPLICA_LEFT_EVERY_S = 1.0
+# of a command, a key, and a command inside a script, by Redis 6 and by later ones
+_DENIED = re.compile("no permissions|user executing the script", re.IGNORECASE)
+_DENIED_FOR_S = 60.0
 # a script, not PING: `CLIENT PAUSE WRITE` answers PING and holds scripts back
 _PROBE: Command = ("EVAL", "return 1", 0)
 
@@ -60,11 +64,18 @@ class RedisLink:
         self._why = ""  # it is away, in the words of the last try
         self._prober: asyncio.Task[None] | None = None
         self._stays_until = 0.0  # on the loop's clock
+        self._denied = ("", 0.0)  # the last refusal of a permission, and until when it is told
 
     @property
     def is_up(self) -> bool:
         """False from a failure until a probe was answered."""
         return self._is_up
+
+    @property
+    def denied(self) -> str:
+        """What Redis said where its user lacked a permission in the last minute; empty: it lacks none."""
+        words, until = self._denied
+        return words if asyncio.get_running_loop().time() < until else ""
 
     def execute_command(self, *args: Any) -> Awaitable[Any]:
         """Issue one command at once; the result is its reply, as redis-py gives it.
@@ -127,6 +138,8 @@ class RedisLink:
             self._enqueue(pending)
             return
         fail(pending, error)
+        if _DENIED.search(str(error)):
+            self._denied = (str(error), asyncio.get_running_loop().time() + _DENIED_FOR_S)
         if isinstance(error, ReadOnlyError) or "-READONLY" in str(error):  # Redis 6 has it within a script's error
             loop = asyncio.get_running_loop()
             if self._wire is not None and loop.time() >= self._stays_until:

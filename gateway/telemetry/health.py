@@ -34,6 +34,9 @@ _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
 _CACHE_WORKER = "cache worker"
+_LACKS = "its user lacks a permission"
+# a write that changes nothing fails if writes do (disk or memory full, a replica), or scripts
+_WRITE = "return redis.pcall('SETRANGE', KEYS[1], 0, '')"
 
 _log = get_logger()
 
@@ -89,11 +92,15 @@ class HealthMonitor:
     async def _look_at_redis(self) -> None:
         try:
             self._backlog = await self._writer.backlog()
-            # a write that changes nothing fails if writes do: disk or memory full, a replica
-            await self._link.execute_command("SETRANGE", "sameway:writable", 0, "")
-            self._redis_error = ""
-        except RedisError as error:
-            self._redis_error = f"{type(error).__name__}: {error}"
+            await self._link.eval(_WRITE, 1, "sameway:writable")
+            error = ""
+        except RedisError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if denied := self._link.denied:
+            error = f"{_LACKS}: {denied}"
+            if not self._redis_error.startswith(_LACKS):
+                _log.error("redis_denied", reason=denied, wanted="+@all -@admin -@dangerous ~sameway:* &sameway:*")
+        self._redis_error = error
 
     async def _look_at_database(self) -> None:
         try:

@@ -185,26 +185,33 @@ def test_redis_paused(two_workers: Gateway) -> None:
     assert_money_agrees(gateway)
 
 
-def test_redis_takes_no_writes(two_workers: Gateway) -> None:
-    """A Redis that answers and refuses to write (no disk, no memory, a replica) is down, says readiness, with its own words."""
+@pytest.mark.parametrize(
+    ("breaks", "mends", "words"),
+    [
+        ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0", "NOREPLICAS"),
+        ("ACL SETUSER default -@scripting", "ACL SETUSER default +@all", "its user lacks a permission: NOPERM"),
+    ],
+)
+def test_redis_takes_no_writes(two_workers: Gateway, breaks: str, mends: str, words: str) -> None:
+    """A Redis that answers and refuses to write (no disk, no memory, a replica) or to run scripts is down, says readiness,
+    with its own words."""
     gateway = two_workers
+
+    def told() -> Any:
+        return gateway.observe("/readyz").json()["parts"]["redis"]
+
     with Redis(unix_socket_path=str(next(gateway.data_dir.glob("run/redis.sock")))) as redis:
-        redis.config_set("min-replicas-to-write", 1)
+        redis.execute_command(*breaks.split())
         try:
-
-            def told() -> Any:
-                return gateway.observe("/readyz").json()["parts"]["redis"]
-
             # of one reply: the next one may be the other worker's, which has not looked yet
-            wait_for(
-                lambda: "NOREPLICAS" in (seen := told())["detail"] and seen["health"] == "down", 10, lambda: str(told())
-            )
-            refused = gateway.chat("no writes")
+            wait_for(lambda: words in (seen := told())["detail"] and seen["health"] == "down", 10, lambda: str(told()))
+            refused = gateway.chat(f"no writes: {words}")
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "budget_unavailable")
         finally:
-            redis.config_set("min-replicas-to-write", 0)
-    wait_for(lambda: told()["health"] == "ok")
-    assert gateway.chat("writes again").status_code == 200
+            redis.execute_command(*mends.split())
+    if words == "NOREPLICAS":  # what lacked a permission is told for a minute
+        wait_for(lambda: told()["health"] == "ok")
+    assert gateway.chat(f"writes again: {words}").status_code == 200
     assert_money_agrees(gateway)
 
 
