@@ -113,7 +113,9 @@ class Conversations:
         """As `add`, as a part of another transaction. What a request adds that has `ended` frees its lock."""
         where, c, values = [self._is_free], conversations.c, dict[str, Any]()
         if ended is not None:
-            where, is_its = [], c.locked_by == ended  # a renewal under way finds no lock of it any more
+            # not again, where an earlier try was committed and the answer to that was lost
+            where = [~sa.exists().where(_is_item(id, item_id)) for item_id, _ in items[:1]]
+            is_its = c.locked_by == ended  # a renewal under way finds no lock of it any more
             values["locked_by"] = sa.case((is_its, ""), else_=c.locked_by)
             values["locked_until_s"] = sa.case((is_its, 0.0), else_=c.locked_until_s)
             self._locked.pop(ended, None)

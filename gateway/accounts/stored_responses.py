@@ -122,12 +122,13 @@ class ResponseStore:
                     at_once = 1
                     continue
                 at_once = _ROWS_AT_ONCE
-                if not (is_refused or self._is_failing):
+                had_failed, self._is_failing = self._is_failing, not is_refused
+                if self._is_failing and not had_failed:
                     _log.warning("responses_not_written", reason=name_of(error), waiting=len(self._waiting))
-                self._is_failing = not is_refused
                 if self._is_failing and not self._is_closing:
-                    self._release(batch)
-                    await asyncio.sleep(_RETRY_S)
+                    if had_failed:  # else at once: the connection may have been an old one
+                        self._release(batch)
+                        await asyncio.sleep(_RETRY_S)
                     continue
                 if is_refused and await self._has(rows[0]):
                     self._count("stored", 1)

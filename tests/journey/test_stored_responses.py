@@ -273,13 +273,18 @@ async def test_input_tokens_count_all_that_is_read(world: World) -> None:
 
 
 async def test_a_commit_whose_answer_was_lost_counts(world: World) -> None:
-    """The second try finds the response there: it is stored once, and not called lost."""
+    """The second try finds the response there, at once: it is stored once, and not called lost, as are its items in a
+    conversation where it is not kept itself."""
     client = world.client()
     world.loses_an_acknowledgement("_insert")
     made = await client.responses.create(model="mock", input="hello")
-    await until(lambda: bool(world.stored))
     assert world.stored == [("stored", 1)]
     assert (await client.responses.retrieve(made.id)).output_text == made.output_text
+    conversation = (await client.conversations.create()).id
+    world.loses_an_acknowledgement("_insert")
+    await client.responses.create(model="mock", input="more", conversation=conversation, store=False)
+    assert world.stored[1:] == [("stored", 1)]
+    assert len((await client.conversations.items.list(conversation)).data) == 2
 
 
 @pytest.mark.parametrize(
