@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -326,6 +327,20 @@ async def test_a_client_that_takes_nothing_is_cut_with_a_reason(app: App, path: 
                 taken, last = taken + len(piece), (last + piece)[-1000:]
         assert taken < 60_000_000
         assert last.endswith(end)
+
+
+async def test_a_client_that_takes_little_is_served(app: App) -> None:
+    """It takes bytes, though fewer in `stall_s` than the kernel waits for before it asks for more."""
+    app.large = bytes(60_000_000)
+    async with connected(app, partial(ServerProtocol, stall_s=0.3)) as client:  # type: ignore[arg-type]
+        slow = client.writer.get_extra_info("socket")
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        client.reader._limit = 1  # type: ignore[attr-defined]  # it reads as often as it is asked for a byte
+        client.send(post("/v1/events/large", b""))
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            await client.reader.read(1 << 20)
+        assert app.stalls == []
 
 
 class Brief(ServerProtocol):
