@@ -250,7 +250,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             _log.warning(
                 "metrics_not_shared", reason=str(parts.metrics.error), consequence="a scrape sees one worker's"
             )
-        await _check_eviction(parts.link)
         gc.collect()
         gc.freeze()  # objects of the start-up live as long as the process
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -486,17 +485,6 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }
-
-
-async def _check_eviction(link: RedisLink) -> None:
-    """Warn if Redis may evict keys: budgets are in Redis."""
-    try:
-        found = await link.client.config_get("maxmemory-policy")
-    except Exception as error:  # a managed Redis may refuse the question; this is only advice
-        _log.info("redis_policy_unknown", reason=f"{type(error).__name__}: {error}")
-        return
-    if found.get("maxmemory-policy", "noeviction") != "noeviction":
-        _log.warning("redis_may_evict", consequence="budgets may be forgotten", wanted="maxmemory-policy noeviction")
 
 
 # -- the loops -------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class HealthMonitor:
         self._money = money
         self._pipeline = pipeline
         self._redis_error = "not asked yet"
+        self._redis_note = ""
         self._database_error = "not asked yet"
         self._cache = Status(WorkerState.AWAY)
         self._backlog = 0
@@ -73,6 +74,7 @@ class HealthMonitor:
 
     async def run(self, metrics: Metrics) -> None:
         """Check the parts and set the gauges, for ever."""
+        await self._look_at_eviction()
         while True:
             before = time.perf_counter()
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -101,6 +103,18 @@ class HealthMonitor:
             if not self._redis_error.startswith(_LACKS):
                 _log.error("redis_denied", reason=denied, wanted="+@all -@admin -@dangerous ~sameway:* &sameway:*")
         self._redis_error = error
+
+    async def _look_at_eviction(self) -> None:
+        """Warn if Redis may evict keys: budgets and rows of the ledger are in Redis."""
+        try:
+            found = await self._link.client.config_get("maxmemory-policy")
+        except Exception as error:  # a managed Redis may refuse the question; this is only advice
+            _log.info("redis_policy_unknown", reason=f"{type(error).__name__}: {error}")
+            return
+        if found.get("maxmemory-policy", "noeviction") != "noeviction":
+            consequence, wanted = "budgets and rows of the ledger may be lost", "maxmemory-policy noeviction"
+            self._redis_note = f"{consequence}: set {wanted}"
+            _log.warning("redis_may_evict", consequence=consequence, wanted=wanted)
 
     async def _look_at_database(self) -> None:
         try:
@@ -137,9 +151,10 @@ class HealthMonitor:
             WorkerState.AWAY: "the worker is away; lookups by meaning are misses",
             WorkerState.FAILED: f"lookups by meaning are misses: {cache.detail}",
         }.get(cache.state, f"{cache.state} {cache.progress:.0%} {cache.detail}".strip())
+        redis = "; ".join(filter(None, (self._redis_error, self._redis_note)))
         starting = (WorkerState.LOADING, WorkerState.REBUILDING)
         return [
-            Part("redis", Health.DOWN if self._redis_error else Health.OK, self._redis_error),
+            Part("redis", Health.DOWN if self._redis_error else Health.OK, redis),
             Part("database", Health.DOWN if self._database_error else Health.OK, self._database_error),
             Part(
                 _CACHE_WORKER,
