@@ -32,6 +32,7 @@ from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
 from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
 from gateway.accounts.database import NoAnswer
+from gateway.accounts.errors import SchemaUnknown
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
@@ -291,9 +292,9 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
     accounts = Accounts(settings.sql_url, notify=tell_others)
     try:
         await accounts.open()
-    except (SQLAlchemyError, OSError) as error:
+    except (SQLAlchemyError, OSError, SchemaUnknown) as error:
         why = (str(error).splitlines() or [""])[0]
-        kind = "" if isinstance(error, NoAnswer) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, NoAnswer | SchemaUnknown) else f"{type(error).__name__}: "
         raise _NoDatabase(f"database_url: it can't be used: {kind}{why}") from error
     stack.push_async_callback(accounts.close)
     return accounts

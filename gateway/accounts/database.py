@@ -328,4 +328,6 @@ def _upgrade(connection: sa.Connection) -> None:
     try:
         command.upgrade(config, "head")
     except CommandError as error:
-        raise SchemaUnknown(f"the database was migrated by a later version of Sameway: {error}") from error
+        raise SchemaUnknown(
+            f"a later version of Sameway migrated it; start that one, or restore a backup: {error}"
+        ) from error

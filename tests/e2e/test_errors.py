@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -357,19 +359,25 @@ def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:
     assert httpx.get(f"{gateway.root}/healthz").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "a later version of Sameway migrated it")]
+)
 async def test_a_start_without_its_database_says_so_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_server: RedisServer
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_server: RedisServer, is_there: bool, words: str
 ) -> None:
-    """The setting and the database's own words, once, and no trace of the code."""
+    """The setting and what is wrong with the database, once, and no trace of the code."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "later.db")) as later:
+        later.execute("CREATE TABLE alembic_version AS SELECT '9999' AS version_num")
+        later.commit()
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,
-        database_url="postgresql://u:secret@127.0.0.1:1/x",
+        database_url=f"sqlite:///{tmp_path}/later.db" if is_there else "postgresql://u:secret@127.0.0.1:1/x",
         engines={},
         models={},
     )
     app = create_app(settings)
-    with pytest.raises(Exception, match=r"^database_url: it can't be used: ConnectionRefusedError"):
+    with pytest.raises(Exception, match=f"^database_url: it can't be used: {words}"):
         async with app.router.lifespan_context(app):
             raise AssertionError("it started")
     told = capsys.readouterr().err
