@@ -650,7 +650,7 @@ async def test_an_unready_deployment_says_why(upstream: Upstream) -> None:
 async def test_what_is_too_deep_to_be_written_is_the_clients_fault(upstream: Upstream) -> None:
     """A body that could just be read, in a field that nobody looked into, may need more stack to be written."""
     deep: list[Any] = []
-    for _ in range(5_000):
+    for _ in range(50_000):
         deep = [deep]
     backend = make_backend(upstream.url)
     await backend.start()

@@ -47,7 +47,7 @@ LONG = "It depends on many things, and each of them would have to be told in ful
         ("दिन", "दीन", UNKNOWN),
         ("()", "[]", UNKNOWN),
         ("你好。", "你好", SAME),
-        ("[" * 600 + "]" * 600, "[" * 600 + " " + "]" * 600, UNKNOWN),
+        ("[" * 60_000 + "]" * 60_000, "[" * 60_000 + " " + "]" * 60_000, UNKNOWN),
         ("```\n" + "\n" * 65_000 + "x", "x", UNKNOWN),
     ],
 )

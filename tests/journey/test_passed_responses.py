@@ -13,7 +13,7 @@ import pytest
 from tests.journey.conftest import OpenWorld
 from tests.journey.responses_server import CALL, PAGE, REASONING, SEARCH, TEXT, Server, response, run_responses_server
 from tests.journey.test_codex import request as codex
-from tests.world import Reply, World, deployment
+from tests.world import TOO_DEEP, Reply, World, deployment
 
 _PATH = "/v1/responses"
 _SEARCHES = {"type": "web_search", "external_web_access": False}
@@ -139,7 +139,7 @@ async def test_it_runs_in_the_background_and_in_conversations(world: World, serv
     assert server.seen[1][1]["input"][1:3] == [SEARCH, TEXT]
 
 
-@pytest.mark.parametrize("depth", [495, 3000])
+@pytest.mark.parametrize("depth", [TOO_DEEP, 30_000])
 async def test_what_is_nested_too_deeply_is_said_to_be(world: World, server: Server, depth: int) -> None:
     """In a tool, an item or a field of the provider's own; nothing goes out."""
     deep = "[" * depth + "]" * depth

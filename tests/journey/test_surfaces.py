@@ -24,7 +24,7 @@ from gateway.settings import CAPABILITIES, DeploymentSettings
 from gateway.wire.types import opened
 from tests.journey.conftest import OpenWorld
 from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Idle, Own, Refused
-from tests.world import Finish, Reply, Tokens, World, deployment
+from tests.world import TOO_DEEP, Finish, Reply, Tokens, World, deployment
 
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 _USER = [{"role": "user", "content": QUESTION}]
@@ -311,7 +311,7 @@ async def test_what_a_provider_gave_to_another_team_is_not_there(
 async def test_a_message_that_no_check_expects_is_refused(open_a_world: OpenWorld, path: str) -> None:
     """With a deployment that takes Anthropic's requests as they come: parts that are no objects, and deep ones."""
     world = await open_a_world(models={"mock": {"deployments": [deployment("able", capabilities=["messages"])]}})
-    deep = "[" * 495 + "]" * 495
+    deep = "[" * TOO_DEEP + "]" * TOO_DEEP
     text = f'{{"type": "text", "text": "x", "odd": {deep}}}'
     for more in (
         '"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [1]}]}]',

@@ -408,7 +408,7 @@ async def test_a_slow_reader_holds_the_server_back() -> None:
 
 async def test_connecting_can_be_given_up_and_is_bounded() -> None:
     """A handshake that never ends is left at once by `aclose`, and by whichever time-out comes first."""
-    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60, writer), "127.0.0.1", 0)
     url = f"https://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
     async with started(url, connect_timeout_s=60.0) as backend:
         stream = backend.stream(ask(ttft_s=60))
