@@ -80,7 +80,9 @@ from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 
 KEY = "sk-sw-world-0123456789abcdef0123456789abcdef"
-TOO_DEEP = 495 if sys.version_info < (3, 12) else 1500  # JSON that can be read, and not walked by Python's own recursion
+TOO_DEEP = (
+    495 if sys.version_info < (3, 12) else 1500
+)  # JSON that can be read, and not walked by Python's own recursion
 WITHIN_S = 5.0  # whatever a test waits for takes milliseconds: this is when it has failed
 
 
