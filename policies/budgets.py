@@ -191,18 +191,21 @@ class Budgets:
         if not counters:
             return Hold(intent.hold_id, intent.team_id, at_ms)
         keys: list[str] = [READY_KEY, keys_of.done_key(intent.hold_id)]
-        arguments: list[Any] = [self._lease_now(), intent.hold_id, int(lease_s * 1000), len(counters)]
-        limits, others = list[Any](), list[str]()
-        for place, one in enumerate(counters, 1):
+        others: list[str] = []
+        # texts: each argument costs, and a number more than its digits
+        arguments = [self._lease_now(), intent.hold_id, str(int(lease_s * 1000))]
+        for one in counters:
             keys += keys_of.count_keys(one.name)
-            most = 0
+            values_max = 0
             if one.values:
-                most = self._values_max
+                values_max = self._values_max
                 others += (keys_of.values_key(one.values), *keys_of.count_keys(one.other))
-            arguments += (one.most, one.usual, one.keep_until_ms, one.oldest, most, one.digest, one.shown)
+            limits = ""
             for budget in one.budgets:
-                limits += (place, budget.limit_at(at_ms), int(budget.is_hard), int(budget.may_cut))
-        reply = await self._redis.eval(scripts.RESERVE, len(keys) + len(others), *keys, *others, *arguments, *limits)
+                limits += f"{budget.limit_at(at_ms)}:{budget.is_hard:d}{budget.may_cut:d},"
+            amounts = f"{one.most} {one.usual} {one.keep_until_ms} {one.oldest}"
+            arguments.append(f"{amounts} {limits} {values_max} {one.digest} {one.shown}")
+        reply = await self._redis.eval(scripts.RESERVE, len(keys) + len(others), *keys, *others, *arguments)
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:

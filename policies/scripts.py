@@ -48,9 +48,9 @@ end
 
 # KEYS ready, done, then spend and holds of each count, then of each count that belongs to a value:
 # the set of values, spend and holds of the count that further values share.
-# ARGV now, hold's id, lease_ms, counts, then of each count: most, usual, keep_until, oldest bucket
-# or '', values at most (0: it belongs to no value), digest, text; then of each budget: count, limit,
-# is_hard, may_cut.
+# ARGV now, hold's id, lease_ms, then of each count, with a blank between: most, usual, keep_until,
+# oldest bucket or '', its budgets (limit:is_hard may_cut, each with a comma behind), values at most
+# (0: it belongs to no value), digest, text.
 # Replies {code, spent and held of each count as they were without this hold, 1 if the count that
 # further values share was taken}: 1 taken, 2 taken with the usual amounts, 0 refused, -1 not ready,
 # -2 closed. `may_cut`: a budget without room for the most takes the usual; a repeated call gets what
@@ -64,18 +64,20 @@ RESERVE = (
 local states = redis.call('MGET', KEYS[1], KEYS[2])
 if not states[1] then return {-1} end
 if states[2] then return {-2} end
-local id, counts = ARGV[2], tonumber(ARGV[4])
+local id, counts = ARGV[2], #ARGV - 3
 local lease_end = string.format('%.0f', now + tonumber(ARGV[3]))
-local spends, holds, values, other, spent, held, is_new = {}, {}, {}, {}, {}, {}, {}
+local amounts, keeps, budgets, values, fields = {}, {}, {}, {}, {}
+local spends, holds, other, spent, held, is_new = {}, {}, {}, {}, {}, {}
 local k, was_cut = 3 + 2 * counts, false
 for c = 1, counts do
-  local a = 7 * c - 2
+  local most, usual, keeps_until, oldest, limits, values_max, digest, shown =
+    string.match(ARGV[3 + c], '^(%d+) (%d+) (%d+) (%S*) (%S*) (%d+) (%S*) (.*)$')
+  amounts[c], keeps[c], budgets[c], fields[c] = {most, usual}, keeps_until, limits, {digest, shown}
   spends[c], holds[c], other[c] = KEYS[1 + 2 * c], KEYS[2 + 2 * c], 0
-  local most = tonumber(ARGV[a + 4])
-  if most > 0 then
-    local text = redis.call('HGET', KEYS[k], ARGV[a + 5])
-    if text ~= ARGV[a + 6] then
-      if text or redis.call('HLEN', KEYS[k]) < most then
+  if values_max ~= '0' then
+    local text = redis.call('HGET', KEYS[k], digest)
+    if text ~= shown then
+      if text or redis.call('HLEN', KEYS[k]) < tonumber(values_max) then
         values[c] = KEYS[k]
       else
         spends[c], holds[c], other[c] = KEYS[k + 1], KEYS[k + 2], 1
@@ -83,9 +85,9 @@ for c = 1, counts do
     end
     k = k + 3
   end
-  spent[c], held[c] = read(spends[c], ARGV[a + 3])
+  spent[c], held[c] = read(spends[c], oldest)
   is_new[c] = true
-  for place, amount in ipairs({ARGV[a], ARGV[a + 1]}) do
+  for place, amount in ipairs(amounts[c]) do
     if is_new[c] and redis.call('ZSCORE', holds[c], id .. '|' .. amount) then
       is_new[c], was_cut = false, was_cut or place == 2
       held[c] = held[c] - tonumber(amount)
@@ -94,13 +96,13 @@ for c = 1, counts do
   end
 end
 local function fits(is_cut)
-  for b = 5 + 7 * counts, #ARGV, 4 do
-    local c = tonumber(ARGV[b])
-    local a = 7 * c - 2
-    local amount = tonumber(ARGV[(is_cut and ARGV[b + 3] == '1') and a + 1 or a])
-    if is_new[c] and spent[c] + held[c] + amount > tonumber(ARGV[b + 1]) then
-      held[c] = held[c] - sweep(spends[c], holds[c])
-      if ARGV[b + 2] == '1' and spent[c] + held[c] + amount > tonumber(ARGV[b + 1]) then return false end
+  for c = 1, counts do
+    for limit, is_hard, may_cut in string.gmatch(budgets[c], '(%-?%d+):(%d)(%d),') do
+      local amount = tonumber(amounts[c][is_cut and may_cut == '1' and 2 or 1])
+      if is_new[c] and spent[c] + held[c] + amount > tonumber(limit) then
+        held[c] = held[c] - sweep(spends[c], holds[c])
+        if is_hard == '1' and spent[c] + held[c] + amount > tonumber(limit) then return false end
+      end
     end
   end
   return true
@@ -108,19 +110,18 @@ end
 local code = not was_cut and fits(false) and 1 or fits(true) and 2 or 0
 local reply = {code}
 for c = 1, counts do
-  local a = 7 * c - 2
   reply[3 * c - 1], reply[3 * c], reply[3 * c + 1] = spent[c], held[c], other[c]
   if code > 0 and is_new[c] then
-    local amount = ARGV[a + code - 1]
+    local amount = amounts[c][code]
     if values[c] then
-      redis.call('HSET', values[c], ARGV[a + 5], ARGV[a + 6])
-      keep(values[c], ARGV[a + 2])
+      redis.call('HSET', values[c], fields[c][1], fields[c][2])
+      keep(values[c], keeps[c])
     end
     redis.call('ZADD', holds[c], lease_end, id .. '|' .. amount)
     redis.call('HINCRBY', spends[c], 'held', amount)
     if held[c] == 0 then
-      keep(spends[c], ARGV[a + 2])
-      keep(holds[c], ARGV[a + 2])
+      keep(spends[c], keeps[c])
+      keep(holds[c], keeps[c])
     end
   end
 end
@@ -131,39 +132,40 @@ return reply
 # Settles many holds, in groups of one team, hour and set of held windows.
 # KEYS ledger, then of each group: spend of the five windows of its moment, holds of each window
 # held, done of each settlement, spend and holds of each further count of each settlement.
-# ARGV done_ms, then of each group: settlements, windows held, team, keep_until of each window,
-# place (0 to 4) of each window held; of each settlement: member, amount, spend, at_ms, row, further
-# counts; and of each of these: member or '', amount held, amount to add, its field, keep_until. A
-# group's sums stay below 2**53. An entry of the stream has in `charges` what was added to counts
-# other than the five.
+# ARGV done_ms, then of each group, with blanks between: settlements, windows held, team, keep_until
+# of each window, place (0 to 4) of each window held; of each settlement: its member, spend, at_ms and
+# number of further counts with bars between, and its row; and of each further count: member or '',
+# amount held, amount to add, its field, keep_until. A group's sums stay below 2**53. An entry of the
+# stream has in `charges` what was added to counts other than the five.
 # Replies for each settlement 1, or 0 if its hold was settled or released before. A window's first
 # spend sets its count's expiry. Rows come before counts: if Redis refuses a count (a key of another
 # type), the ledger has the row.
 SETTLE = """
 local reply, k, a = {}, 2, 2
 while a <= #ARGV do
-  local count, held, team = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), ARGV[a + 2]
-  local keeps, places, item = a + 3, a + 8, a + 8 + held
+  local head, item = {}, a + 1
+  for number in string.gmatch(ARGV[a], '%d+') do head[#head + 1] = number end
+  local count, held, team = tonumber(head[1]), tonumber(head[2]), head[3]
   local spends, holds, dones = k, k + 5, k + 5 + held
   local further = dones + count
   local spent, fresh = 0, {}
   for i = 0, count - 1 do
-    local more = tonumber(ARGV[item + 5])
+    local member, amount, spend, at_ms, more = string.match(ARGV[item], '^(.*|(%d+))|(%d+)|(%d+)|(%d+)$')
     if redis.call('SET', KEYS[dones + i], 'settled', 'NX', 'PX', ARGV[1]) then
-      reply[#reply + 1], fresh[#fresh + 1] = 1, item
+      reply[#reply + 1], fresh[#fresh + 1] = 1, {member, tonumber(amount)}
       local charges = {}
       for m = 0, more - 1 do
-        local c = item + 6 + 5 * m
+        local c = item + 2 + 5 * m
         if ARGV[c + 3] ~= '' then
           charges[#charges + 1] = string.match(KEYS[further + 2 * m], 'spend:(.*)') .. ' ' .. ARGV[c + 3] .. ' ' .. ARGV[c + 2]
         end
       end
-      local entry = {'team', team, 'at_ms', ARGV[item + 3], 'cost', ARGV[item + 2], 'row', ARGV[item + 4]}
+      local entry = {'team', team, 'at_ms', at_ms, 'cost', spend, 'row', ARGV[item + 1]}
       if #charges > 0 then entry[9], entry[10] = 'charges', table.concat(charges, ' ') end
       redis.call('XADD', KEYS[1], '*', unpack(entry))
-      spent = spent + tonumber(ARGV[item + 2])
+      spent = spent + tonumber(spend)
       for m = 0, more - 1 do
-        local c, key = item + 6 + 5 * m, KEYS[further + 2 * m]
+        local c, key = item + 2 + 5 * m, KEYS[further + 2 * m]
         if ARGV[c] ~= '' and redis.call('ZREM', KEYS[further + 2 * m + 1], ARGV[c]) == 1 and ARGV[c + 1] ~= '0' then
           redis.call('HINCRBY', key, 'held', '-' .. ARGV[c + 1])
         end
@@ -175,20 +177,20 @@ while a <= #ARGV do
     else
       reply[#reply + 1] = 0
     end
-    item, further = item + 6 + 5 * more, further + 2 * more
+    item, further = item + 2 + 5 * more, further + 2 * more
   end
   for h = 0, held - 1 do
     local freed = 0
     for _, one in ipairs(fresh) do
-      if redis.call('ZREM', KEYS[holds + h], ARGV[one]) == 1 then freed = freed + tonumber(ARGV[one + 1]) end
+      if redis.call('ZREM', KEYS[holds + h], one[1]) == 1 then freed = freed + one[2] end
     end
-    if freed > 0 then redis.call('HINCRBY', KEYS[spends + ARGV[places + h]], 'held', string.format('%.0f', -freed)) end
+    if freed > 0 then redis.call('HINCRBY', KEYS[spends + head[9 + h]], 'held', string.format('%.0f', -freed)) end
   end
   if spent > 0 then
     local amount = string.format('%.0f', spent)
     for w = 0, 4 do
       local total = redis.call('HINCRBY', KEYS[spends + w], 'spent', amount)
-      if total == spent and ARGV[keeps + w] ~= '0' then redis.call('PEXPIREAT', KEYS[spends + w], ARGV[keeps + w]) end
+      if total == spent and head[4 + w] ~= '0' then redis.call('PEXPIREAT', KEYS[spends + w], head[4 + w]) end
     end
   end
   k, a = further, item

@@ -89,21 +89,19 @@ class SettleBatch:
             keys += hour.spends
             keys += [hour.holds[place] for place in places]
             keys += [done_key(one.hold.id) for one in some]
-            arguments += (len(some), len(places), team_id, *hour.keeps, *places)
+            arguments.append(" ".join(map(str, (len(some), len(places), team_id, *hour.keeps, *places))))
             for one in some:
                 hold = one.hold
-                arguments += (one.member, hold.amount_microusd, one.spend_microusd, hold.at_ms, one.row)
-                if hold.more or one.charges:
+                further = len(hold.more) + len(one.charges)
+                arguments += (f"{one.member}|{one.spend_microusd}|{hold.at_ms}|{further}", one.row)
+                if further:
                     _add_further(keys, arguments, hold, one.charges)
-                else:
-                    arguments.append(0)
         reply = asyncio.ensure_future(self._redis.eval(SETTLE, len(keys), *keys, *arguments))
         reply.add_done_callback(partial(_answer_each, [one.settled for some in groups.values() for one in some]))
 
 
 def _add_further(keys: list[str], arguments: list[Any], hold: Hold, charges: Sequence[Charge]) -> None:
     """Add the keys and the arguments of the counts other than the five."""
-    arguments.append(len(hold.more) + len(charges))
     for taken in hold.more:
         keys += count_keys(taken.name)
         arguments += (taken.member, taken.amount, 0, "", 0)

@@ -15,12 +15,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from cache.exact.scripts import POINTED, RELEASED
-from cache.fingerprint import Fingerprint
+from cache.fingerprint import Fingerprint, Partition
 from cache.redis_client import Redis
 
 _KEY = "sameway:{%s}:claim:%s"
@@ -30,11 +31,12 @@ HELD_S_MAX = 30.0
 _RENEWED_AFTER_S = 1.0
 _TAKEN, _OWN, _ELSEWHERE, _NONE = 1, 2, 3, 0
 
-# KEYS: entries, claim; by words also words, groups, suspended. ARGV: exact, process, lease_ms, 1 where a
-# claim is wanted, 1 where the entry does not count; by words also their key. Answers the entry, or
+# KEYS: entries, claim; by words also words, groups, suspended. ARGV: exact, the terms (process, lease_ms, 1
+# where a claim is wanted, 1 where the entry does not count); by words also their key. Answers the entry, or
 # the one that its words point at, or {what became of the claim, its age in ms}.
 _ENTRY = """
-if ARGV[5] == '0' then
+local process, lease_ms, wants, is_stale = string.match(ARGV[2], '^(%x+) (%d+) (%d) (%d)$')
+if is_stale == '0' then
   local entry = redis.call('HGET', KEYS[1], ARGV[1])
   if entry then return entry end
 end
@@ -44,10 +46,10 @@ local claim = redis.pcall('GET', KEYS[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local owner, since = string.match(type(claim) == 'string' and claim or '', '^(%x+):(%d+)$')
-if owner == ARGV[2] then return {2, 0} end
+if owner == process then return {2, 0} end
 if owner then return {3, math.max(0, now - since)} end
-if ARGV[4] == '0' then return {0, 0} end
-local is_set = redis.pcall('SET', KEYS[2], ARGV[2] .. ':' .. string.format('%.0f', now), 'PX', ARGV[3])
+if wants == '0' then return {0, 0} end
+local is_set = redis.pcall('SET', KEYS[2], process .. ':' .. string.format('%.0f', now), 'PX', lease_ms)
 return {is_set.ok and 1 or 0, 0}
 """
 _LOOK = _ENTRY + _CLAIM
@@ -55,7 +57,7 @@ _LOOK_BY_WORDS = (
     POINTED
     + _ENTRY
     + """
-local found = pointed(ARGV[6], KEYS[1], KEYS[3], KEYS[4], KEYS[5])
+local found = pointed(ARGV[3], KEYS[1], KEYS[3], KEYS[4], KEYS[5])
 if found then return found end
 """
     + _CLAIM
@@ -83,6 +85,8 @@ class Claims:
         self._redis = redis
         self._monotonic = monotonic
         self.process = secrets.token_hex(8)
+        both = (False, True)
+        self._terms = {(w, s): f"{self.process} {_LEASE_MS} {w:d} {s:d}" for w in both for s in both}
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
     def look(
@@ -94,11 +98,10 @@ class Claims:
         `is_stale`: the entry that is there does not count. `read` reads the reply. Raises what the
         client raises.
         """
-        key = _KEY % (fp.partition.hex(), fp.exact.hex())
-        terms = (fp.exact, self.process, _LEASE_MS, int(wants), int(is_stale))
+        terms = self._terms[wants, is_stale]
         if words is None:
-            return self._redis.eval(_LOOK, 2, keys[0], key, *terms)
-        return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], key, *keys[1:], *terms, words)
+            return self._redis.eval(_LOOK, 2, keys[0], _key(fp), fp.exact, terms)
+        return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], _key(fp), *keys[1:], fp.exact, terms, words)
 
     def read(self, fp: Fingerprint, reply: Any) -> Look:
         """The reply to `look`."""
@@ -109,7 +112,7 @@ class Claims:
             return Look(None, pointed=(found[0], found[1]))
         # its own, and not held here: the reply to the command that took it was lost
         if state == _TAKEN or (state == _OWN and fp.exact not in self._held):
-            self._held[fp.exact] = (_KEY % (fp.partition.hex(), fp.exact.hex()), self._monotonic())
+            self._held[fp.exact] = (_key(fp), self._monotonic())
             return Look(None, is_claimed=True)
         return Look(None, elsewhere_ms=float(age_ms) if state == _ELSEWHERE else None)
 
@@ -134,3 +137,12 @@ class Claims:
             del self._held[exact]
         old = [key for key, since in self._held.values() if now - since > _RENEWED_AFTER_S]
         await asyncio.gather(*(self._redis.execute_command("PEXPIRE", key, _LEASE_MS) for key in old))
+
+
+def _key(fp: Fingerprint) -> str:
+    return _prefix(fp.partition) + fp.exact.hex()
+
+
+@lru_cache(maxsize=4096)
+def _prefix(partition: Partition) -> str:
+    return _KEY % (partition.hex(), "")

@@ -69,9 +69,9 @@ return 1
 )
 
 # Stores entries, one after the other. ARGV: now_ms, size_max, 1 where the partition is listed,
-# warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size, expires_ms, worth, warm,
-# warm links, claims, key of its words (or empty), pointer. KEYS from 9: the warm links of each entry, and the claim that
-# ends. Answers {}, and does nothing, where the
+# warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, its terms, the key of its words
+# and the pointer (or empty). The terms, with blanks between: expires_ms, worth, warm links, claims,
+# warm. KEYS from 9: the warm links of each entry, and the claim that ends. Answers {}, and does nothing, where the
 # partition is new and not said to be listed; else for each entry {was there before, evicted...}.
 # The vector of a replaced entry stays: the same exact key means the same text. Its group and its
 # sketch go: they were its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
@@ -87,8 +87,9 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', ARGV[1], 'LIM
   redis.call('HDEL', vectors, gone)
 end
 local replies, link, last = {}, 9, 0
-for a = 6, #ARGV, 11 do
-  local id, size, reply = ARGV[a], tonumber(ARGV[a + 3]), {0}
+for a = 6, #ARGV, 5 do
+  local id, size, reply = ARGV[a], tonumber(string.sub(ARGV[a + 2], 1, 10)), {0}
+  local expires_ms, worth, links, claims, warm = string.match(ARGV[a + 3], '^(%d+) (%S+) (%d+) (%d) (.*)$')
   local score = redis.call('ZSCORE', used, id)
   if score then
     reply[1] = 1
@@ -104,18 +105,21 @@ for a = 6, #ARGV, 11 do
   end
   redis.call('HSET', entries, id, ARGV[a + 1])
   redis.call('HSET', about, id, ARGV[a + 2])
-  redis.call('ZADD', used, used_at(score, now, half_life, ARGV[a + 5]), id)
-  redis.call('ZADD', expires, ARGV[a + 4], id)
-  last = math.max(last, tonumber(ARGV[a + 4]))
-  for _ = 1, ARGV[a + 7] do
-    redis.call('SET', KEYS[link], ARGV[a + 6], 'PX', ARGV[4])
+  redis.call('ZADD', used, used_at(score, now, half_life, worth), id)
+  redis.call('ZADD', expires, expires_ms, id)
+  last = math.max(last, tonumber(expires_ms))
+  for _ = 1, links do
+    redis.call('SET', KEYS[link], warm, 'PX', ARGV[4])
     link = link + 1
   end
-  if ARGV[a + 8] == '1' then
+  if claims == '1' then
     redis.call('DEL', KEYS[link])
     link = link + 1
   end
-  if ARGV[a + 9] ~= '' then redis.call('HSET', words, ARGV[a + 9], ARGV[a + 10], id .. 'p', ARGV[a + 9]) end
+  if ARGV[a + 4] ~= '' then
+    local key = string.sub(ARGV[a + 4], 1, 16)
+    redis.call('HSET', words, key, string.sub(ARGV[a + 4], 17), id .. 'p', key)
+  end
   replies[#replies + 1] = reply
 end
 local ttl = last - now

@@ -168,19 +168,8 @@ class EntryStore:
         if warm is not None:
             links = dict.fromkeys((entry.exact, *chain[-1:], *chain[:1]))
             warm_keys = [_warm_key(entry.partition, link) for link in links]
-        argv = (
-            entry.exact,
-            packed.data,
-            packed.about,
-            packed.size_bytes,
-            _ms(entry.expires_at),
-            entry.worth,
-            warm or "",
-            len(warm_keys),
-            1 if claim else 0,
-            words or b"",
-            own_pointer(entry) if words else b"",
-        )
+        terms = f"{_ms(entry.expires_at)} {entry.worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
+        argv = (entry.exact, packed.data, packed.about, terms, words + own_pointer(entry) if words else b"")
         was_there, *evicted = await self._batch.store(
             _terms(entry.partition, size_bytes_max, warm_ttl_s),
             argv,
