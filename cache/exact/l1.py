@@ -38,7 +38,7 @@ class L1:
         self._entries_max = entries_max
         self._bytes_max = bytes_max
         self._entries: OrderedDict[tuple[Partition, bytes], _Held] = OrderedDict()
-        self._let_go_of: dict[bytes, None] = {}  # for want of room, the latest last
+        self._let_go_of: OrderedDict[bytes, None] = OrderedDict()  # for want of room, the latest last
         self.size_bytes = 0
         self.purges = 0
 
@@ -103,10 +103,10 @@ class L1:
         self.size_bytes = 0
 
     def _let_go(self, exact: bytes) -> None:
-        self._let_go_of.pop(exact, None)
         self._let_go_of[exact] = None
+        self._let_go_of.move_to_end(exact)
         if len(self._let_go_of) > _LET_GO_MAX:
-            del self._let_go_of[next(iter(self._let_go_of))]
+            self._let_go_of.popitem(last=False)
 
     def _remove(self, key: tuple[Partition, bytes]) -> None:
         found = self._entries.pop(key, None)
