@@ -7,9 +7,9 @@ less than the exact product of tokens and price.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 
 import msgspec
+from msgspec.structs import astuple
 
 MicroUSD = int
 """A millionth of a US dollar, always a whole number."""
@@ -52,12 +52,12 @@ class Tokens(msgspec.Struct, frozen=True):
     cached_audio: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompt >= 0 <= self.completion and _parts_of(self) == _NO_PARTS:
+        if self.prompt >= 0 <= self.completion and astuple(self)[2:] == _NO_PARTS:
             return
         inside = self.cached + self.cache_write + self.cache_write_1h + self.audio_prompt + self.image_prompt
         inside_completion = self.reasoning + self.audio_completion + self.image_completion
         is_over = inside > self.prompt or self.cached_audio > self.cached or inside_completion > self.completion
-        if is_over or min(msgspec.structs.astuple(self)) < 0:
+        if is_over or min(astuple(self)) < 0:
             raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {self}")
 
     def unread(self) -> Tokens:
@@ -66,7 +66,6 @@ class Tokens(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, cached=0, cached_audio=0, audio_prompt=sounds)
 
 
-_parts_of = attrgetter(*Tokens.__struct_fields__[2:])
 _NO_PARTS = (0,) * len(Tokens.__struct_fields__[2:])
 
 
@@ -117,7 +116,7 @@ class Price:
         """The cost of `tokens`, rounded up to a whole µUSD once, after the sum."""
         plain, answer = self.input_microusd_per_mtok, self.output_microusd_per_mtok
         scaled, calls = tokens.prompt * plain + tokens.completion * answer, 0
-        if _parts_of(tokens) != _NO_PARTS:
+        if astuple(tokens)[2:] != _NO_PARTS:
             calls = tokens.tool_calls * (self.tool_call_microusd or 0)
             read = plain if self.cached_input_microusd_per_mtok is None else self.cached_input_microusd_per_mtok
             for count, price, usual in (

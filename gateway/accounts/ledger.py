@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
@@ -185,7 +186,7 @@ class Ledger:
         alike = rollups.alike(new)
         await self._add_to_days(connection, alike)
         await rollups.add(connection, self._database, alike)
-        await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
+        await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
         return len(new)
 
@@ -371,7 +372,7 @@ class Ledger:
             rollups.sum_up(sums, key, amounts)
         await self._database.add_up(connection, schema.ledger_days, SUMS, sums)
 
-    async def _add_to_savings(self, connection: AsyncConnection, lines: Sequence[_Line]) -> None:
+    async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}
         for key, requests, amount in lines:
             line = sums.setdefault(key, [0, 0])
@@ -384,14 +385,25 @@ _Line = tuple[tuple[int, int, str, str], int, int]
 """The key of a row of `savings_days`, its requests and its amount."""
 
 
-def _lines(row: LedgerRow) -> Iterator[_Line]:
-    """The lines that a row of the ledger adds to; none where its baseline is not known."""
-    if row.baseline_microusd is None:
-        return
-    # a try beside the one that answered is no further request
-    baseline = [(BASELINE, row.baseline_microusd)] if row.baseline_microusd or not row.mechanism else []
-    for line, amount in (*baseline, (SPENT, row.cost_microusd), *row.savings()):
-        yield (row.at_ms // DAY_MS, row.team_id, row.alias, line), int(row.kind != CORRECTION), amount
+def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
+    """The lines that rows of the ledger add to; none where a baseline is not known."""
+    unsaved: dict[tuple[int, int, str], list[int]] = defaultdict(list)  # costs of rows that are their baselines
+    for row in rows:
+        place, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
+        is_explained = row.mechanism or row.prefix_read_microusd or row.prefix_write_microusd
+        if baseline == cost and not is_explained and row.kind != CORRECTION:
+            unsaved[place].append(cost)
+        elif baseline is not None:
+            requests = int(row.kind != CORRECTION)
+            # a try beside the one that answered is no further request
+            if baseline or not row.mechanism:
+                yield (*place, BASELINE), requests, baseline
+            yield (*place, SPENT), requests, cost
+            for line, amount in row.savings():
+                yield (*place, line), requests, amount
+    for place, costs in unsaved.items():
+        for line in (BASELINE, SPENT):
+            yield (*place, line), len(costs), sum(costs)
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
@@ -415,15 +427,23 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
     known = set(found.scalars())
     new = [row for row in by_id.values() if row.id not in known]
-    if new:
-        await connection.exec_driver_sql(_INSERT, [_values(row) for row in new])
+    values = list(map(msgspec.structs.astuple, new))
+    plain = [_plain(one) for one in values if _rest(one) == _USUAL_REST]
+    for names, some in ((_PLAIN, plain), (_FIELDS, [one[:-1] for one in values if _rest(one) != _USUAL_REST])):
+        if some:
+            insert = f"INSERT INTO ledger ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+            await connection.exec_driver_sql(insert, some)
     return new
 
 
-_FIELDS = tuple(name for name in LedgerRow.__struct_fields__ if name != "charges")
-_values = operator.attrgetter(*_FIELDS)
+_FIELDS = LedgerRow.__struct_fields__[:-1]
+_DEFAULTED = LedgerRow.__struct_defaults__[:-1]
+# most rows have the values of the columns' defaults in the rest: each value that is bound costs more than it
+_PLAIN = (*_FIELDS[: -len(_DEFAULTED)], "baseline_microusd")
+_plain = operator.itemgetter(*map(_FIELDS.index, _PLAIN))
+_rest = operator.itemgetter(*(place for place, name in enumerate(_FIELDS) if name not in _PLAIN))
+_USUAL_REST = _rest((*_FIELDS[: -len(_DEFAULTED)], *_DEFAULTED))
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
-_INSERT = f"INSERT INTO ledger ({', '.join(_FIELDS)}) VALUES ({', '.join('?' * len(_FIELDS))})"
 
 
 _FILTERS = ("team_id", "key_id", "alias", "deployment", "kind")

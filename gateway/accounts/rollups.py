@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -56,8 +57,10 @@ _Label = tuple[int, str, int, str]
 
 _table = schema.ledger_rollups
 _names = tuple(column.name for column in _table.primary_key)
-_amounts_of = operator.attrgetter(*SUMS[1:])
-_labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
+_places = LedgerRow.__struct_fields__.index
+_amounts_of = operator.itemgetter(*map(_places, SUMS[1:]))
+_labels = ("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
+_labels_of = operator.itemgetter(*map(_places, _labels))
 
 Alike = tuple[LedgerRow, list[int]]
 """One of several rows, and the sums of all in the order of SUMS."""
@@ -92,15 +95,14 @@ def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
 
 def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
     """The rows that differ in nothing but amounts within their day, summed."""
-    found: dict[tuple[Any, ...], list[LedgerRow]] = {}
+    found: dict[tuple[Any, ...], tuple[LedgerRow, list[tuple[int, ...]]]] = {}
     for row in rows:
-        found.setdefault((row.at_ms // DAY_MS, *_labels_of(row)), []).append(row)
+        values = msgspec.structs.astuple(row)
+        _, some = found.setdefault((row.at_ms // DAY_MS, *_labels_of(values)), (row, []))
+        some.append(_amounts_of(values))
     return [
-        (
-            some[0],
-            [0 if some[0].kind == CORRECTION else len(some), *map(sum, zip(*map(_amounts_of, some), strict=True))],
-        )
-        for some in found.values()
+        (row, [0 if row.kind == CORRECTION else len(some), *map(sum, zip(*some, strict=True))])
+        for row, some in found.values()
     ]
 
 

@@ -135,6 +135,6 @@ def decode_row(data: bytes) -> LedgerRow:
         (row.id, row.request_id, row.alias, row.deployment, row.kind, row.mechanism, row.user, row.tags)
     ):
         raise msgspec.ValidationError("a text holds a NUL")
-    if any("\0" in name + value for name, value in row.tags_by_name().items()):
+    if row.tags and any("\0" in name + value for name, value in row.tags_by_name().items()):
         raise msgspec.ValidationError("a tag holds a NUL")
     return row

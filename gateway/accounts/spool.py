@@ -30,6 +30,7 @@ from pathlib import Path
 SLOT_BYTES = 512
 _SLOTS = 256
 _LENGTH_BYTES = 4
+_FREE = bytes(_LENGTH_BYTES)
 _PARTIAL = 1 << 31
 _SUFFIX = ".rows"
 NOWHERE = range(0)
@@ -72,11 +73,12 @@ class Spool:
             if last * SLOT_BYTES > len(self._map) and not self._grow(last):
                 return NOWHERE
             self._end = last
-        body = first * SLOT_BYTES + _LENGTH_BYTES
+        start = first * SLOT_BYTES
+        body = start + _LENGTH_BYTES
         if last - first > 1:
-            self._mark(first, len(data) | _PARTIAL)
-        self._map[body : body + len(data)] = data
-        self._mark(first, len(data))
+            self._map[start:body] = (len(data) | _PARTIAL).to_bytes(_LENGTH_BYTES, "little")
+        self._map[body : start + size_bytes] = data
+        self._map[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._count += 1
         return range(first, last)
 
@@ -85,20 +87,15 @@ class Spool:
         if not place or self._map is None:
             return
         if len(place) > 1:
-            start = place[0] * SLOT_BYTES
-            length = int.from_bytes(self._map[start : start + _LENGTH_BYTES], "little")
-            self._mark(place[0], length | _PARTIAL)
+            length = slice(place[0] * SLOT_BYTES, place[0] * SLOT_BYTES + _LENGTH_BYTES)
+            partial = int.from_bytes(self._map[length], "little") | _PARTIAL
+            self._map[length] = partial.to_bytes(_LENGTH_BYTES, "little")
         for slot in reversed(place):
-            self._mark(slot, 0)
+            self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _LENGTH_BYTES] = _FREE
         self._free += place
         self._count -= 1
         if not self._count and self._end > _SLOTS:
             self._shrink()
-
-    def _mark(self, slot: int, length: int) -> None:
-        assert self._map is not None
-        start = slot * SLOT_BYTES
-        self._map[start : start + _LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
 
     def adopt(self, take: Callable[[bytes, range], None]) -> None:
         """Call `take(data, place)` for each row of a worker that ended; its file is then removed.

@@ -5,7 +5,6 @@ and the last row settles the hold; no count is above what the request allowed.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 
 import msgspec
 
@@ -22,12 +21,6 @@ from policies import Demand, Hold, Tokens
 from policies.windows import Unit
 
 _NOTHING = Usage(0, 0)
-_UNCACHED = {"cached_tokens": 0}
-_UNBOOKED = ("drafted_tokens", "accepted_tokens", "cached_audio_tokens")
-# the fields of `Tokens`, in its order
-_counts = attrgetter(
-    *(name if name in ("tool_calls", "units") else f"{name}_tokens" for name in Tokens.__struct_fields__)
-)
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -71,8 +64,10 @@ def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) 
     """
     progress, deployment = one.progress, one.deployment
     output = alias.output_max(deployment, demand) if cut_at is None else cut_at
-    output_max = max(output * demand.choices, progress.content_chunks)
-    context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
+    output_max, chunks = output * demand.choices, progress.content_chunks
+    output_max = output_max if output_max > chunks else chunks
+    context_max, known = demand.prompt_tokens_max + progress.prefix_tokens, deployment.context_tokens_max
+    context_max = context_max if known is None or context_max > known else known
     prompt_tokens = demand.prompt_tokens + progress.prefix_tokens
     if (usage := progress.usage) is not None:
         if not usage.prompt_tokens and not demand.measure:  # an answer to no prompt is a wrong count
@@ -170,7 +165,6 @@ def _row(
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     user, tags = booked_labels(turn.body, turn.labels)
-    parts = usage.parts()
     return LedgerRow(
         id=row_id,
         # decision: hold-keeps-its-moment
@@ -181,20 +175,30 @@ def _row(
         alias=turn.alias,
         deployment=one.deployment.name,
         prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=one.progress.usage is None,
+        cache_write_tokens=usage.cache_write_tokens,
+        cache_write_1h_tokens=usage.cache_write_1h_tokens,
+        audio_prompt_tokens=usage.audio_prompt_tokens,
+        image_prompt_tokens=usage.image_prompt_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        audio_completion_tokens=usage.audio_completion_tokens,
+        image_completion_tokens=usage.image_completion_tokens,
+        tool_calls=usage.tool_calls,
         baseline_microusd=compared.baseline_microusd,
         prefix_read_microusd=compared.prefix_read_microusd,
         prefix_write_microusd=compared.prefix_write_microusd,
         mechanism=compared.mechanism,
+        provider_cost_microusd=usage.provider_cost_microusd,
         user=user,
         tags=tags,
-        **({name: count for name, count in parts.items() if name not in _UNBOOKED} if parts else _UNCACHED),
     )
 
 
 def tokens_of(usage: Usage) -> Tokens:
     """`usage` as prices count it."""
-    return Tokens(*_counts(usage))
+    counts = msgspec.structs.astuple(usage)  # its last two: cached sounds, units
+    return Tokens(*counts[:-5], *counts[:-3:-1])

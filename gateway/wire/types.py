@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -40,14 +41,15 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
     def parts(self) -> dict[str, Any]:
         """The fields of tokens beside the prompt and the completion by name; empty where none is set."""
-        rest = _parts_of(self)
+        rest = astuple(self)[2:-1]
         return {} if rest == _NO_PARTS else dict(zip(_PARTS, rest, strict=True))
 
     def within(self, prompt_tokens: int, completion_tokens: int) -> "Usage":
         """This usage with a prompt and a completion of at most these sizes, each part cut to what
         is left of its whole; itself where nothing is above them.
         """
-        if self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens and self._is_sound:
+        is_within = self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens
+        if is_within and astuple(self)[2:-1] == _NO_PARTS:
             return self
         sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         cut = {}
@@ -60,20 +62,6 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
         made = msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
         return self if made == self else made
 
-    @property
-    def _is_sound(self) -> bool:
-        """Whether no part is above its whole or below 0."""
-        if _parts_of(self) == _NO_PARTS:
-            return True
-        prompt, completion = _prompt_parts_of(self), _completion_parts_of(self)
-        return (
-            sum(prompt) <= self.prompt_tokens
-            and sum(completion) <= self.completion_tokens
-            and min(*prompt, *completion, self.tool_calls, self.cached_audio_tokens) >= 0
-            and self.cached_audio_tokens <= self.cached_tokens
-            and self.tool_calls <= _TOOL_CALLS_MAX
-        )
-
 
 PARTS = {
     "prompt_tokens": (
@@ -85,9 +73,7 @@ PARTS = {
 
 _TOOL_CALLS_MAX = 10_000
 _PARTS = Usage.__struct_fields__[2:-1]
-_parts_of = attrgetter(*_PARTS)
-_prompt_parts_of, _completion_parts_of = (attrgetter(*names) for names in PARTS.values())
-_NO_PARTS = _parts_of(Usage(0, 0))
+_NO_PARTS = astuple(Usage(0, 0))[2:-1]
 
 
 class Kind(msgspec.Struct, frozen=True):
