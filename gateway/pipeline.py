@@ -109,7 +109,8 @@ class Pipeline:
         learn: Learn | None = None,
         starting_awaited_s: float = 60.0,
     ) -> None:
-        self.settings = settings
+        self.settings, self._cache = settings, settings.cache
+        self._is_exact = settings.cache.is_exact
         self.accounts = accounts
         self.limits = limits
         self.exact = exact
@@ -187,7 +188,7 @@ class Pipeline:
             apart = None if turn.native is None else turn.native.apart
             if turn.kind.is_plain:  # events and a whole answer are different bytes
                 apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
-            return fingerprint(turn.body, partition, turn.controls.namespace, self.settings.cache.key_fields, apart)
+            return fingerprint(turn.body, partition, turn.controls.namespace, self._cache.key_fields, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
 
@@ -197,10 +198,10 @@ class Pipeline:
         Raises RateLimited.
         """
         controls = turn.controls
-        may_look = self.settings.cache.is_exact and not controls.no_cache
+        may_look = self._is_exact and not controls.no_cache
         entry = self.exact.lookup_local(found, controls.max_age_s) if may_look else None
         taking = self.limits.take(identity)
-        if entry is not None or not self.settings.cache.is_exact:
+        if entry is not None or not self._is_exact:
             return _Looked(await taking, entry)
         team = identity.team
         claims = _may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None
@@ -468,7 +469,7 @@ class Pipeline:
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
         works = self._account(generation, rows)
-        words, is_kept = generation.words, self.settings.cache.is_exact and not generation.turn.controls.no_store
+        words, is_kept = generation.words, self._is_exact and not generation.turn.controls.no_store
         if generation.semantic.entry is not None and words is not None and is_kept:  # before it is released
             works.append(self._semantic.point(generation.fingerprint, words, generation.semantic))
         works.append(self._store(generation, entry, store))
@@ -506,7 +507,7 @@ class Pipeline:
 
     def _entry_of(self, flight: Flight) -> tuple[Entry | None, str]:
         """The entry to store, with `stored`, or None, with the reason. This worker finds it now."""
-        generation, cache = flight.generation, self.settings.cache
+        generation, cache = flight.generation, self._cache
         if not generation.progress.has_begun:
             return None, ""
         is_findable = not (
@@ -546,7 +547,7 @@ class Pipeline:
     async def _store(self, generation: Generation, entry: Entry | None, store: str) -> None:
         """Store the entry, if there is one, and the deployment that has this prefix warm now."""
         found = generation.fingerprint
-        is_hinted = generation.alias.has_choice and self.settings.cache.is_exact  # else no lookup asks for hints
+        is_hinted = generation.alias.has_choice and self._is_exact  # else no lookup asks for hints
         deployment = generation.answered_by if is_hinted else None
         try:
             if entry is not None:

@@ -309,7 +309,7 @@ class Breaker:
 
     def _weigh(self, failure: float) -> None:
         now = self._clock()
-        keep = 0.5 ** (max(0.0, now - self._weighed_at) / self._limits.half_life_s)
+        keep = 0.5 ** ((now - self._weighed_at) / self._limits.half_life_s)
         self._weighed_at = now
         self._calls = self._calls * keep + 1.0
         self._failures = self._failures * keep + failure

@@ -22,6 +22,7 @@ from policies.windows import BUCKETS, DEPLOYMENT, TEAM, Budget, Overdraft, Unit,
 OTHER = "other"
 """The name of the count that further values share once a budget has as many as it may."""
 
+_MONEY = Unit.MONEY
 _SHOWN_CHARS = 64
 _DIGEST_BYTES = 16
 
@@ -42,12 +43,12 @@ class Need(msgspec.Struct, frozen=True):
 
     def most(self, unit: Unit) -> int:
         """The most of `unit` that it may use."""
-        amount = self.microusd if unit is Unit.MONEY else self.tokens if unit is Unit.TOKENS else self.requests
-        return min(amount, MICROUSD_MAX)
+        amount = self.microusd if unit is _MONEY else self.tokens if unit is Unit.TOKENS else self.requests
+        return amount if amount < MICROUSD_MAX else MICROUSD_MAX
 
     def usual(self, unit: Unit) -> int | None:
         """What an answer of the usual length uses; None, where that is not known."""
-        return self.usual_microusd if unit is Unit.MONEY else self.usual_tokens if unit is Unit.TOKENS else None
+        return self.usual_microusd if unit is _MONEY else self.usual_tokens if unit is Unit.TOKENS else None
 
 
 class Counter(msgspec.Struct):

@@ -54,7 +54,8 @@ class Figures(msgspec.Struct, frozen=True):
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Predicted TTFT for a prompt without warm tokens."""
-        return max(self.base_ms + self.prefill_ms_per_token * prompt_tokens, 1.0)
+        ttft_ms = self.base_ms + self.prefill_ms_per_token * prompt_tokens
+        return ttft_ms if ttft_ms > 1.0 else 1.0  # a call of `max` costs six times as much
 
 
 _FIGURES_KEPT_S = 1.0

@@ -124,6 +124,9 @@ class PolicyKind(StrEnum):
     BALANCED = "balanced"
 
 
+_CHEAPEST, _FASTEST, _ = PolicyKind
+
+
 class RoutingPolicy(msgspec.Struct, frozen=True):
     """The order, and the limits on the predicted TTFT and on the expected cost of one request."""
 
@@ -245,18 +248,18 @@ def _median(values: Iterable[float | None], prior: float) -> float:
 
 
 def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_prior_ms: float) -> _Forecast:
-    warm = max(0, min(demand.warm.get(candidate.name, 0), demand.prompt_tokens))
+    warm = max(0, min(demand.warm.get(candidate.name, 0), demand.prompt_tokens)) if demand.warm else 0
     room = demand.output_tokens_max
     if not demand.is_output_asked:
         if candidate.output_tokens_max is not None:
             room = min(room, candidate.output_tokens_max)
         if candidate.context_tokens_max is not None:
-            room = min(room, candidate.context_tokens_max - demand.prompt_tokens)
-    room = max(room, 0)
-    expected = min(demand.output_tokens_expected, room)
+            room = max(0, min(room, candidate.context_tokens_max - demand.prompt_tokens))
+    expected = demand.output_tokens_expected if demand.output_tokens_expected < room else room
     cold_ttft_ms = ttft_prior_ms if candidate.ttft_ms is None else candidate.ttft_ms
-    saved_ms = warm * candidate.prefill_ms_per_token
-    ttft_ms = max(cold_ttft_ms - saved_ms, cold_ttft_ms * _WARM_TTFT_SHARE_MIN)
+    ttft_ms = cold_ttft_ms
+    if warm:
+        ttft_ms = max(ttft_ms - warm * candidate.prefill_ms_per_token, ttft_ms * _WARM_TTFT_SHARE_MIN)
     tpot_ms = tpot_prior_ms if candidate.tpot_ms is None else candidate.tpot_ms
     price = candidate.price
     cost = price.cost(Tokens(demand.prompt_tokens, expected * demand.choices, warm))
@@ -322,9 +325,9 @@ def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, forecas
 
 
 def _score(kind: PolicyKind, forecast: _Forecast) -> float:
-    if kind is PolicyKind.CHEAPEST:
+    if kind is _CHEAPEST:
         return float(forecast.cost_microusd)
-    if kind is PolicyKind.FASTEST:
+    if kind is _FASTEST:
         return forecast.total_ms
     cost = math.log1p(forecast.cost_microusd / _COST_FLOOR_MICROUSD)
     return cost + math.log1p(forecast.total_ms / _TIME_FLOOR_MS)

@@ -31,7 +31,8 @@ class WindowKind(StrEnum):
     ROLLING = "rolling"
 
 
-CALENDAR: tuple[WindowKind, ...] = tuple(kind for kind in WindowKind if kind is not WindowKind.ROLLING)
+_ROLLING = WindowKind.ROLLING  # an attribute of an enum costs a search
+CALENDAR: tuple[WindowKind, ...] = tuple(kind for kind in WindowKind if kind is not _ROLLING)
 """The kinds that are counted for every team."""
 
 PLACES = {kind: place for place, kind in enumerate(CALENDAR)}
@@ -115,7 +116,7 @@ class Budget:
         is_utc = self.time_zone in ("", "UTC") or self.window in (WindowKind.HOUR, WindowKind.TOTAL)
         object.__setattr__(self, "_is_utc", is_utc)
         object.__setattr__(self, "may_cut", self.overdraft is Overdraft.TRUNCATE)
-        is_plain = self.axis == TEAM and self.unit is Unit.MONEY and self.window is not WindowKind.ROLLING
+        is_plain = self.axis == TEAM and self.unit is Unit.MONEY and self.window is not _ROLLING
         object.__setattr__(self, "is_shared", is_plain and not self.epoch and is_utc)
 
     def limit_at(self, at_ms: int) -> int:
@@ -124,7 +125,7 @@ class Budget:
 
     def window_at(self, at_ms: int) -> Window:
         """The budget's window that contains `at_ms`, unix milliseconds."""
-        if self.window is WindowKind.ROLLING:
+        if self.window is _ROLLING:
             length_ms = self.rolling_s * 1000
             return Window(self.window, f"rolling-{self.rolling_s}", at_ms - length_ms, at_ms + length_ms)
         if self._is_utc:

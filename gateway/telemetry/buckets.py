@@ -17,7 +17,8 @@ Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of 
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -115,9 +116,8 @@ _STEPS_PER_DOUBLING = 4
 _BOUNDS_MS = [2 ** (step / _STEPS_PER_DOUBLING) / 10 for step in range(31 * _STEPS_PER_DOUBLING)]  # about 60 h
 
 
-def step(ms: float) -> int:
-    """The histogram bucket of a latency: 0 up to 0.1 ms, then four to each doubling."""
-    return bisect_left(_BOUNDS_MS, ms)
+step: Callable[[float], int] = partial(bisect_left, _BOUNDS_MS)
+"""The histogram bucket of a latency: 0 up to 0.1 ms, then four to each doubling."""
 
 
 def percentile_ms(histogram: Mapping[int, int], share: float) -> float | None:

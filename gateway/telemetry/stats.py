@@ -11,7 +11,7 @@ hits / (hits + misses).
 
 import asyncio
 import secrets
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -112,7 +112,7 @@ def _amounts(records: Sequence[Record]) -> Iterator[tuple[str, int]]:
     for letter, read in _TALLIED:
         yield letter, round(sum(map(read, records)))
     for letter, read in _LATENCIES:
-        steps = Counter(map(buckets.step, (ms for ms in map(read, records) if ms is not None)))
+        steps = Counter(map(buckets.step, [ms for ms in map(read, records) if ms is not None]))
         yield from ((f"{letter}{step}", count) for step, count in steps.items())
 
 
@@ -210,20 +210,21 @@ class Stats:
         records, self._records = self._records, []
         self._routes.extend(records)
         alike: dict[tuple[int, int, str, str, str], list[Record]] = {}
-        deployments: dict[tuple[int, str], DeploymentTally] = {}
+        deployments: dict[tuple[int, str], DeploymentTally] = defaultdict(DeploymentTally)
         for record in records:
-            kind = buckets.kind_of(record.cache, record.status, record.error)
+            status = record.status
+            kind = record.cache if status < 400 else buckets.kind_of(record.cache, status, record.error)
             minute = int(record.at_s) // 60
             surface = buckets.BATCH_LINES if record.batch else record.route
             alike.setdefault((minute, record.team_id, kind, record.alias, surface), []).append(record)
             if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
                 self._near.append(record)
             for attempt in record.attempts:
-                tally = deployments.setdefault((minute, attempt.name), DeploymentTally())
-                tally.ok += attempt.verdict == "ok"
-                tally.failed += attempt.verdict in ("error", "denied")
+                tally, verdict = deployments[minute, attempt.name], attempt.verdict
+                tally.ok += verdict == "ok"
+                tally.failed += verdict in ("error", "denied")
             if record.attempts:
-                tally = deployments.setdefault((minute, record.deployment), DeploymentTally())
+                tally = deployments[minute, record.deployment]
                 tally.completion_tokens += record.completion_tokens
                 tally.cost_microusd += record.cost_microusd
         for (minute, team_id, kind, model, surface), some in alike.items():

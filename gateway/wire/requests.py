@@ -172,7 +172,7 @@ def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
 
 def has_long_writes(raw: bytes) -> bool:
     """Whether a body may mark its prompt for an hour in a provider's cache."""
-    return b'"1h"' in raw or (b"\\u00" in raw and _LONG.search(raw) is not None)
+    return raw.find(b'"1h"') >= 0 or (raw.find(b"\\u00") >= 0 and _LONG.search(raw) is not None)
 
 
 _LONG = re.compile(rb'"(?:1|\\u0031)(?:h|\\u0068)"')

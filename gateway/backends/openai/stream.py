@@ -55,6 +55,9 @@ class State(Enum):
     OVER = auto()
 
 
+_NEW, _WAITING, _STREAMING, _TAIL, _OVER = State  # an attribute of an enum costs a search
+
+
 class EventReader(Protocol):
     """Translates one answer of a server with another shape into the data of OpenAI's events."""
 
@@ -114,7 +117,7 @@ class OpenAIStream:
         self._tail_timeout_s = tail_timeout_s
         self._reader = reader
         self._passing: _Passing | None = None  # of a plain answer that is no JSON
-        self._state = State.NEW
+        self._state = _NEW
         self._ready: list[Chunk] = []
         self._finishes = FinishTracker(request.choices, request.prompts)
         self._splitter = Splitter()
@@ -130,9 +133,9 @@ class OpenAIStream:
         return self
 
     async def __anext__(self) -> list[Chunk]:
-        if not self._ready and self._state is not State.OVER:
+        if not self._ready and self._state is not _OVER:
             try:
-                if self._state is State.NEW:
+                if self._state is _NEW:
                     await self._begin()
                 else:
                     await self._fill()
@@ -153,7 +156,7 @@ class OpenAIStream:
     async def aclose(self) -> None:
         """Drop the answer: an unfinished one's connection is closed at once."""
         self._ready.clear()
-        if self._state is not State.OVER:
+        if self._state is not _OVER:
             self._error = BackendBroken("The answer was given up")
             self._leave()
 
@@ -163,7 +166,7 @@ class OpenAIStream:
         exchange = self._exchange = self._admit(request)
         if exchange.pieces is not None:
             exchange.pieces = self._noted(exchange.pieces)
-        self._state = State.WAITING
+        self._state = _WAITING
         self._reading_since = asyncio.get_running_loop().time()
         self._arm(self._first_within_s)
         try:
@@ -187,9 +190,9 @@ class OpenAIStream:
         else:
             self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
         self._reading_since = None
-        if self._state is State.WAITING:
-            self._state = State.STREAMING
-        if self._state is not State.OVER:
+        if self._state is _WAITING:
+            self._state = _STREAMING
+        if self._state is not _OVER:
             self._arm(request.idle_timeout_s)
 
     async def _noted(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -207,10 +210,10 @@ class OpenAIStream:
             while part := await exchange.read():
                 if not exchange.is_complete:
                     now = loop.time()
-                    if self._state is State.WAITING and not part.isspace():
-                        self._state, begun_at = State.STREAMING, now
+                    if self._state is _WAITING and not part.isspace():
+                        self._state, begun_at = _STREAMING, now
                         self._arm(self._request.idle_timeout_s)
-                    if self._state is State.STREAMING:
+                    if self._state is _STREAMING:
                         self._reading_since = now
                         patience_s = _DRIP_SILENCES * self._request.idle_timeout_s + size_bytes / _WHOLE_BYTES_PER_S
                         if now - begun_at > patience_s:
@@ -255,11 +258,11 @@ class OpenAIStream:
         assert exchange is not None
         loop = asyncio.get_running_loop()
         since = loop.time()
-        while not self._ready and self._state is not State.OVER:
-            if self._state is State.STREAMING and self._is_complete:
-                self._state = State.TAIL
+        while not self._ready and self._state is not _OVER:
+            if self._state is _STREAMING and self._is_complete:
+                self._state = _TAIL
                 self._arm(min(self._tail_timeout_s, self._request.idle_timeout_s))
-            if self._state is not State.WAITING:
+            if self._state is not _WAITING:
                 self._reading_since = loop.time()
                 if self._reading_since - since > _DRIP_SILENCES * self._request.idle_timeout_s:
                     self._at_drip(self._reading_since - since)
@@ -277,7 +280,7 @@ class OpenAIStream:
             except PayloadTooLarge as error:
                 self._fail(BackendBroken("The deployment's answer is too long", detail=str(error)))
             finally:
-                if self._state is not State.WAITING:
+                if self._state is not _WAITING:
                     self._reading_since = None
 
     def _take_passing(self, passing: _Passing, data: bytes) -> None:
@@ -363,7 +366,7 @@ class OpenAIStream:
         last = self._splitter.end()
         if last is not None:
             self._take_all([last])
-            if self._state is State.OVER:
+            if self._state is _OVER:
                 return
         if self._finishes.is_complete:
             self._finish()
@@ -372,7 +375,7 @@ class OpenAIStream:
 
     def _at_cut(self, error: TransportError) -> None:
         """The connection failed, or `_watch` or `aclose` closed it."""
-        if self._state is State.OVER:
+        if self._state is _OVER:
             return
         if self._is_complete:
             self._close()
@@ -418,11 +421,11 @@ class OpenAIStream:
             self._exchange.close()
 
     def _end(self) -> None:
-        state, self._state = self._state, State.OVER
+        state, self._state = self._state, _OVER
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if state is not State.NEW and state is not State.OVER:
+        if state is not _NEW and state is not _OVER:
             self._on_end()
 
     def _arm(self, timeout_s: float) -> None:
@@ -441,7 +444,7 @@ class OpenAIStream:
             self._timer = None
             self._silence = (
                 f"sent nothing within {duration_s(self._first_within_s)}"
-                if self._state is State.WAITING
+                if self._state is _WAITING
                 else f"fell silent for {duration_s(self._request.idle_timeout_s)} inside its answer"
             )
             self._exchange.close()
