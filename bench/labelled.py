@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Partition, Query, fingerprint
+from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded, Tokens
 from cache.semantic.cache import PromptAdded
@@ -50,8 +51,13 @@ class Labelled:
     requests: tuple[Request, ...]
 
     def shuffled(self, seed: int, count: int | None = None) -> list[Request]:
+        """The requests in an order, each with the compat that a gateway gives it which has seen those before it."""
         order = np.random.default_rng(seed).permutation(len(self.requests))
-        return [self.requests[place] for place in order[:count]]
+        learned = Learned()
+        return [
+            replace(one, query=_query(one.messages, one.query.text, learned))
+            for one in (self.requests[place] for place in order[:count])
+        ]
 
 
 def load(folder: Path) -> list[Labelled]:
@@ -74,11 +80,14 @@ def _request(row: Mapping[str, Any], number: int) -> Request:
     ]
     if row.get("system") is not None:
         messages.insert(0, {"role": "system", "content": row["system"]})
-    body = {"model": "bench", "messages": messages}
-    made = relaxed(fingerprint(body, TENANT), body)
     exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
-    query = Query(TENANT, made.compat, made.text or row["text"], context=made.context)
-    return Request(query, exact, str(row["label"]), messages)
+    return Request(_query(messages, row["text"]), exact, str(row["label"]), messages)
+
+
+def _query(messages: Sequence[Mapping[str, str]], text: str, learned: Learned | None = None) -> Query:
+    body = {"model": "bench", "messages": messages}
+    made = relaxed(fingerprint(body, TENANT), body, learned=learned)
+    return Query(TENANT, made.compat, made.text or text, context=made.context)
 
 
 class Recall:

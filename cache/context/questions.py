@@ -71,6 +71,16 @@ _QUOTING = stems(
     """
 )
 _MINE = stems("i i'm i've i'd me my mine myself we us our ours")
+# of a span whose label no table knows
+_POINTING = stems(
+    "it its this these those they them one ones token key string uuid hash hashed valid decode decoded decrypt decipher"
+    " plaintext encoded encrypted"
+)
+# what a rule reads of an id: "codes that start with 7 are test calls"
+_FORMS = stems(
+    "start starts starting begin begins beginning end ends ending prefix suffix first last digit digits letter letters"
+    " character even odd contain contains containing range between higher lower greater less than older newer"
+)
 _FOREIGN = word_set(
     """
     wie ist ich bin mein meine meinen heute welche welcher welches heiße heisse uhr wann wer datum
@@ -127,8 +137,9 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
         is_moment = span.kind is SpanKind.MOMENT
         if (
             _needs(asked, span, has_tools=has_tools)
+            or (span.is_learned and _points_at(asked, span, rest))
             or (is_moment and (asks_now or not (facts - FUNCTION_WORDS).isdisjoint(asked)))
-            or (is_moment and facts and not _SPELL_WORDS.isdisjoint(asked))
+            or (is_moment and facts and (_PAST_ASKED.match(question) or not _SPELL_WORDS.isdisjoint(asked)))
         ):
             needed.add(place)
     return frozenset(needed)
@@ -156,8 +167,11 @@ _STATE_ASKED = re.compile(
     r"|\bwho(?:['’]s| is| are) (?:the|our|your)\b",
     re.IGNORECASE,
 )
+# beside a date: "was the visit missed?"
+_PAST_ASKED = re.compile(r"\W*(?:was|were|has|have|had|did)\b", re.IGNORECASE)
 _NOW_ASKED = re.compile(
-    r"\b(?:what|which|the)(?:['’]s| is)? (?:the )?(?:time|day|date|month|year|hour|week)\b|\b(?:time|day|date|month|year) is\b",
+    r"\bis it (?:\w+ )?(?:morning|noon|afternoon|evening|night|midnight)\b"
+    r"|\b(?:what|which|the)(?:['’]s| is)? (?:the )?(?:time|day|date|month|year|hour|week)\b|\b(?:time|day|date|month|year) is\b",
     re.IGNORECASE,
 )
 # a date, a day or a season
@@ -169,6 +183,29 @@ _DATED = re.compile(
 )
 _SENTENCE = re.compile(r"[.!?;](?=\s|$)|\n")
 _CLOCK = re.compile(r"\b\d{1,2}[:.]\d\d\b|\b\d{1,2} ?(?:am|pm|o'clock)\b", re.IGNORECASE)
+
+
+def _points_at(asked: frozenset[str], span: Span, rest: str) -> bool:
+    """Whether a question may be about a span that no table knows: it says "this", names nothing, or has a
+    word of a sentence that has a word of the span's label; any may where such a sentence reads the form of an id.
+    """
+    if not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS:
+        return True
+    beside = _words_with(span.label, rest)
+    return not _FORMS.isdisjoint(beside) or not (beside - FUNCTION_WORDS).isdisjoint(asked)
+
+
+_LETTERED = re.compile(r"(?<![\w'’])[B-HJ-Z](?![\w'’])|[A-Za-z]\d|\d[A-Za-z]")  # "those with a B are urgent"
+
+
+@remembered(512)
+def _words_with(label: str, text: str) -> frozenset[str]:
+    """The words of those sentences that have a word of a label, and `_FORMS` where one has a letter or a code."""
+    named = frozenset(words_of(label)) - FUNCTION_WORDS
+    read = ((frozenset(_stems_in(sentence)), sentence) for sentence in _SENTENCE.split(text))
+    beside = [(words, sentence) for words, sentence in read if not named.isdisjoint(words)]
+    forms = _FORMS if any(_LETTERED.search(sentence) for _, sentence in beside) else frozenset()
+    return forms.union(*(words for words, _ in beside))
 
 
 def _needs(asked: frozenset[str], span: Span, *, has_tools: bool) -> bool:

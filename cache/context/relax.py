@@ -1,6 +1,6 @@
 """The compat of a request without what its last text does not rely on.
 
-Pure. Where a semantic lookup follows, `relaxed` reads a request once more. It leaves out volatile
+Pure, but for what a `Learned` has seen. Where a semantic lookup follows, `relaxed` reads a request once more. It leaves out volatile
 spans of the system prompt that the last text does not need, and a history that it does not need;
 tools are a set, and the ids of tool calls are their places. Knows no index and no verdicts.
 Invariants: a request of which nothing can be left out keeps its byte-exact compat; the partition,
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from cache.context.dialogue import stands_alone
+from cache.context.learned import Learned
 from cache.context.questions import DAYS, relied_on, words_of
 from cache.context.volatile import TEXT_CHARS_MAX, Span, SpanKind, spans
 from cache.decision.text_features import read_for
 from cache.decision.words import FUNCTION_WORDS, OTHER_NUMBERS, SMALL
 from cache.fingerprint import CONTEXT_CHARS_MAX, Fingerprint, fingerprint
 
+_SpansOf = Callable[[str], tuple[Span, ...]]
 _SYSTEM = ("system", "developer")
 _HISTORY_CHARS_MAX = 32_768
 
@@ -37,17 +39,24 @@ def relaxed(
     body: Mapping[str, Any],
     keyed: Collection[str] = (),
     patterns: tuple[re.Pattern[str], ...] = (),
+    learned: Learned | None = None,
 ) -> Fingerprint:
     """The fingerprint of `body` with its compat relaxed, and with what that leaves out.
 
-    `keyed` is as `fingerprint` takes it; `patterns` are an operator's volatile spans.
+    `keyed` is as `fingerprint` takes it; `patterns` are an operator's volatile spans. `learned` learns
+    from this request.
     """
+
+    def spans_of(text: str) -> tuple[Span, ...]:
+        known = spans(text, patterns)
+        return learned.spans(found.partition, text, known) if learned is not None else known
+
     messages = body.get("messages")
     if found.text is None or not isinstance(messages, list):
         return found
     try:
         with read_for(found.partition):
-            made = _relaxed(found, body, messages, keyed, patterns)
+            made = _relaxed(found, body, messages, keyed, spans_of)
     except (ValueError, RecursionError):  # the arguments of a call are deeper as a value than as a text
         return found
     context = "\n".join(text for turn in messages[:-1] for text in _texts_of(turn))
@@ -59,7 +68,7 @@ def _relaxed(
     body: Mapping[str, Any],
     messages: list[Any],
     keyed: Collection[str],
-    patterns: tuple[re.Pattern[str], ...],
+    spans_of: _SpansOf,
 ) -> Fingerprint:
     assert found.text is not None, "its caller has checked it"
     count = next((at for at, one in enumerate(messages) if one.get("role") not in _SYSTEM), len(messages))
@@ -71,7 +80,7 @@ def _relaxed(
     turns: list[Any] = [*systems, *_by_value(history), last]
     if is_alone:
         left_out += [str(one["content"]) for one in history]
-        turns, slots, kept = _without_slots(systems, found.text, patterns, has_tools=bool(tools))
+        turns, slots, kept = _without_slots(systems, found.text, spans_of, has_tools=bool(tools))
         turns.append(last)
         left_out += slots
     if turns == messages and all(body[name] == made for name, made in tools.items()):
@@ -87,7 +96,7 @@ def shows_left_out(answer: str, found: Fingerprint) -> bool:
     """
     if not found.left_out:
         return False
-    beside = frozenset(word for text in found.beside for word in _words(text))
+    beside = frozenset(word for text in found.beside for word in (*_words(text), *_DIGIT.findall(text)))
     telling, plain = _telling(answer) - beside, _squeezed(answer)
     return any(
         _shows_span(text, answer, plain, beside)
@@ -105,9 +114,11 @@ def _shows_span(value: str, answer: str, plain: str, beside: frozenset[str]) -> 
         return True  # a name of another script has many spellings in Latin letters
     tokens = [part for token in _TOKEN.findall(value) for part in _parts(token) if part not in beside]
     forms = {_squeezed(form) for part in tokens for form in (part, part.translate(_UMLAUTS))} | {_squeezed(value)}
+    forms.update(figure for figure in _FIGURE.findall(value) if figure not in beside)
     if any(len(form) > 2 and form in plain for form in forms) or not _words(answer).isdisjoint(tokens):
         return True
-    is_counted = any(char.isdigit() for char in value) or not DAYS.isdisjoint(words_of(value))
+    is_counted = not _CODE.fullmatch(value) and any(char.isdigit() for char in value)
+    is_counted = is_counted or not DAYS.isdisjoint(words_of(value))
     if is_counted:
         said = frozenset(words_of(answer))
         return any(word not in beside and (word in _COUNTING or word[0].isdigit()) for word in said)
@@ -120,6 +131,9 @@ def _squeezed(text: str) -> str:
 
 
 _UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "å": "aa", "ø": "oe", "æ": "ae"})
+_CODE = re.compile(r"(?!.*(?:(?:19|20)\d\d|\d{6}T\d))(?=[\d_-]*[A-Za-z])(?=[A-Za-z_-]*\d)[\w-]{5,}")  # no date
+_DIGIT = re.compile(r"(?<![\w.,])\d(?![\w.,]\w)\b")  # too short for `_words`
+_FIGURE = re.compile(r"\d{3,}")
 _INITIALS = re.compile(r"\b[A-Z]\. ?[A-Z]\b")
 _COUNTING = DAYS | frozenset((*SMALL, *OTHER_NUMBERS))
 
@@ -144,14 +158,14 @@ def _parts(token: str) -> list[str]:
 
 
 def _without_slots(
-    systems: Sequence[Any], question: str, patterns: tuple[re.Pattern[str], ...], *, has_tools: bool
+    systems: Sequence[Any], question: str, spans_of: _SpansOf, *, has_tools: bool
 ) -> tuple[list[Any], list[str], str]:
     """The turns of the system prompt without the spans that the question does not rely on, the texts of
     these, and `volatile` where it relies on one.
     """
     texts = [_texts_of(one) for one in systems]
     is_long = sum(len(text) for row in texts for text in row) > TEXT_CHARS_MAX
-    found = [[() if is_long else spans(text, patterns) for text in row] for row in texts]
+    found = [[() if is_long else spans_of(text) for text in row] for row in texts]
     if not any(some for row in found for some in row):
         return list(systems), [], ""
     turns: list[Any] = []

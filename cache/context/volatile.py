@@ -44,7 +44,7 @@ class SpanKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Span:
     """Characters `start` to `end` of a text. `label` has the words before it that name it; `value`
-    is what a digest takes where it matters.
+    is what a digest takes where it matters. One that `is_learned` has a label that no table knows.
     """
 
     start: int
@@ -52,6 +52,7 @@ class Span:
     kind: SpanKind
     value: str
     label: str = ""
+    is_learned: bool = False
 
 
 def _any(words: str) -> str:
@@ -132,7 +133,7 @@ _IS = rf"(?:{_SIGN}| )"
 _NOW = (
     r"(?:today(?:['’]s)?(?: date| day)?|(?:the )?(?:current|present|local|server|system|user(?:['’]s)? local)"
     r"(?: local| utc| system)?[ _-]?(?:date(?:[ _/-]?(?:and|&)?[ _/-]?time)?|time(?:stamp)?|day|datetime)(?: \([^)\n]{1,24}\))?"
-    r"|timestamp|datetime|it|now|heute|(?:aktuelles? )?datum|uhrzeit|aujourd['’]hui(?: nous sommes)?|date du jour"
+    r"|timestamp|datetime|rendered|it|now|heute|(?:aktuelles? )?datum|uhrzeit|aujourd['’]hui(?: nous sommes)?|date du jour"
     r"|hoy|fecha(?: actual| de hoy)?|hora actual|oggi|data(?: odierna| di oggi| de hoje| atual)?|hoje|vandaag)"
 )
 _NOW_ALONE = r"(?:date|time|day|date and time|date/time)"  # a label only where a clause begins with it
@@ -142,10 +143,6 @@ _SESSIONS = (
     " sessione sessie sessão"
 )
 _STATIONS = "run terminal kiosk till"
-_NUMBERED_ONES = (
-    "call ticket case job device instance host pod worker container sandbox workspace build task connection station"
-    " message span"
-)
 _USERS = (
     "user customer guest caller client member patient student learner pupil employee visitor account subscriber passenger traveler"
     " traveller player reader applicant candidate cardholder borrower resident participant attendee contact driver rider buyer"
@@ -184,7 +181,7 @@ def _pattern(
 # a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
 _BARE = frozenset(("date", "time", "day"))
 _NOWS = (
-    "today the current present local server system user timestamp datetime it now heute aktuelle aktuelles datum uhrzeit"
+    "today the current present local server system user timestamp datetime rendered it now heute aktuelle aktuelles datum uhrzeit"
     " aujourd date hoy fecha hora oggi data hoje vandaag"
 )
 _BY_CUE: dict[str, list[tuple[SpanKind, re.Pattern[str]]]] = {}
@@ -195,9 +192,7 @@ for _cues, _kind, _label in (
     _pattern(_SESSIONS, SpanKind.ID, f"{_any(_SESSIONS)}{_NUMBERED}{_IS}", _ID),
     _pattern(_SESSIONS, SpanKind.ID, f"{_any(_SESSIONS)}{_SIGN}", r"\d{5,20}"),
     _pattern(f"{_SESSIONS} {_STATIONS}", SpanKind.ID, f"{_any(f'{_SESSIONS} {_STATIONS}')}{_IS}", _MIXED),
-    _pattern(
-        f"{_STATIONS} {_NUMBERED_ONES}", SpanKind.ID, f"{_any(f'{_STATIONS} {_NUMBERED_ONES}')}{_NUMBERED}{_IS}", _ID
-    ),
+    _pattern(_STATIONS, SpanKind.ID, f"{_any(_STATIONS)}{_NUMBERED}{_IS}", _ID),
     _pattern("terminal kiosk till", SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE),
     _pattern(_USERS, SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID),
     _pattern(_USERS, SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})"),
@@ -386,7 +381,7 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
             for match in pattern.finditer(text)
             if match.end() > match.start()
         )
-    return _apart(found)
+    return apart(found)
 
 
 def _span(match: re.Match[str], kind: SpanKind) -> Span:
@@ -424,10 +419,10 @@ def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
     return is_at_end or any(one.kind in (SpanKind.NAME, SpanKind.ID) for one in inside)
 
 
-def _apart(found: list[Span]) -> tuple[Span, ...]:
+def apart(found: list[Span]) -> tuple[Span, ...]:
     """In their order; of two that overlap the one that begins first, or the longer."""
-    apart: list[Span] = []
+    kept: list[Span] = []
     for span in sorted(found, key=lambda one: (one.start, -one.end)):
-        if not apart or span.start >= apart[-1].end:
-            apart.append(span)
-    return tuple(apart) if len(apart) <= _SPANS_MAX else ()
+        if not kept or span.start >= kept[-1].end:
+            kept.append(span)
+    return tuple(kept) if len(kept) <= _SPANS_MAX else ()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
+from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.context.volatile import compile_pattern
 from cache.decision.guards import COLD_FIRST, COLD_WRONG, thresholds_of
@@ -148,6 +149,7 @@ class SemanticLookup:
         self._audited = audited
         self._stores_awaited_s = stores_awaited_s
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
+        self._learned = Learned()
         self._random = random
         self._clock = clock
         self._cold = _ColdShare(COLD_FIRST / settings.workers)
@@ -162,7 +164,7 @@ class SemanticLookup:
         unsought = self._why_not(found, team, alias)
         if unsought or (turn.native is not None and turn.native.apart is not None):
             return found, unsought
-        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile), ""
+        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile, self._learned), ""
 
     async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
         """A verified semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""

@@ -402,6 +402,16 @@ def test_a_long_system_prompt_in_parts_has_no_spans() -> None:
 # -- answers
 
 
+def test_a_figure_beside_a_date_is_told_unless_the_prompt_has_it() -> None:
+    """Also one of a single digit: "4" may be days that were counted, or the price that the prompt has."""
+    made = fp(body("What does delivery cost?", "Today is Monday, 6 October 2025. Delivery costs 4 euros, gifts 12."))
+    assert made.left_out
+    for answer in ("It costs 4 euros.", "4", "12 euros"):
+        assert not shows_left_out(answer, made), answer
+    for answer in ("5 days are left.", "It costs 40 euros.", "four", "In 3 days"):
+        assert shows_left_out(answer, made), answer
+
+
 def test_an_answer_that_shows_what_was_left_out_is_told() -> None:
     """A name, a date, an id or a figure of a free span or a free history, unless the rest of the request has it, too."""
     made = fp(body("What does a missed visit cost?", CLINIC.format(**ANNA)))
