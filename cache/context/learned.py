@@ -29,11 +29,11 @@ _FIGURES = re.compile(r"[0-9](?:[0-9A-Za-z_-]{4,}|(?<=[A-Za-z_-][0-9])[0-9A-Za-z
 # things that have a code; of what is in `_NUMBERED` only its number says no more than which one it is
 _CODED = word_set(
     """
-    trace span req request correlation session conversation host node pod worker container booking reservation ticket
+    trace span req request correlation session conversation host pod worker booking reservation ticket
     """
 )
 _NUMBERED = _CODED | word_set(
-    "order case cart basket ride trip call job device instance sandbox workspace build task connection station message"
+    "node container order case cart basket ride trip call job device instance sandbox workspace build task connection station message"
 )
 # what has such a key is content
 _CONTENT = word_set(
@@ -53,7 +53,7 @@ _KEY_CHARS_MAX = 48
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])|\n")
 
 # the words of a code: "INC0048", "web-eu-3"
-_WORDS, _LETTERS = re.compile(r"(?:[A-Za-z]+[-_])+"), re.compile(r"[A-Za-z]{3,}(?=\d)")
+_WORDS, _LETTERS = re.compile(r"(?:[A-Za-z]+[-_])+"), re.compile(r"[A-Za-z]{3,}(?=\d{4})")
 _RAW = re.compile(r"[0-9a-fA-F]{12,}|01[0-9A-HJKMNP-TV-Z]{24}")  # or a ULID
 _SWITCH = re.compile(r"\d(?=[A-Za-z])|[A-Za-z](?=\d)")
 _CASES = re.compile(r"\d(?=\D)|[A-Z](?=[a-z\d])|[a-z](?=[A-Z\d])")
@@ -155,7 +155,9 @@ def _is_random(token: str, *, is_whole: bool = False) -> bool:
         return switches > 2 and _RAW.fullmatch(plain) is not None
     if _AMOUNT.fullmatch(token) or _PART.search(token):
         return False
-    is_mixed = len(plain) > 13 and 2 * len(_CASES.findall(plain)) >= len(plain) and plain.lower() != plain
+    is_mixed = (
+        len(plain) > 13 and switches > 2 and 2 * len(_CASES.findall(plain)) >= len(plain) and plain.lower() != plain
+    )
     return is_mixed or (switches > 4 and not _WORDY.search(plain))
 
 
@@ -168,7 +170,8 @@ def _is_coded(text: str, before: int, start: int, end: int) -> bool:
     if not known or not (tail[-1].isalpha() or (is_numbered and tail[-1] == ".")):
         return False
     token = text[start:end]
-    is_mixed = end - start > 4 and not token.replace("-", "").replace("_", "").isdigit()
+    # "win10" is no code, "QX7LTM" is
+    is_mixed = end - start > 4 and not token[:3].isalpha() and not token.replace("-", "").replace("_", "").isdigit()
     return (before < start or is_numbered or is_mixed) and not (_AMOUNT.fullmatch(token) or _PART.search(token))
 
 

@@ -186,10 +186,11 @@ _CLOCK = re.compile(r"\b\d{1,2}[:.]\d\d\b|\b\d{1,2} ?(?:am|pm|o'clock)\b", re.IG
 
 
 def _points_at(asked: frozenset[str], span: Span, rest: str) -> bool:
-    """Whether a question may be about a span that no table knows: it says "this", names nothing, or has a
+    """Whether a question may be about a span that no table knows: it says "this", names nothing, has a code or a
     word of a sentence that has a word of the span's label; any may where such a sentence reads the form of an id.
     """
-    if not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS:
+    has_code = any(word.isalnum() and not word.isalpha() and not word.isdigit() for word in asked)
+    if has_code or not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS:
         return True
     beside = _words_with(span.label, rest)
     return not _FORMS.isdisjoint(beside) or not (beside - FUNCTION_WORDS).isdisjoint(asked)
