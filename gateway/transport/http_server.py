@@ -273,6 +273,16 @@ class BufferedTransport:
         return getattr(self._transport, name)
 
 
+class _Trailers(list[_Header]):
+    """Where fields after a body go: they are no headers, and are dropped (RFC 9110, section 6.5.1)."""
+
+    def append(self, field: _Header) -> None:
+        pass
+
+
+_TRAILERS = _Trailers()
+
+
 class ServerProtocol(HttpToolsProtocol):
     """One connection. Requests to `/v1` use `RequestCycle`, all others uvicorn's cycle."""
 
@@ -289,6 +299,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._held = b""  # the end of a partial head, if it may begin an upgrade header
         self._head_timer: asyncio.TimerHandle | None = None
         self._body_bytes = 0
+        self._unbodied_bytes = 0  # since the last byte of a body, or its head
         self._body_since = 0.0
         self._body_timer: asyncio.TimerHandle | None = None  # set while a body is incomplete
         self._idle_since = 0.0
@@ -333,7 +344,8 @@ class ServerProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._unbodied_bytes = 0
+        self.headers = _TRAILERS
         if self._head_timer is not None:
             self._stop_timer()
         url = self.url
@@ -362,6 +374,10 @@ class ServerProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        self._unbodied_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_head = True  # of the next request on this connection
@@ -437,6 +453,7 @@ class ServerProtocol(HttpToolsProtocol):
                 data = _UPGRADE.sub(rb"\1x-upgrade-ignored:", head) + end + rest
             if not end and (part := _PART_OF_UPGRADE.search(data[-8:])):
                 data, self._held = data[: -len(part[1])], part[1]
+        self._unbodied_bytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self._refuse_head()
@@ -444,7 +461,9 @@ class ServerProtocol(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self.head_within_s, self._head_is_late)
         if not self._is_in_head:
             self._body_bytes += len(data)
-            if self._body_timer is None:
+            if self._unbodied_bytes > HEAD_BYTES_MAX:  # trailers, or extensions of a chunk
+                self._refuse_body(_TOO_LARGE)
+            elif self._body_timer is None:
                 self._body_since = self.loop.time()
                 self._body_timer = self.loop.call_later(self.body_within_s, self._body_is_late)
         elif self._body_timer is not None:
@@ -459,8 +478,11 @@ class ServerProtocol(HttpToolsProtocol):
             self._body_timer = self.loop.call_later(left_s, self._body_is_late)
             return
         self._body_timer = None
+        self._refuse_body(_TOO_SLOW)
+
+    def _refuse_body(self, answer: bytes) -> None:
         if self.cycle is None or not self.cycle.response_started:
-            self.transport.write(_TOO_SLOW)
+            self.transport.write(answer)
         self.transport.close()
 
     def _stop_body_timer(self) -> None:

@@ -28,6 +28,7 @@ class App:
         self.bodies: list[bytes] = []
         self.large = b""
         self.stalls: list[ClientStalled] = []
+        self.headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -52,6 +53,7 @@ class App:
             message = await receive()
         body = b"".join(parts)
         self.bodies.append(body)
+        self.headers = scope["headers"]
         if scope["path"] == "/v1/read-and-wait":
             scope["extensions"][WHEN_GONE](self.gone.set)
             await self.gone.wait()
@@ -404,6 +406,31 @@ async def test_a_client_of_http_1_0_is_sent_no_chunks(client: Client) -> None:
     client.send(post("/v1/stream", b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"))
     head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
     assert (b"connection: close" in head, body) == (True, b"hello")
+
+
+CHUNKED = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/v1/echo", b"/other"])
+async def test_trailers_are_no_headers(client: Client, app: App, path: bytes) -> None:
+    """Fields after a body are read and dropped, also where the whole request arrives at once; the next one has its own."""
+    for _ in range(2):
+        client.send(CHUNKED % path + b"5\r\nhello\r\n0\r\nAuthorization: Bearer other\r\n\r\n")
+        assert (await client.response())[1] == b"hello"
+        assert [name for name, _ in app.headers] == [b"host", b"transfer-encoding"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/echo", b"/other"])
+@pytest.mark.parametrize(
+    "more", [b"0\r\n" + b"x-a: b\r\n" * 20_000, b"0\r\nx-a: " + b"b" * 200_000, b"1;" + b"b" * 200_000]
+)
+async def test_what_is_neither_head_nor_body_is_bounded(client: Client, path: bytes, more: bytes) -> None:
+    """Trailers, a long one and extensions of chunks take no more of a worker's memory than a head may."""
+    client.send(CHUNKED % path)
+    await asyncio.sleep(0.02)  # one read is not looked at in parts
+    client.send(more)
+    assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 431 ")
+    assert b'"code":"headers_too_large"' in await client.reader.read()
 
 
 class Impatient(ServerProtocol):
