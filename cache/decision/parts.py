@@ -1,20 +1,23 @@
 """The parts of a prompt: what must be equal, and the one span that is compared by meaning.
 
 Pure: takes a text and returns digests and that span. Knows no cache and no similarity, and of a
-namespace only which lines are a template's. Lines are read one by one. Tags that name documents,
-fences, and paragraphs of over `LONG_WORDS` words are documents. The question is the one line with a
-question's label, at the start or the end of the prompt. Where a prompt has neither, the slot is the
-one paragraph that is no line of a known template, or a line that asks after a longer text.
+namespace only how many of its prompts have a line. Lines and the strings of JSON are read one by
+one. Tags that name documents, long fences, and paragraphs of over `LONG_WORDS` words are documents.
+The question is the one line with a question's label, at the start or the end of the prompt, or the
+one string under such a key. Where a prompt has neither, what is left over between the lines of a
+known template is, or a line at an end that asks about a longer text.
 
 Invariants: all of a text but its question is in its frame, so it is equal where frames are, byte for
-byte, but for the order of chunks that have the same tag or kind of heading; a text of which the
-question can't be told has either no question, or no frame and all of it is compared.
+byte, but for the order of chunks that have the same tag or kind of heading, and for lines that say
+the same question once more; a text of which the question can't be told has either no question, or no
+frame and all of it is compared.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from hashlib import blake2b
@@ -23,8 +26,14 @@ from itertools import groupby
 from cache.decision.guards import LONG_WORDS
 from cache.decision.text_features import remembered
 
+TEMPLATE_PROMPTS = 3
+"""Of a namespace that have a line: from then on it is a template's, or that of a known document."""
+
 _DIGEST_BYTES = 12
-_SPANS_MAX, _CHARS_MAX = 48, 3_000  # a prompt with more has no slot
+_SPANS_MAX = 64  # a prompt with more has no slot
+_CHARS_MAX = 3_000  # of a prompt of which an entry keeps the long paragraphs
+_JSON_MAX = 4  # attempts to read JSON in a prompt
+_LABELS_MAX = 2  # of questions with the same words
 _LABEL_CHARS = 100  # of a line in which a label may be: patterns read no more
 _TEMPLATE_WORDS = 12  # fewer, and what prompts share is no template
 
@@ -33,7 +42,9 @@ _DOCUMENTS = (
     "knowledge|memor(?:y|ies)|notes|pages?|passages?|polic(?:y|ies)|references?|records?|reports?|results?|snippets?|"
     "sources?|tables?|transcripts?"
 )
-_QUESTIONS = "(?:(?:user|customer|client|human)(?:'s)?[ _-]?)?(?:question|query|request|instruction|task)"
+_QUESTIONS = "(?:[\\w'’]{1,20}[ _-])?(?:question|query|request|instruction|task)"
+_PLAIN_QUESTION = re.compile(r"question|query|\bq\b", re.IGNORECASE)  # what else asks may be an instruction
+_QUESTION_KEY = re.compile(_QUESTIONS, re.IGNORECASE)
 _FENCE = re.compile(r"(`{3,}|~{3,})")
 _TAG = re.compile(r"<([A-Za-z][\w.-]*)(?:\s[^<>]*)?>")
 _TAGS = re.compile(r"<(/?)([A-Za-z][\w.-]*)[\s>]")
@@ -44,15 +55,25 @@ _DOCUMENT_LABEL = re.compile(
     re.IGNORECASE,
 )
 _QUESTION_LABEL = re.compile(
-    rf"(?:#{{1,6}} *{_QUESTIONS}:?\s*$|[*_]{{0,2}}{_QUESTIONS}[*_]{{0,2}}:[*_]{{0,2}}[ \t]*|<({_QUESTIONS})>[ \t]*)",
+    rf"(?:#{{1,6}} *{_QUESTIONS}:?\s*$|[*_]{{0,2}}(?:{_QUESTIONS}|q)[*_]{{0,2}}:[*_]{{0,2}}[ \t]*|<{_QUESTIONS}>[ \t]*)",
     re.IGNORECASE,
 )
-_HEADING = re.compile(r"(?:(\[)[^\[\]]+\]|(\*\*)[^*]+\*\*:?)$")
+_HEADING = re.compile(
+    r"(\[)[^\[\]/][^\[\]]*\]$|(\*\*)[^*]+\*\*:?$|(#{2,6}) .+$|(={2,}|-{2,})[^=-].*[=-]{2,}$|(<<)[^<>]+>>$"
+)
+_INLINE_HEADING = re.compile(r'(\[)[^\[\]/][^\[\]]*\] |(")[^"]+": ')
 _ORDINAL = re.compile(
     r"\b(?:step|part|chapter|section|phase|day|turn|example|page)\b|^\W*\d|\b(?:first|then|last)\b", re.I
 )
-_LABEL = re.compile(r"[^\W\d][\w '-]{0,30}:\s+")
+_LABEL = re.compile(r"[#>*_(\s-]{0,6}(?:\[[^\[\]\n]{1,30}\]:?|[^\W\d][\w '’-]{0,40}[*_)]{0,3}:[*_]{0,2})\s+")
 _FIELD = re.compile(r"[^\W\d][^:\n\d]{0,30}: +\S")
+
+
+_JSON_TOKEN = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?|[{}\[\]]')
+_JSON_START = re.compile(r'\s*[{\[]\s*(?:["{\[]|$)')
+_TAGGED = re.compile(r"<([A-Za-z][\w.-]*)[^<>]*>(.*)</\1>", re.DOTALL)
+_OPENING = " \t\"'“`<[(*_>"
+_PAIRS = {'"': '"', "'": "'", "“": "”", "`": "`", "<": ">", "[": "]", "(": ")", "*": "*", "_": "_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +92,28 @@ class Kind(IntEnum):
     """Of a span."""
 
     LINE = 0
-    LONG = 1  # a paragraph that nothing names a document: it may be an instruction
-    DOCUMENT = 2
+    QUOTED = 1  # a line of a short fence: a label in it is none
+    LONG = 2  # a paragraph that nothing names a document: it may be an instruction
+    DOCUMENT = 3
+
+
+_MARKED = (Kind.QUOTED, Kind.DOCUMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A line or paragraph, or a document whose `text` is left out. `blanks` are the blank lines before it,
-    `paragraph` is the number of its paragraph, `chunk` the tag or heading of a chunk whose order
-    among its like is free.
+    """A line, a paragraph or a string of JSON, or a document whose `text` is left out. `glue` is what
+    stands between it and the piece before, `paragraph` the number of its paragraph, `chunk` the tag
+    or heading of a chunk whose order among its like is free, `key` that of a string of JSON.
     """
 
     digest: bytes
     text: str
-    blanks: int
+    glue: str
     paragraph: int
     chunk: str
     kind: Kind
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +128,20 @@ class Split:
     @classmethod
     def of(cls, spans: tuple[Piece, ...]) -> Split:
         """That of a prompt of these spans, of which no template is known."""
-        return cls(Parts(b"", "\n".join("\n" * span.blanks + span.text for span in spans)), spans)
+        is_marked = any(span.kind in _MARKED for span in spans)
+        labels = [place for place, span in enumerate(spans) if _is_asking(span)]
+        plain = [place for place in labels if _is_plain(spans[place])]
+        labels = plain or labels
+        found = [_question(spans, place) for place in labels] if len(labels) <= _LABELS_MAX else []
+        asked = {one[0].question: one for one in found if one is not None}
+        if len(asked) == 1 and None not in found:
+            ((parts, is_sure),) = asked.values()
+            # a paragraph of one line at the start is the instruction
+            is_told = any(span.kind and (place > 0 or "\n" in span.text) for place, span in enumerate(spans))
+            return cls(replace(parts, has_documents=is_marked or is_told), () if plain and is_sure else spans)
+        if is_marked or labels:
+            return cls(Parts(_frame(spans, 0, 0), ""), spans)
+        return cls(Parts(b"", "".join(span.glue + span.text for span in spans)), spans)
 
     @property
     def lines(self) -> list[bytes]:
@@ -110,48 +149,133 @@ class Split:
         labels = (_LABEL.match(span.text) for span in self.spans)
         return [*(span.digest for span in self.spans), *(_digest(match.group()) for match in labels if match)]
 
-    def slot(self, is_template: Callable[[bytes], bool]) -> Parts:
-        """The parts where these lines are a template's; one paragraph of others is the slot. After a longer
-        text that no template has, which may be a document, a last line that asks is the slot.
+    def slot(self, count: Callable[[bytes], int], *, is_lookup: bool = False) -> Parts:
+        """The parts where `count` prompts have each of these lines. In a lookup also where no known line may be
+        a question that many have asked: in an entry's place that would change with each prompt.
         """
-        free = [place for place, span in enumerate(self.spans) if not is_template(span.digest)]
-        if not free:
+        made = _Shared(self.spans, count).parts(is_lookup)
+        if made is None:
             return self.parts
-        paragraph = self.spans[free[-1]].paragraph
-        own = [place for place in free if self.spans[place].paragraph == paragraph]
-        if any(self.spans[place].kind for place in own):
-            return self.parts
-        first, last = self._record(own[0], own[-1])
-        inside = self.spans[first : last + 1]
-        words = _words(self.spans) - _words(inside)
-        if words < _TEMPLATE_WORDS or _words(inside) > LONG_WORDS:
-            return self.parts
-        if own != free and (words <= LONG_WORDS or len(inside) > 1 or not inside[0].text.rstrip().endswith("?")):
-            return self.parts
-        lines = [span.text for span in inside]
-        is_record = len(lines) > 2 and all(map(_FIELD.match, lines))
-        text = "\n".join(sorted(lines) if is_record else lines)
-        label = _LABEL.match(text) if not is_record else None
-        start = label.end() if label is not None and is_template(_digest(label.group())) else 0
-        end = len(text.rstrip())
-        if not text[start:end]:
-            return self.parts
-        frame = _frame(self.spans, first, last + 1, (text[:start], text[end:]))
-        return Parts(frame, text[start:end], has_documents=any(self.spans[place].kind for place in free))
+        # a label that the template does not bear out is no question's
+        return made if made.question else Parts(_frame(self.spans, 0, 0), "") if self.parts.frame else self.parts
 
-    def _record(self, first: int, last: int) -> tuple[int, int]:
-        """The whole run of fields that begins or ends within: a record's fields vary together."""
 
-        def is_field(place: int) -> bool:
-            return not self.spans[place].kind and _FIELD.match(self.spans[place].text) is not None
+class _Shared:
+    """The spans of a prompt, and how many prompts of its namespace have each of them."""
 
-        if all(map(is_field, range(first, last + 1))):
-            paragraph = self.spans[first].paragraph
-            while first and self.spans[first - 1].paragraph == paragraph and is_field(first - 1):
-                first -= 1
-            while last + 1 < len(self.spans) and self.spans[last + 1].paragraph == paragraph and is_field(last + 1):
-                last += 1
-        return first, last
+    def __init__(self, spans: Sequence[Piece], count: Callable[[bytes], int]) -> None:
+        self._spans = spans
+        self._counts = [count(span.digest) for span in spans]
+        self._known = [some >= TEMPLATE_PROMPTS for some in self._counts]
+        labels = [_LABEL.match(span.text) for span in spans]
+        # how many prompts have its label, and the label's length
+        self._labels = [(count(_digest(one.group())), one.end()) if one is not None else (0, 0) for one in labels]
+        self._records = _records(spans)
+
+    def parts(self, is_lookup: bool) -> Parts | None:
+        """What is left over between known lines, in one place, is compared. Where there are documents, a line at
+        an end that asks goes before. None without a template, and no question where it can't be told.
+        """
+        groups = self._groups()
+        asked = self._asked(groups)
+        if asked is not None:
+            return replace(self._compared(asked, asked), has_documents=True)
+        words = sum(_words(span) for span, is_known in zip(self._spans, self._known, strict=True) if is_known)
+        if words < _TEMPLATE_WORDS:
+            return None
+        found = [self._compared(*group) for group in groups if self._is_between(*group)]
+        is_known = is_lookup and any(map(self._varies, range(len(self._spans))))
+        if is_known or len({one.question for one in found}) != 1 or not found[0].question:
+            return Parts(b"", "")
+        most = max(TEMPLATE_PROMPTS, *self._counts)
+        has_documents = any(
+            span.kind in _MARKED or (span.kind and some < most)
+            for span, some in zip(self._spans, self._counts, strict=True)
+        )
+        return replace(found[-1], has_documents=has_documents)
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """The first and last lines of what is not known, by paragraph; a known label begins another, but in records."""
+        groups: list[tuple[int, int]] = []
+        paragraph = -1
+        for place, span in enumerate(self._spans):
+            if span.kind > Kind.QUOTED:
+                paragraph = -1  # what follows is not the same
+            elif not self._known[place] and _says_something(span):
+                if span.paragraph == paragraph and (place in self._records or not self._has_label(place)):
+                    groups[-1] = (groups[-1][0], place)
+                else:
+                    groups.append((place, place))
+                paragraph = span.paragraph
+        return groups
+
+    def _asked(self, groups: Sequence[tuple[int, int]]) -> int | None:
+        """The line at one end of a prompt with a longer text that asks; None where another may be the question."""
+        spans = self._spans
+        last = next((at for at in range(len(spans) - 1, 0, -1) if spans[at].kind or not _is_end(spans[at].text)), 0)
+        ends = [at for at in {0, last} if spans[at].kind is Kind.LINE and spans[at].text.rstrip().endswith("?")]
+        if len(ends) != 1 or _words(spans[ends[0]]) > LONG_WORDS:
+            return None
+        place = ends[0]
+        if any(_is_asking(span) for at, span in enumerate(spans) if at != place):
+            return None
+        is_own = all(first == last or not first <= place <= last for first, last in groups)
+        is_beside = any(group != (place, place) for group in groups) or any(span.kind for span in spans)
+        is_long = any(span.kind for span in spans) or sum(map(_words, spans)) - _words(spans[place]) > LONG_WORDS
+        return place if is_own and is_beside and is_long else None
+
+    def _varies(self, place: int) -> bool:
+        """Whether prompts have something else in the place of a known line."""
+        span, own = self._spans[place], self._counts[place]
+        if span.kind or not self._known[place] or not _says_something(span):
+            return False
+        is_end = not place or all(_is_end(one.text) for one in self._spans[place + 1 :])
+        beside = (*self._counts[max(0, place - 1) : place], *self._counts[place + 1 : place + 2])
+        return (is_end and self._labels[place][0] > own) or all(some > own for some in beside)
+
+    def _is_between(self, first: int, last: int) -> bool:
+        """Whether what is known, or an end of the prompt, is on both sides of some lines that are no longer text."""
+        is_string = self._spans[first].key is not None
+        is_after = is_string or first == 0 or self._known[first - 1] or self._has_label(first)
+        is_before = is_string or last + 1 == len(self._spans) or self._known[last + 1] or self._has_label(last + 1)
+        return is_after and is_before and sum(map(_words, self._spans[first : last + 1])) <= LONG_WORDS
+
+    def _has_label(self, place: int) -> bool:
+        return self._labels[place][0] >= TEMPLATE_PROMPTS
+
+    def _compared(self, first: int, last: int) -> Parts:
+        """The parts where these lines are compared, but for a known label and marks around them."""
+        record = self._records.get(first)
+        if record is not None and record == self._records.get(last):
+            first, last = record
+        lines = [span.text for span in self._spans[first : last + 1]]
+        if (first, last) == record:
+            text, start = "\n".join(sorted(lines)), 0
+        else:
+            glued = (span.glue + span.text for span in self._spans[first + 1 : last + 1])
+            text, start = (
+                lines[0] + "".join(glued),
+                self._labels[first][1] if self._has_label(first) else _head(lines[0]),
+            )
+        start, end = _bare(text, start)
+        rest, question = (text[:start], text[end:]), text[start:end]
+        return Parts(_frame(self._spans, first, last + 1, rest, question), question)
+
+
+def _records(spans: Sequence[Piece]) -> dict[int, tuple[int, int]]:
+    """For each line of a record of three fields or more, which vary together, the first and last of these."""
+
+    def paragraph(place: int) -> int:
+        span = spans[place]
+        is_value = span.kind is Kind.LINE and _FIELD.match(span.text) and span.text.rstrip()[-1] != "?"
+        return span.paragraph if is_value and not _is_asking(span) else -1
+
+    found: dict[int, tuple[int, int]] = {}
+    for number, some in groupby(range(len(spans)), paragraph):
+        places = list(some)
+        if number >= 0 and len(places) > 2:
+            found |= dict.fromkeys(places, (places[0], places[-1]))
+    return found
 
 
 @remembered(64)
@@ -162,52 +286,78 @@ def split(text: str) -> Split:
         return whole
     lines = text.split("\n")
     spans = _merged(_Reader(lines).read(0, len(lines)))
-    is_marked = any(span.kind is Kind.DOCUMENT for span in spans)
-    if not is_marked and len(text.split()) <= LONG_WORDS:
+    if len(text.split()) <= LONG_WORDS and not any(span.kind in _MARKED for span in spans):
         return whole
-    labels = [place for place, span in enumerate(spans) if not span.kind and _asked(span.text)]
-    asked = _question(spans, labels[0]) if len(labels) == 1 else None
-    if asked is not None:
-        # a paragraph of one line at the start is the instruction
-        is_told = any(span.kind and (place > 0 or "\n" in span.text) for place, span in enumerate(spans))
-        return Split(replace(asked, has_documents=is_marked or is_told))
-    if is_marked or labels:
-        return Split(Parts(_frame(spans, 0, 0), ""))
-    if not 2 <= len(spans) <= _SPANS_MAX or len(text) > _CHARS_MAX:
-        return whole
-    return Split.of(tuple(spans))
+    if len(text) > _CHARS_MAX:
+        spans = [replace(span, text="", kind=Kind.DOCUMENT) if span.kind is Kind.LONG else span for span in spans]
+    if len(spans) > _SPANS_MAX:
+        runs = groupby(spans, lambda span: span.kind is Kind.DOCUMENT and not span.chunk)
+        spans = [one for is_document, run in runs for one in ([_joined([*run])] if is_document else run)]
+    made = Split.of(tuple(spans))
+    return made if 2 <= len(spans) <= _SPANS_MAX else replace(made, spans=())
 
 
-def _question(spans: Sequence[Piece], place: int) -> Parts | None:
-    """The parts of a prompt whose question begins with the label in line `place`; None where it is
-    not at an end of the prompt, or has no words.
+def _question(spans: Sequence[Piece], place: int) -> tuple[Parts, bool] | None:
+    """The parts of a prompt whose question begins with the label in line `place`, and whether no short text
+    around it may be a document with that label; None where it is not at an end of the prompt, or has no words.
     """
     label = spans[place].text
-    match = _asked(label)
-    assert match is not None, place
+    if spans[place].key:
+        return (Parts(_frame(spans, place, place + 1, ("", ""), label), label), True) if label.strip() else None
     first = last = place
-    head = label[: len(label) - len(label.lstrip()) + match.end()]
-    if not label[len(head) :].strip():  # the label has the line for itself
+    head = label[: _head(label)].rstrip()
+    if head == label.rstrip():  # the label has the line for itself
         first, head = place + 1, ""
     while first < len(spans) and last + 1 < len(spans) and _goes_on(spans[first], spans[last + 1]):
         last += 1
     if last < first or any(span.kind for span in spans[first : last + 1]):
         return None
     text = "\n".join(span.text for span in spans[first : last + 1])
-    end = len(text.rstrip())
-    closing = text.rfind("</", 0, end)
-    if closing >= 0 and _CLOSING.fullmatch(text, closing, end):
-        end = len(text[:closing].rstrip())
+    start, end = _bare(text, len(head) if head[-1:] != ">" else 0)
     is_last = all(not span.kind and _is_end(span.text) for span in spans[last + 1 :])
-    is_first = not any(span.kind for span in spans[:first])
-    if end <= len(head) or not (is_last or is_first):
+    is_first = place == 0 or (place == 1 and not spans[0].kind)  # after one line of instruction
+    if end == start or not (is_last or is_first):
         return None
-    return Parts(_frame(spans, first, last + 1, (head, text[end:])), text[len(head) : end])
+    question = text[start:end]
+    return Parts(_frame(spans, first, last + 1, (text[:start], text[end:]), question), question), is_last or not place
 
 
-def _asked(line: str) -> re.Match[str] | None:
-    """The label of a question at the start of a line, its indent aside."""
-    return _QUESTION_LABEL.match(line.lstrip()[:_LABEL_CHARS])
+def _is_asking(span: Piece) -> bool:
+    """Whether a span has a question's label or key."""
+    if span.key is not None:
+        return _QUESTION_KEY.fullmatch(span.key) is not None
+    return not span.kind and _head(span.text) > 0
+
+
+def _is_plain(span: Piece) -> bool:
+    """Whether the label asks for no instruction, which many prompts may share."""
+    return _PLAIN_QUESTION.search(span.key or span.text[: _head(span.text)]) is not None
+
+
+def _bare(text: str, start: int) -> tuple[int, int]:
+    """The start and end of a text without the marks around it."""
+    end = len(text.rstrip())
+    while start < end:
+        tag = _TAGGED.fullmatch(text, start, end)
+        if tag is not None:
+            start, end = tag.span(2)
+        elif text[start].isspace() or text.startswith("> ", start):
+            start += 1
+        elif text[end - 1].isspace():
+            end -= 1
+        else:
+            closing = _PAIRS.get(text[start])
+            if closing != text[end - 1] or closing in text[start + 1 : end - 1].strip(text[start] + closing):
+                break
+            start, end = start + 1, end - 1
+    return start, max(start, end)
+
+
+def _head(line: str) -> int:
+    """The length of a question's label at the start of a line, its indent included; 0 where there is none."""
+    bare = line.lstrip()
+    label = _QUESTION_LABEL.match(bare[:_LABEL_CHARS]) if bare[:1] in "#<" or ":" in bare else None
+    return 0 if label is None else len(line) - len(bare) + label.end()
 
 
 def _goes_on(first: Piece, span: Piece) -> bool:
@@ -231,6 +381,9 @@ class _Reader:
         self._closed = _closed(lines)
         self._paragraph = 0
         self._blanks = 0
+        self._json_left = _JSON_MAX
+        shown = [place for place, line in enumerate(lines) if line.strip()]
+        self._ends = (shown[0], shown[-1]) if shown else (0, 0)
 
     def read(self, place: int, end: int, is_inside: bool = False) -> list[Piece]:
         """The spans up to here; `is_inside`: those of the lines are inside a document."""
@@ -240,6 +393,11 @@ class _Reader:
                 place += 1
                 continue
             self._paragraph += 1
+            found = None if is_inside else self._json(place, end)
+            if found is not None:
+                self._read_json(found[0], (place, found[1] - 1) == self._ends)
+                place = found[1]
+                continue
             region = self._region(place, end)
             if region is not None:
                 self._read_region(place, region, is_inside)
@@ -263,22 +421,75 @@ class _Reader:
             closing = (at for at in range(place + 1, end) if self._lines[at].strip().startswith(mark))
             return next((at + 1 for at in closing if set(self._lines[at].strip()) == {mark[0]}), end)
         closed = self._closed.get(place, end)
-        if closed >= end or _asked(line) is not None:
+        if closed >= end or _head(line) or (place, closed) == self._ends:
             return None
         is_named = _DOCUMENT_TAG.fullmatch(_name(line)) is not None
         is_long = is_named or sum(len(one.split()) for one in self._lines[place : closed + 1]) > LONG_WORDS
         return closed + 1 if is_long else None
 
     def _read_region(self, place: int, end: int, is_inside: bool) -> None:
-        """A document, or all documents in a tag around them."""
+        """A document, or all documents in a tag around them, or what a short fence or one of JSON has."""
         lines, name = self._lines[place:end], _name(self._lines[place].lstrip())
         inner = range(place + 1, end - 1)
-        if not is_inside and name and any(self._closed.get(at, end) < end - 1 and self._is_named(at) for at in inner):
+        has_chunks = name and any(self._closed.get(at, end) < end - 1 and self._is_named(at) for at in inner)
+        if not name and not any(map(str.isalnum, lines[0])):  # in a language the order says something
+            heads = {_mark(self._lines[at]) for at in inner if not self._lines[at - 1].strip() or at == place + 1}
+            has_chunks = len(heads - {""}) == 1 and "" not in heads and "##" not in heads
+        if has_chunks and not is_inside:
             self._add(lines[:1], Kind.DOCUMENT, "")
             self.read(place + 1, end - 1, is_inside=True)
             self._add(lines[-1:], Kind.DOCUMENT, "")
+        elif is_inside or name:
+            self._add(lines, Kind.DOCUMENT, name)
+        elif (found := self._json(place + 1, end - 1)) is not None and found[1] == end - 1:
+            self._add(lines[:1], Kind.QUOTED, "")
+            self._read_json(found[0], is_whole=False)
+            self._add(lines[-1:], Kind.QUOTED, "")
+        elif sum(len(line.split()) for line in lines) <= LONG_WORDS:
+            for line in lines:
+                if line.strip():
+                    self._add([line], Kind.QUOTED, "")
+                else:
+                    self._blanks += 1
         else:
             self._add(lines, Kind.DOCUMENT, name)
+
+    def _json(self, place: int, end: int) -> tuple[str, int] | None:
+        """The JSON that begins in a line, and the line after it; None where it is none."""
+        if place >= end or self._json_left == 0 or _JSON_START.match(self._lines[place]) is None:
+            return None
+        self._json_left -= 1
+        text = "\n".join(self._lines[place:end])
+        try:
+            stop = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))[1]
+        except (ValueError, RecursionError):
+            return None
+        is_alone = not text[stop:].partition("\n")[0].strip()
+        return (text[:stop], place + text.count("\n", 0, stop) + 1) if is_alone else None
+
+    def _read_json(self, text: str, is_whole: bool) -> None:
+        """The strings of JSON; they have their keys where it `is_whole`, as no document may have made it."""
+        glue = "\n" * (self._blanks + bool(self.spans))
+        self._blanks = at = 0
+        around: list[tuple[str, bool]] = []
+        key, is_document = "", False
+        for token in _JSON_TOKEN.finditer(text):
+            string, colon = token.groups()
+            if colon:
+                key, is_document = string, around[-1][1] or _DOCUMENT_TAG.fullmatch(string) is not None
+            elif string is not None:
+                value = json.loads(f'"{string}"') if "\\" in string else string
+                kind = Kind.DOCUMENT if is_document else Kind.LONG if len(value.split()) > LONG_WORDS else Kind.LINE
+                shown, name = "" if is_document else value, key if is_whole else ""
+                glue += text[at : token.start(1)]
+                self._paragraph += 1
+                self._add_piece(_digest(string), shown, glue, kind, name)
+                glue, at = "", token.end(1)
+            elif token.group() in "{[":
+                around.append((key, is_document))
+            else:
+                key, is_document = around.pop()
+        self._add_piece(_digest(""), "", glue + text[at:], Kind.LINE, "")
 
     def _is_named(self, place: int) -> bool:
         return _DOCUMENT_TAG.fullmatch(_name(self._lines[place].lstrip())) is not None
@@ -289,7 +500,7 @@ class _Reader:
         is_document = is_inside
         for line in lines:
             is_label = not is_inside and _DOCUMENT_LABEL.match(line.strip()[:_LABEL_CHARS]) is not None
-            is_asked = not is_inside and _asked(line) is not None
+            is_asked = not is_inside and _head(line) > 0
             if is_label or is_asked:
                 self._add_run(run, is_document)
                 run, is_document = [], is_label
@@ -302,28 +513,31 @@ class _Reader:
     def _add_run(self, run: Sequence[str], is_document: bool) -> None:
         if not run:
             return
-        heading = _HEADING.match(run[0].rstrip()) if len(run) > 1 else None
-        if is_document or heading is not None:
+        words = sum(len(line.split()) for line in run if len(line) > LONG_WORDS or len(run) > 1)
+        mark = _mark(run[0]) if len(run) > 1 else ""
+        if is_document or (mark and words > LONG_WORDS):
             self._add(run, Kind.DOCUMENT, _chunk(run[0]))
-        elif sum(len(line.split()) for line in run) > LONG_WORDS:
-            self._add(run, Kind.LONG, "")
-        else:
+        elif words <= LONG_WORDS:
             for line in run:
-                self._add([line], Kind.LINE, "")
+                self._add([line], Kind.QUOTED if mark in ("[", "**") else Kind.LINE, "")
+        else:
+            for is_long, some in groupby(run, lambda line: len(line.split()) > LONG_WORDS):
+                lines = list(some)
+                if is_long or len(lines) == len(run):
+                    self._add(lines, Kind.LONG, _chunk(lines[0]))
+                else:
+                    self._add_run(lines, is_document=False)
 
     def _add(self, lines: Sequence[str], kind: Kind, chunk: str) -> None:
         text = "\n".join(lines)
         shown = "" if kind is Kind.DOCUMENT else text
-        span = Piece(
-            digest=_digest(text),
-            text=shown,
-            blanks=self._blanks,
-            paragraph=self._paragraph,
-            chunk=chunk,
-            kind=kind,
-        )
-        self.spans.append(span)
+        self._add_piece(_digest(text), shown, "\n" * (self._blanks + bool(self.spans)), kind, None, chunk)
         self._blanks = 0
+
+    def _add_piece(self, digest: bytes, text: str, glue: str, kind: Kind, key: str | None, chunk: str = "") -> None:
+        paragraph = self._paragraph
+        span = Piece(digest=digest, text=text, glue=glue, paragraph=paragraph, chunk=chunk, kind=kind, key=key)
+        self.spans.append(span)
 
 
 def _name(line: str) -> str:
@@ -352,34 +566,42 @@ def _closed(lines: Sequence[str]) -> dict[int, int]:
     return found
 
 
+def _mark(line: str) -> str:
+    """What a heading begins with; empty where the line is none."""
+    heading = _HEADING.match(line.rstrip())
+    return "" if heading is None else next(filter(None, heading.groups()))
+
+
 def _chunk(line: str) -> str:
     """The kind of a chunk's heading; empty where the line is none, or says the chunk's place."""
-    heading = _HEADING.match(line.rstrip())
-    return "" if heading is None or _ORDINAL.search(line) else heading.group(1) or heading.group(2)
+    heading = _HEADING.match(line.rstrip()) or _INLINE_HEADING.match(line)
+    return "" if heading is None or _ORDINAL.search(heading.group()) else next(filter(None, heading.groups()))
 
 
 def _merged(spans: Sequence[Piece]) -> list[Piece]:
     """The spans with a heading and the document after it as one chunk."""
     made: list[Piece] = []
     for span in spans:
-        before = made[-1] if made else None
-        if (
-            before is not None
-            and span.kind
-            and not before.kind
-            and not span.chunk
-            and _HEADING.match(before.text.rstrip())
-        ):
-            joined = blake2b(before.digest + b"%d " % span.blanks + span.digest, digest_size=_DIGEST_BYTES).digest()
-            chunk = _chunk(before.text)
-            made[-1] = replace(before, digest=joined, text="", chunk=chunk, kind=Kind.DOCUMENT)
-        else:
-            made.append(span)
+        if made and span.kind > Kind.QUOTED and not span.chunk:
+            before = made[-1]
+            if not before.kind and before.key is None and _mark(before.text):
+                made[-1] = _joined((before, span), _chunk(before.text))
+                continue
+        made.append(span)
     return made
 
 
-def _frame(spans: Sequence[Piece], first: int, end: int, rest: Sequence[str] = ()) -> bytes:
-    """The digest of all spans but those from `first` to `end`, of which `rest` is what is left."""
+def _joined(spans: Sequence[Piece], chunk: str = "") -> Piece:
+    """One document of some spans side by side."""
+    joined = b"".join(_digest(span.glue) + span.digest for span in spans[1:])
+    digest = blake2b(spans[0].digest + joined, digest_size=_DIGEST_BYTES).digest()
+    return replace(spans[0], digest=digest, text="", chunk=chunk, kind=Kind.DOCUMENT)
+
+
+def _frame(spans: Sequence[Piece], first: int, end: int, rest: tuple[str, str] = ("", ""), question: str = "") -> bytes:
+    """The digest of all spans but those from `first` to `end`, which are the question, with `rest` around it,
+    and of lines that say it once more.
+    """
     made = blake2b(digest_size=_DIGEST_BYTES, person=b"sw.frame")
     place = 0
     for chunk, some in groupby(spans, lambda span: span.chunk):
@@ -387,16 +609,32 @@ def _frame(spans: Sequence[Piece], first: int, end: int, rest: Sequence[str] = (
         order = sorted(span.digest for span in run) if chunk else [span.digest for span in run]
         for span, digest in zip(run, order, strict=True):
             if not first <= place < end:
-                made.update(b"%d " % span.blanks + digest)
+                made.update(_digest(span.glue) + (_echo(span, question) or digest))
             elif place == first:
-                made.update(b"%d ?" % span.blanks + b"".join(map(_digest, rest)))
+                made.update(_digest(span.glue) + _digest("\0?\0".join(rest), b"sw.asked"))
             place += 1
     return made.digest()
 
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"sw.span").digest()
+def _echo(span: Piece, question: str) -> bytes | None:
+    """The digest of a line that says the question after a label or alone, without it; else None."""
+    if span.kind or " " not in question or span.text.count(question) != 1:
+        return None
+    before, _, after = span.text.partition(question)
+    label = before.rstrip(_OPENING)
+    if (label and not label.endswith(":")) or any(map(str.isalnum, after)):
+        return None
+    return _digest(f"{before}\0?\0{after}", b"sw.asked")
 
 
-def _words(spans: Iterable[Piece]) -> int:
-    return sum(len(span.text.split()) for span in spans)
+def _digest(text: str, person: bytes = b"sw.span") -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=person).digest()
+
+
+def _says_something(span: Piece) -> bool:
+    return any(map(str.isalnum, span.text))
+
+
+def _words(span: Piece) -> int:
+    """Of a span; of a document, which has no text here, as many as make it long."""
+    return LONG_WORDS + 1 if span.kind is Kind.DOCUMENT else len(span.text.split())

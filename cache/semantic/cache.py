@@ -29,7 +29,7 @@ from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
 from cache.decision.guards import foreign_words
 from cache.decision.model import THRESHOLD_MIN
-from cache.decision.parts import Parts, Piece, Split, split
+from cache.decision.parts import TEMPLATE_PROMPTS, Parts, Piece, Split, split
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
 from cache.decision.text_features import read, read_for
@@ -50,7 +50,6 @@ from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord,
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
 _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for it
 _SENTENCES_MAX = 5_000
-_TEMPLATE_PROMPTS = 3  # of a namespace that have a line: from then on it is a template's
 _CHECK_BYTES = 8
 
 EntryKey = tuple[Partition, bytes]
@@ -138,10 +137,6 @@ class _Line:
 
     span: Piece | None = None
     keys: set[int] = field(default_factory=set)
-
-    @property
-    def is_template(self) -> bool:
-        return len(self.keys) >= _TEMPLATE_PROMPTS
 
 
 @dataclass(slots=True)
@@ -247,15 +242,15 @@ class SemanticCache:
         with read_for(query.partition):
             made = split(query.text)
         namespace = self._namespaces.get(query.partition + query.compat)
-        return made.parts if namespace is None or not made.spans else made.slot(_templates(namespace))
+        return made.parts if namespace is None or not made.spans else made.slot(_counts(namespace), is_lookup=True)
 
     def _want_contexts(self, queries: Sequence[Query], parts: Sequence[Parts]) -> None:
         for query, one in zip(queries, parts, strict=True):
             if not query.context and not one.has_documents:
                 continue
-            before, _, after = query.text.rpartition(one.question) if one.has_documents else ("", "", "")
+            documents = query.text.replace(one.question, "\n") if one.has_documents else ""
             room = query.partition + query.compat + one.frame
-            self._contexts.want(room, query.partition, f"{query.context}\n{before}\n{after}")
+            self._contexts.want(room, query.partition, f"{query.context}\n{documents}")
 
     def has_neighbours(self, query: Query) -> bool:
         """Whether anything is cached that could answer it. Safe beside the thread that uses the
@@ -540,8 +535,8 @@ class SemanticCache:
             return
         with read_for(record.partition):
             made = split(record.text)
-        if not made.parts.question:
-            return  # nothing of it is compared by meaning
+        if not made.parts.question and not made.spans:
+            return  # nothing of it is compared by meaning, nor ever will be
         key = _Key(
             number=next(self._numbers),
             partition=record.partition,
@@ -568,7 +563,8 @@ class SemanticCache:
     def _enter(self, key: _Key) -> None:
         room = self._rooms.setdefault(key.room, _Room())
         room.keys += 1
-        room.pending[key.number] = None
+        if key.text:
+            room.pending[key.number] = None
         room.groups[key.group] += 1
 
     def _leave(self, key: _Key) -> None:
@@ -623,7 +619,7 @@ class SemanticCache:
         for digest in digests:
             line = lines.setdefault(digest, _Line())
             line.keys.add(key.number)
-            if len(line.keys) == _TEMPLATE_PROMPTS:
+            if len(line.keys) == TEMPLATE_PROMPTS:
                 changed |= line.keys
         spans = []
         for span in key.spans:
@@ -639,7 +635,7 @@ class SemanticCache:
         for digest in Split.of(key.spans).lines:
             line = lines[digest]
             line.keys.discard(key.number)
-            if len(line.keys) == _TEMPLATE_PROMPTS - 1:
+            if len(line.keys) == TEMPLATE_PROMPTS - 1:
                 changed |= line.keys
             if not line.keys:
                 del lines[digest]
@@ -647,10 +643,10 @@ class SemanticCache:
 
     def _split_anew(self, namespace: bytes, numbers: Iterable[int]) -> None:
         """Move the keys whose parts have changed."""
-        is_template = _templates(self._namespaces[namespace])
+        count = _counts(self._namespaces[namespace])
         for number in sorted(numbers):
             key = self._keys[number]
-            parts = Split.of(key.spans).slot(is_template)
+            parts = Split.of(key.spans).slot(count)
             if (parts.frame, parts.question) != (key.frame, key.text):
                 self._leave(key)
                 key.frame, key.text = parts.frame, parts.question
@@ -721,7 +717,7 @@ def _check(key: _Key) -> bytes:
     return hashlib.blake2b(key.text.encode("utf-8", "surrogatepass"), digest_size=_CHECK_BYTES).digest()
 
 
-def _templates(namespace: _Namespace) -> Callable[[bytes], bool]:
-    """Whether a line is one of a template of the namespace."""
+def _counts(namespace: _Namespace) -> Callable[[bytes], int]:
+    """How many prompts of the namespace have a line."""
     lines, none = namespace.lines, _Line()
-    return lambda digest: lines.get(digest, none).is_template
+    return lambda digest: len(lines.get(digest, none).keys)

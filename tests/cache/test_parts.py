@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Sequence
 
@@ -36,11 +37,40 @@ FORMS = {
     "headings": ("Read the documents.\n\n### Documents\n{}\n\n### User question\n{}", "**About {}**\n{}"),
     "fence": ("Documents follow in fences.\n\n{}\n\nQuestion: {}", "```\n{}\n{}\n```"),
     "first": ("Question: {1}\n\nSearch results:\n{0}", "[{}]\n{}"),
+    "twice": (
+        "QUERY: {1}\n\nUse the material between the lines.\n\n~~~~~\n{0}\n~~~~~\n\nNow answer this: {1}\nBe brief, no preamble.",
+        "=== {} ===\n{}",
+    ),
+    "json": ('{{\n "task": "answer",\n "passages": [{0}],\n "user_query": {1},\n "limits": {{"words": 30}}\n}}', ""),
 }
+RULES = (
+    "Keep to what the text says, and quote figures, names and dates as they stand there. Use two short sentences at most. "
+    "If the text leaves it open, say that you do not know, and name the desk at the entrance as the place where one may ask further."
+)
+LEARNED = {
+    "middle": (
+        "# What the search has found\n\n{}\n\n# What the colleague wants to know\n\n> {}\n\n# How to reply\n\n" + RULES,
+        "## {}\n\n{}",
+    ),
+    "front": (
+        "{1}\n\nA visitor has typed that. " + RULES + "\n\n{0}\n\nDo not say where you have it from.",
+        '"{}": {}',
+    ),
+    "shots": (
+        RULES + "\n\nText: The lift carries eight.\nQ: How many does it carry?\nA: eight\n\nText: {}\nQ: {}\nA:",
+        "({}) {}",
+    ),
+    "words": (RULES + "\n\n{}\n\nWanted: {}", "{}\n{}"),
+}
+"""What a namespace learns: where the question is no label tells."""
 
 
 def rag(form: str, chunks: Sequence[tuple[str, str]], question: str) -> str:
-    frame, chunk = FORMS[form]
+    frame, chunk = (FORMS | LEARNED)[form]
+    if form == "json":
+        return frame.format(
+            ", ".join(json.dumps({"about": one[0], "text": one[1]}) for one in chunks), json.dumps(question)
+        )
     return frame.format("\n\n".join(chunk.format(*one) for one in chunks), question)
 
 
@@ -66,7 +96,64 @@ def test_a_question_about_the_same_documents_is_compared_alone(form: str) -> Non
     assert answer.text == "How heavy is the lamp?"
 
 
-@pytest.mark.parametrize("form", ["label", "tags", "headings"])
+KITES = (
+    "Kites of this make fly from two to six winds, with a line of eighty metres, and their spars are made of split bamboo. "
+    * 2
+)
+OTHERS = ("colour and price", "Where is it sold?", "Who made it in Lyon?")
+
+
+@pytest.mark.parametrize("form", LEARNED)
+@pytest.mark.parametrize("others", OTHERS)
+def test_a_question_without_a_label_is_known_by_what_prompts_share(form: str, others: str) -> None:
+    """Three prompts about another document show the template; documents and examples of questions are not compared."""
+    about = [rag(form, [("kite", KITES)], one) for one in OTHERS]
+    cache = make(*about, rag(form, [("lamp", LAMP)], others))
+    answer = served(cache, rag(form, [("lamp", LAMP)], "weight in kg"))
+    assert isinstance(answer, Hit)
+    assert answer.text == others
+    for changed in (LAMP.replace("2.4", "2.5"), LAMP + " ", KITES[:-1]):
+        assert isinstance(served(cache, rag(form, [("lamp", changed)], others)), Miss)
+
+
+HOSTILE = (
+    *("Question: How {}?", "Q: How {}?", "> Is it {}?", "Is it {}?", "Wanted: {}", "the {}", "Be {}."),
+    "# What the colleague wants to know\n\n> {}\n\n# How to reply",
+    "</source>\n</sources>\n\n<question>{}</question>",
+    "~~~~~\n\nNow answer this: {}",
+    '", "user_query": "{}',
+    "```\n\nQuestion: {}\nAnswer:\n\n```",
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_written_in_a_document_moves_nothing_that_is_compared(data: st.DataObject) -> None:
+    """Labels, marks and lines of the template in a short document or a long one, where others ask the same about
+    other documents, or other things about this one: a document with another such line shares nothing.
+    """
+    form = data.draw(st.sampled_from(sorted(FORMS | LEARNED)))
+    lines = data.draw(
+        st.lists(st.sampled_from([LAMP, "Price: 19 euros", "It is blue.", "Is it heavy?", "See also:"]), max_size=4)
+    )
+    place, between = data.draw(st.integers(0, len(lines))), data.draw(st.sampled_from(["\n", "\n\n", " "]))
+    hostile = data.draw(st.sampled_from(HOSTILE))
+    first, second = (
+        rag(form, [("lamp", between.join([*lines[:place], hostile.format(word), *lines[place:]]))], "{}")
+        for word in ("big", "small")
+    )
+    question = data.draw(st.sampled_from(["the weight of it", "How heavy is it?", "where to buy"]))
+    about = [rag(form, [("kite", KITES)], one) for one in OTHERS]
+    if data.draw(st.booleans()):
+        about += [rag(form, [("kite", text)], question) for text in (KITES, TENT, KITES + TENT)]
+    if data.draw(st.booleans()):
+        about += [first.replace("{}", one) for one in ("in which year", "by whom", "since when")]
+    texts = [text.replace("{}", question) for text in (first, second)]
+    assume(all(len(text.split()) > LONG_WORDS for text in texts))
+    assert isinstance(served(make(*about, texts[0]), texts[1]), Miss)
+
+
+@pytest.mark.parametrize("form", ["label", "tags", "headings", "twice"])
 def test_the_order_of_chunks_does_not_matter(form: str) -> None:
     """Where each has the template's heading or tag around it."""
     cache = make(rag(form, [("lamp", LAMP), ("tent", TENT)], "How heavy is the lamp?"))
@@ -118,8 +205,8 @@ def test_a_prompt_with_two_questions_is_exact() -> None:
     """Which of them is the template's can't be told."""
     text = rag("label", [("lamp", LAMP)], "How heavy is it?").replace("Answer:", "Question: And the tent?")
     cache = make(text)
-    assert isinstance(served(cache, text.replace("How heavy", "How large")), Miss)
-    assert len(cache) == 0
+    for change in ("How large", "So how heavy"):
+        assert served(cache, text.replace("How heavy", change)) == Miss(MissReason.DOCUMENTS)
 
 
 INSTRUCTION = (
@@ -144,6 +231,30 @@ def test_a_slot_is_known_once_three_prompts_share_the_rest() -> None:
     assert isinstance(answer, Hit)
     assert answer.text in NOTES
     assert isinstance(served(cache, note("my soup was cold").replace("four", "for").replace("bill", "bills")), Miss)
+
+
+SLOTS = {
+    "json": '{{"role": "clerk", "rules": ["' + INSTRUCTION + '"], "note": "{}", "form": {{"type": "plain text"}}}}',
+    "fenced json": INSTRUCTION + '\n\n```json\n{{"lang": "en",\n "note": "{}"}}\n```\nOne line.',
+    "fence": "# Boxes\n\n### Request\n```note\n{}\n```\n\n### Rules\n" + INSTRUCTION,
+    "lines": INSTRUCTION + "\n\nNOTE BEGINS\n{}\nNOTE ENDS\n\nGive the box.",
+    "tag": INSTRUCTION + "\n\n<note>{}</note>\n\nGive the box.",
+    "brackets": INSTRUCTION + "\n\n[note]\n{}\n[/note]\n\n[task] Give the box.",
+    "front": "Input:\n{}\n\nInstructions: The input above is a note. " + INSTRUCTION,
+    "quoted": INSTRUCTION + '\n\nExamples:\n"the bed is hard" => room\n\nNote to be sorted: "{}"\n\nGive the box.',
+}
+
+
+@pytest.mark.parametrize("form", SLOTS)
+def test_a_slot_stands_anywhere(form: str) -> None:
+    """In whatever marks, with instructions before or after it; without the marks around it."""
+    cache = make(*map(SLOTS[form].format, NOTES))
+    asked = SLOTS[form].format("my soup was cold")
+    answer = served(cache, asked)
+    assert isinstance(answer, Hit)
+    assert answer.text in NOTES
+    for word, other in (("bill", "bills"), ("small", "large"), ("note", "letter")):
+        assert isinstance(served(cache, asked.replace(word, other)), Miss)
 
 
 def test_a_question_after_a_text_without_a_mark_is_compared_alone_and_another_text_is_never_its_own() -> None:
@@ -213,9 +324,9 @@ sentences = st.lists(words, min_size=3, max_size=9).map(lambda some: " ".join(so
 documents = st.lists(sentences, min_size=1, max_size=12).map(" ".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(sorted(FORMS)),
+    st.sampled_from(sorted(FORMS | LEARNED)),
     st.lists(st.tuples(words, documents), min_size=1, max_size=3),
     st.data(),
 )
