@@ -5,7 +5,7 @@ Knows no HTTP. Invariant: a raise and a reset write a row of the audit log, or d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -35,9 +35,12 @@ def holds(parts: AdminParts) -> list[models.HoldOut]:
     return list(found.values())
 
 
-async def budgets(parts: AdminParts, team_id: int | None = None) -> list[models.BudgetOut]:
-    """All budgets, or one team's, with their current use; without it while Redis is away."""
-    return await _in_use(parts, await parts.accounts.list_budgets(team_id))
+async def budgets(
+    parts: AdminParts, team_id: int | None = None, among: Collection[int] | None = None
+) -> list[models.BudgetOut]:
+    """All budgets, or those of one team or of the teams `among`, with their current use; without it while Redis is away."""
+    found = await parts.accounts.list_budgets(team_id)
+    return await _in_use(parts, [one for one in found if among is None or one.team_id in among])
 
 
 async def _in_use(parts: AdminParts, found: Sequence[Budget]) -> list[models.BudgetOut]:

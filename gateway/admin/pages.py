@@ -43,6 +43,7 @@ _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
 _SUMS_PER_PAGE = 200
 _AUDIT_PER_PAGE = 100
+_TEAMS_PER_PAGE = 100
 _LATEST = 6
 _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
 _NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
@@ -218,14 +219,19 @@ OUTCOMES = ("ok", "refused", "failed", "failover")
 
 
 def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
-    async def render_teams(request: Request, status: int = 200, **form: Any) -> Response:
-        teams = await views.teams(parts)
+    async def render_teams(
+        request: Request, status: int = 200, name: str = "", cursor: int = 0, **form: Any
+    ) -> Response:
+        teams = await views.teams(parts, name, cursor, _TEAMS_PER_PAGE + 1)
+        shown = teams[:_TEAMS_PER_PAGE]
         stats = await views.stats_or_none(parts, Window.DAY)
         return pages.render(
             request,
             "teams.html",
             status,
-            teams=teams,
+            teams=shown,
+            name=name,
+            more=with_query(request, {"cursor": str(shown[-1].id)}) if len(teams) > len(shown) else None,
             holds=budget_views.holds(parts),
             tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
             **{**_NO_FORM, **form},
@@ -251,8 +257,12 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         )
 
     @router.get("/teams")
-    async def teams(request: Request) -> Response:
-        return await render_teams(request)
+    async def teams(
+        request: Request,
+        name: Annotated[str, Query(max_length=200)] = "",
+        cursor: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0,
+    ) -> Response:
+        return await render_teams(request, name=name, cursor=cursor)
 
     @router.get("/teams/{team_id}")
     async def team(request: Request, team_id: int) -> Response:

@@ -51,17 +51,19 @@ _SHORT = Demand(
 # -- teams
 
 
-async def teams(parts: AdminParts) -> list[models.TeamOut]:
-    """All teams with their keys and budgets, by id."""
-    return await _filled(parts, await parts.accounts.list_teams())
+async def teams(parts: AdminParts, name: str = "", after: int = 0, limit: int | None = None) -> list[models.TeamOut]:
+    """Teams with their keys and budgets, by id: up to `limit` after the id `after`, whose names contain `name`."""
+    asked = name.lower()
+    found = [team for team in await parts.accounts.list_teams() if team.id > after and asked in team.name.lower()]
+    return await _filled(parts, found[:limit])
 
 
 async def _filled(parts: AdminParts, found: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
-    """All teams, or the one of `team_id`, with their keys and budgets."""
+    """The teams `found`, of which one alone is `team_id`, with their keys and budgets."""
     keys, budgets = defaultdict[int, list[models.KeyOut]](list), defaultdict[int, list[models.BudgetOut]](list)
     for key in await parts.accounts.list_keys(team_id):
         keys[key.team_id].append(models.KeyOut.model_validate(key))
-    for budget in await budget_views.budgets(parts, team_id):
+    for budget in await budget_views.budgets(parts, team_id, {team.id for team in found}):
         budgets[budget.team_id].append(budget)
     return [
         models.TeamOut.model_validate(team).model_copy(update={"keys": keys[team.id], "budgets": budgets[team.id]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -203,6 +204,21 @@ async def test_near_misses_open_and_say_where_the_texts_are(world: World, browse
     (link,) = set(re.findall(r'href="(/admin/requests\?request_id=[^"]+)"', table))
     assert 'id="route-req_near" open' in (await browser.get(link)).text
     assert " open>" not in (await browser.get("/admin/requests")).text
+
+
+async def test_many_teams_are_on_several_pages_and_found_by_name(world: World, browser: httpx.AsyncClient) -> None:
+    """A hundred a page, by id; a part of the name in any case finds a team."""
+    for number in range(102):
+        await world.accounts.create_team(f"Team {number}!")
+    page = (await browser.get("/admin/teams")).text
+    assert ("Team 99!" in page, "Team 100!" in page) == (True, False)
+    (more,) = re.findall(r'href="(/admin/teams\?[^"]*)"', page)
+    page = (await browser.get(html.unescape(more))).text
+    assert ("Team 99!" in page, "Team 101!" in page, "More teams" in page) == (False, True, False)
+    page = (await browser.get("/admin/teams?name=tEAM+10")).text
+    assert re.findall(r">(Team \d+!)<", page) == ["Team 10!", "Team 100!", "Team 101!"]
+    assert "No such team" in (await browser.get("/admin/teams?name=none")).text
+    assert "No such team after that" in (await browser.get(f"/admin/teams?cursor={2**31 - 1}")).text
 
 
 async def test_a_key_may_be_for_the_embedder_alone(world: World, browser: httpx.AsyncClient) -> None:
