@@ -197,7 +197,7 @@ class RequestCycle(RequestResponseCycle):
     def _untaken_bytes(self) -> int:
         """What waits for the client here and in the kernel, which asks for more only once a third of its buffer is free."""
         waiting: int = self.transport.get_write_buffer_size()
-        with contextlib.suppress(OSError):  # no socket of TCP
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no socket of TCP, or closed meanwhile
             queue = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
             waiting += int.from_bytes(queue, sys.byteorder)
         return waiting
