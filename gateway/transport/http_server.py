@@ -32,6 +32,7 @@ WHEN_GONE = "sameway.when_gone"
 _LARGE_BYTES = 256 << 10  # of a body that is written in pieces
 _PIECE_BYTES = 64 << 10
 _STALL_S = 300.0
+_STALL_LOOKS = 10  # within that time: a client's kernel takes bytes for a moment after the client stopped
 
 _Header = tuple[bytes, bytes]
 _CLOSE = (b"connection", b"close")
@@ -183,13 +184,15 @@ class RequestCycle(RequestResponseCycle):
 
     async def _drained(self) -> None:
         """Wait until the client has taken most of what was written. Raises ClientStalled."""
+        untaken_bytes, looks_left = self._untaken_bytes(), _STALL_LOOKS
         while self.flow.write_paused and not (self.disconnected or self._is_stalled):
-            untaken_bytes = self._untaken_bytes()
             try:
-                async with asyncio.timeout(self._stall_s):
+                async with asyncio.timeout(self._stall_s / _STALL_LOOKS):
                     await self.flow.drain()
             except TimeoutError:
-                if self._untaken_bytes() >= untaken_bytes:
+                before, untaken_bytes = untaken_bytes, self._untaken_bytes()
+                looks_left = looks_left - 1 if untaken_bytes >= before else _STALL_LOOKS
+                if looks_left == 0:
                     self._is_stalled = True
                     self.keep_alive = False
                     raise ClientStalled(self._stall_s) from None
