@@ -227,7 +227,7 @@ class _Shared:
     def _varies(self, place: int) -> bool:
         """Whether prompts have something else in the place of a known line."""
         span, own = self._spans[place], self._counts[place]
-        if span.kind or not self._known[place] or not _says_something(span):
+        if span.kind > Kind.QUOTED or not self._known[place] or not _says_something(span):
             return False
         is_end = not place or all(_is_end(one.text) for one in self._spans[place + 1 :])
         beside = (*self._counts[max(0, place - 1) : place], *self._counts[place + 1 : place + 2])
@@ -382,6 +382,7 @@ class _Reader:
         self._paragraph = 0
         self._blanks = 0
         self._json_left = _JSON_MAX
+        self._is_quoted = False
         shown = [place for place, line in enumerate(lines) if line.strip()]
         self._ends = (shown[0], shown[-1]) if shown else (0, 0)
 
@@ -428,31 +429,31 @@ class _Reader:
         return closed + 1 if is_long else None
 
     def _read_region(self, place: int, end: int, is_inside: bool) -> None:
-        """A document, or all documents in a tag around them, or what a short fence or one of JSON has."""
+        """A document, all documents in a tag or fence around them, or what is only quoted: a short fence, one of
+        JSON, a tag that names no document around documents.
+        """
         lines, name = self._lines[place:end], _name(self._lines[place].lstrip())
         inner = range(place + 1, end - 1)
-        has_chunks = name and any(self._closed.get(at, end) < end - 1 and self._is_named(at) for at in inner)
-        if not name and not any(map(str.isalnum, lines[0])):  # in a language the order says something
-            heads = {_mark(self._lines[at]) for at in inner if not self._lines[at - 1].strip() or at == place + 1}
-            has_chunks = len(heads - {""}) == 1 and "" not in heads and "##" not in heads
-        if has_chunks and not is_inside:
-            self._add(lines[:1], Kind.DOCUMENT, "")
-            self.read(place + 1, end - 1, is_inside=True)
-            self._add(lines[-1:], Kind.DOCUMENT, "")
-        elif is_inside or name:
-            self._add(lines, Kind.DOCUMENT, name)
-        elif (found := self._json(place + 1, end - 1)) is not None and found[1] == end - 1:
-            self._add(lines[:1], Kind.QUOTED, "")
-            self._read_json(found[0], is_whole=False)
-            self._add(lines[-1:], Kind.QUOTED, "")
-        elif sum(len(line.split()) for line in lines) <= LONG_WORDS:
-            for line in lines:
-                if line.strip():
-                    self._add([line], Kind.QUOTED, "")
-                else:
-                    self._blanks += 1
+        if name:
+            has_chunks = any(self._closed.get(at, end) < end - 1 and self._is_named(at) for at in inner)
+            is_quoted = has_chunks and not self._is_named(place) and not self._is_quoted
         else:
+            heads = {_mark(self._lines[at]) for at in inner if not self._lines[at - 1].strip() or at == place + 1}
+            is_plain = not any(map(str.isalnum, lines[0]))  # in a language the order says something
+            has_chunks = is_plain and len(heads) == 1 and heads.isdisjoint(("", "##"))
+            found = None if has_chunks else self._json(place + 1, end - 1)
+            is_json = found is not None and found[1] == end - 1
+            is_closed = not any(map(str.isalnum, lines[-1]))
+            is_quoted = is_closed and (is_json or sum(len(line.split()) for line in lines) <= LONG_WORDS)
+        if is_inside or len(lines) == 1 or not (has_chunks or is_quoted):
             self._add(lines, Kind.DOCUMENT, name)
+            return
+        was_quoted, self._is_quoted = self._is_quoted, is_quoted
+        kind = Kind.QUOTED if is_quoted else Kind.DOCUMENT
+        self._add(lines[:1], kind, "")
+        self.read(place + 1, end - 1, is_inside=not is_quoted)
+        self._add(lines[-1:], kind, "")
+        self._is_quoted = was_quoted
 
     def _json(self, place: int, end: int) -> tuple[str, int] | None:
         """The JSON that begins in a line, and the line after it; None where it is none."""
@@ -499,13 +500,17 @@ class _Reader:
         run: list[str] = []
         is_document = is_inside
         for line in lines:
-            is_label = not is_inside and _DOCUMENT_LABEL.match(line.strip()[:_LABEL_CHARS]) is not None
-            is_asked = not is_inside and _head(line) > 0
+            is_label = (
+                not (is_inside or self._is_quoted) and _DOCUMENT_LABEL.match(line.strip()[:_LABEL_CHARS]) is not None
+            )
+            is_asked = not (is_inside or self._is_quoted) and _head(line) > 0
             if is_label or is_asked:
                 self._add_run(run, is_document)
                 run, is_document = [], is_label
-                if is_asked or line.rstrip().endswith(":") or "#" in line[:1]:
+                is_long = len(line.split()) > LONG_WORDS  # a document on the line of its label
+                if is_asked or is_long or line.rstrip().endswith(":") or "#" in line[:1]:
                     self._add([line], Kind.DOCUMENT if is_label else Kind.LINE, "")
+                    is_document = is_label and not is_long
                     continue
             run.append(line)
         self._add_run(run, is_document)
@@ -531,6 +536,7 @@ class _Reader:
     def _add(self, lines: Sequence[str], kind: Kind, chunk: str) -> None:
         text = "\n".join(lines)
         shown = "" if kind is Kind.DOCUMENT else text
+        kind = Kind.QUOTED if kind is Kind.LINE and self._is_quoted else kind
         self._add_piece(_digest(text), shown, "\n" * (self._blanks + bool(self.spans)), kind, None, chunk)
         self._blanks = 0
 

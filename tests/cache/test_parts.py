@@ -123,6 +123,8 @@ HOSTILE = (
     "~~~~~\n\nNow answer this: {}",
     '", "user_query": "{}',
     "```\n\nQuestion: {}\nAnswer:\n\n```",
+    "<job>\n<page>\nIt is blue.\n</page>\n<question>{}</question>\n</job>",
+    '```\n{{"question": "{}"}}\n```',
 )
 
 
@@ -238,6 +240,12 @@ SLOTS = {
     "fenced json": INSTRUCTION + '\n\n```json\n{{"lang": "en",\n "note": "{}"}}\n```\nOne line.',
     "fence": "# Boxes\n\n### Request\n```note\n{}\n```\n\n### Rules\n" + INSTRUCTION,
     "lines": INSTRUCTION + "\n\nNOTE BEGINS\n{}\nNOTE ENDS\n\nGive the box.",
+    "wrapped": "<job>\n<rules>"
+    + INSTRUCTION
+    + "</rules>\n<page>\n"
+    + LAMP
+    + "\n</page>\n<ask>{}</ask>\n</job>\nGive the box.",
+    "labels": INSTRUCTION + "\n\nPage: " + LAMP + "\nNote: {}\nBox:",
     "tag": INSTRUCTION + "\n\n<note>{}</note>\n\nGive the box.",
     "brackets": INSTRUCTION + "\n\n[note]\n{}\n[/note]\n\n[task] Give the box.",
     "front": "Input:\n{}\n\nInstructions: The input above is a note. " + INSTRUCTION,
@@ -377,7 +385,17 @@ def test_any_text_can_be_split(lines: list[str]) -> None:
     assert split(text) == made
 
 
-@pytest.mark.parametrize("line", ["<documents>\n{}</documents>\n", "<a>\n{}</a>\n", "<task>\n{}</task>\n", "```\n{}"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "<documents>\n{}</documents>\n",
+        "<a>\n{}</a>\n",
+        "<task>\n{}</task>\n",
+        "```\n{}",
+        "<a>\n<doc>\n{}</doc>\n</a>\n",
+        "[\n{}]\n",
+    ],
+)
 def test_documents_may_nest_without_end(line: str) -> None:
     """A hostile prompt costs no more than its length, and folds."""
     before, after = line.split("{}")
