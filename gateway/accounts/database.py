@@ -287,9 +287,11 @@ def _on_sqlite_connect(connection: Any, _record: Any) -> None:
 def _on_sqlite_begin(connection: sa.Connection) -> None:
     options = connection.get_execution_options()
     is_writing = options.get("is_writing", False)
-    if is_writing:
+    mode = "FULL" if options.get("is_durable", True) else "NORMAL"
+    if is_writing and connection.info.get("synchronous") != mode:
         # else every commit is on disk before it returns: ledger rows leave Redis after it
-        connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options.get('is_durable', True) else 'NORMAL'}")
+        connection.exec_driver_sql(f"PRAGMA synchronous={mode}")
+        connection.info["synchronous"] = mode
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
 
 

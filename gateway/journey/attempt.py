@@ -325,9 +325,9 @@ async def attempt(
     """Send `request` to `deployment`, whose `begin` has admitted the call.
 
     `deliver` gets its chunks from the first with content on, and returns True where these end the
-    answer. No more is read while all readers of `flight` are far behind. Returns the failure, or
-    None if the answer is complete; `progress.has_begun` tells whether chunks were delivered before
-    it.
+    answer, as a whole one does. No more is read while all readers of `flight` are far behind.
+    Returns the failure, or None if the answer is complete; `progress.has_begun` tells whether chunks
+    were delivered before it.
     """
     answer = deployment.backend.stream(request)
     held: list[Chunk] = []
@@ -342,7 +342,7 @@ async def attempt(
             if progress.has_begun:
                 if deployment.breaker.denial:
                     deployment.breaker.record_accepted()
-                if deliver(held):
+                if deliver(held) or progress.is_whole:
                     break
                 held.clear()
                 if flight is not None and (caught_up := flight.held_up()) is not None:

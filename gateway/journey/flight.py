@@ -55,7 +55,7 @@ class Flight(msgspec.Struct, eq=False):
 
     def take_off(self, generating: Coroutine[Any, Any, None]) -> None:
         """Start the generation in its own task: it belongs to the flight, not to a client."""
-        self._task = asyncio.create_task(generating)
+        self._task = asyncio.get_running_loop().create_task(generating)
 
     def admit(self, deadline: float | None, *, is_stream: bool) -> "Reader":
         """A new reader, from chunk 0; the first one leads. The flight has the latest `deadline`.

@@ -134,7 +134,7 @@ def record_of(
         facts = {"cache": cache}
     if identity is not None:
         team, key = identity.team, identity.key
-        facts |= {"team_id": team.id, "team": team.name, "key_id": key.id, "key": key.name}
+        facts["team_id"], facts["team"], facts["key_id"], facts["key"] = team.id, team.name, key.id, key.name
     return Record(
         request_id=arrival.request_id,
         at_s=arrival.at_s,
@@ -192,7 +192,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
     if spent is not None and progress.has_begun:
         facts["prompt_tokens"], facts["completion_tokens"] = spent.usage.prompt_tokens, spent.usage.completion_tokens
-        facts |= spent.usage.parts()
+        facts.update(spent.usage.parts())
         facts["usage_estimated"] = spent.is_estimated
     if spent is not None:
         facts["cost_microusd"] = spent.cost_microusd

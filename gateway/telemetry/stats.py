@@ -209,26 +209,27 @@ class Stats:
         self._truths.clear()
         records, self._records = self._records, []
         self._routes.extend(records)
-        alike: dict[tuple[int, int, str, str, str], list[Record]] = {}
+        alike: dict[tuple[int, int, str, str, str, str | None], list[Record]] = {}
         deployments: dict[tuple[int, str], DeploymentTally] = defaultdict(DeploymentTally)
         for record in records:
             status = record.status
             kind = record.cache if status < 400 else buckets.kind_of(record.cache, status, record.error)
             minute = int(record.at_s) // 60
             surface = buckets.BATCH_LINES if record.batch else record.route
-            alike.setdefault((minute, record.team_id, kind, record.alias, surface), []).append(record)
+            deployment = record.deployment if record.attempts else None
+            alike.setdefault((minute, record.team_id, kind, record.alias, surface, deployment), []).append(record)
             if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
                 self._near.append(record)
-            for attempt in record.attempts:
-                tally, verdict = deployments[minute, attempt.name], attempt.verdict
-                tally.ok += verdict == "ok"
-                tally.failed += verdict in ("error", "denied")
-            if record.attempts:
-                tally = deployments[minute, record.deployment]
-                tally.completion_tokens += record.completion_tokens
-                tally.cost_microusd += record.cost_microusd
-        for (minute, team_id, kind, model, surface), some in alike.items():
+        for (minute, team_id, kind, model, surface, deployment), some in alike.items():
             counted = dict(_amounts(some))
+            if deployment is not None:
+                tally = deployments[minute, deployment]
+                tally.completion_tokens += counted["c"]
+                tally.cost_microusd += counted["$"]
+            tried = Counter([(one.name, one.verdict) for record in some for one in record.attempts])
+            for (name, verdict), count in tried.items():
+                deployments[minute, name].ok += count * (verdict == "ok")
+                deployments[minute, name].failed += count * (verdict in ("error", "denied"))
             self._count(minute, team_id, kind, model, counted.items())
             told = [(buckets.SURFACE + letter, counted[letter]) for letter in (buckets.REQUESTS, *buckets.TALLIED)]
             self._count(minute, team_id, f"{surface}/{kind}", model, told)

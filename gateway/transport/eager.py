@@ -10,7 +10,6 @@ cancellation included. The coroutine must wait for futures only: one that asks f
 time-out does) must not use this.
 """
 
-import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
@@ -52,7 +51,7 @@ class Eager(Generic[T]):
                 raise fresh(self._error)
             return self._result
         error: BaseException | None = None
-        must_wait = not (asyncio.isfuture(self._waits_for) and self._waits_for.done())
+        must_wait = self._waits_for is None or not self._waits_for.done()  # None: a pause of one tick
         if not must_wait:
             self._waits_for._asyncio_future_blocking = False  # the result is here: the task need not wait
         while True:
