@@ -15,13 +15,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from cache.exact.scripts import POINTED, RELEASED
-from cache.fingerprint import Fingerprint, Partition
+from cache.fingerprint import Fingerprint
 from cache.redis_client import Redis
 
 _KEY = "sameway:{%s}:claim:%s"
@@ -140,9 +139,4 @@ class Claims:
 
 
 def _key(fp: Fingerprint) -> str:
-    return _prefix(fp.partition) + fp.exact.hex()
-
-
-@lru_cache(maxsize=4096)
-def _prefix(partition: Partition) -> str:
-    return _KEY % (partition.hex(), "")
+    return _KEY % (fp.partition.hex(), fp.exact.hex())

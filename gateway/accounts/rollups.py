@@ -59,8 +59,7 @@ _table = schema.ledger_rollups
 _names = tuple(column.name for column in _table.primary_key)
 _places = LedgerRow.__struct_fields__.index
 _amounts_of = operator.itemgetter(*map(_places, SUMS[1:]))
-_labels = ("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
-_labels_of = operator.itemgetter(*map(_places, _labels))
+_labels_of = operator.itemgetter(*map(_places, ("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")))
 
 Alike = tuple[LedgerRow, list[int]]
 """One of several rows, and the sums of all in the order of SUMS."""

@@ -134,14 +134,8 @@ async def pieces(receive: Receive, headers: Mapping[str, str], bytes_max: int) -
 
 async def _received(receive: Receive, bytes_max: int) -> bytes:
     """The whole body as it was sent. Raises TooLarge, ClientGone."""
-    message = await receive()
-    if not message.get("more_body") and message["type"] == "http.request":
-        body: bytes = message.get("body", b"")
-        if len(body) > bytes_max:
-            raise _too_large(bytes_max)
-        return body
     parts, size = [], 0
-    while message["type"] == "http.request":
+    while (message := await receive())["type"] == "http.request":
         part = message.get("body", b"")
         size += len(part)
         if size > bytes_max:
@@ -149,7 +143,6 @@ async def _received(receive: Receive, bytes_max: int) -> bytes:
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
-        message = await receive()
     raise ClientGone
 
 

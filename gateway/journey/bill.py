@@ -64,10 +64,8 @@ def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) 
     """
     progress, deployment = one.progress, one.deployment
     output = alias.output_max(deployment, demand) if cut_at is None else cut_at
-    output_max, chunks = output * demand.choices, progress.content_chunks
-    output_max = output_max if output_max > chunks else chunks
-    context_max, known = demand.prompt_tokens_max + progress.prefix_tokens, deployment.context_tokens_max
-    context_max = context_max if known is None or context_max > known else known
+    output_max = max(output * demand.choices, progress.content_chunks)
+    context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
     prompt_tokens = demand.prompt_tokens + progress.prefix_tokens
     if (usage := progress.usage) is not None:
         if not usage.prompt_tokens and not demand.measure:  # an answer to no prompt is a wrong count

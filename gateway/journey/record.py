@@ -135,21 +135,12 @@ def record_of(
     if identity is not None:
         team, key = identity.team, identity.key
         facts["team_id"], facts["team"], facts["key_id"], facts["key"] = team.id, team.name, key.id, key.name
-    return Record(
-        request_id=arrival.request_id,
-        at_s=arrival.at_s,
-        batch=arrival.batch,
-        route=arrival.operation,
-        alias=alias,
-        is_stream=turn is not None and turn.is_stream,
-        asked=asked,
-        status=ended.status,
-        error=ended.error,
-        refusal=ended.refusal,
-        is_disconnected=ended.is_disconnected,
-        duration_ms=duration_ms,
-        **facts,
-    )
+    facts["request_id"], facts["at_s"], facts["batch"] = arrival.request_id, arrival.at_s, arrival.batch
+    facts["route"], facts["alias"], facts["asked"] = arrival.operation, alias, asked
+    facts["is_stream"], facts["duration_ms"] = turn is not None and turn.is_stream, duration_ms
+    facts["status"], facts["error"], facts["refusal"] = ended.status, ended.error, ended.refusal
+    facts["is_disconnected"] = ended.is_disconnected
+    return Record(**facts)  # one dictionary: a second one would be merged
 
 
 def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
