@@ -187,7 +187,8 @@ def is_added(
     in which one question is put in several ways are no difference inside a sentence. In questions
     about one text, of which `context` has the content words, words of each may be other names of the
     same. But "the fake return time" is no "time to return": a foreign word is added, if it is not
-    `renamed`. And of two words that the text has itself, none is another name of the other.
+    `renamed`. And of two words that the text has itself, none is another name of the other, nor are
+    words that it lacks, one in the place of the other.
     """
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
     if context is not None and mine and theirs:
@@ -195,9 +196,10 @@ def is_added(
         said = [sum(not POLITE.fullmatch(" ".join(clause)) for clause in text.clauses) for text in (asked, known)]
         is_said_apart = max(said) > 1 and asked.content_set.isdisjoint(known.content_set)
         foreign = foreign_words(asked, known, context) | foreign_words(known, asked, context)
-        are_two = not any((context - EVERYDAY).isdisjoint(words) for words in (mine, theirs))
+        are_said = [not (context - EVERYDAY).isdisjoint(words) for words in (mine, theirs)]
         is_further = _has_further_clause(asked, known) or _has_further_clause(known, asked)
-        return not foreign <= renamed or are_two or is_said_apart or is_further
+        is_other = all(are_said) or (not any(are_said) and _is_one_with_other_words(asked, known))
+        return not foreign <= renamed or is_other or is_said_apart or is_further
     shared = asked.content_set & known.content_set
     one_sided = asked.content_set ^ known.content_set
     if not shared and not asked.numbers and asked.words != known.words:
@@ -207,6 +209,15 @@ def is_added(
         if not (one_sided & one.content_set) <= (FRAMING_WORDS - FORMS) | amounts:
             return True
     return _has_further_clause(asked, known) or _has_further_clause(known, asked)
+
+
+def _is_one_with_other_words(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether two texts are one but for words in the places of others: a soft-boiled egg, a hard-boiled egg."""
+    shared = asked.content_set & known.content_set
+    mine, theirs = ([word if word in shared else "" for word in text.content] for text in (asked, known))
+    return bool(shared) and [word for word, _ in itertools.groupby(mine)] == [
+        word for word, _ in itertools.groupby(theirs)
+    ]
 
 
 def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -> frozenset[str]:

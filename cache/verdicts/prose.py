@@ -4,11 +4,11 @@ compares an answer with all answers of its namespace.
 Knows texts, an encoder's vectors and prompts' vectors; no Redis, no entries and no rule. Two
 answers have a score, which adds the cosine of their weighted sentences, the alignment of their
 sentences both ways, and their words by weight in the namespace. Scores of answers to near prompts
-are a mixture: two wordings of one answer have a distribution known beforehand, and `Answers` fits
-the rest, without labels. It rules "same" above a cut at which the fit leaves next to no different
-answers, or where an answer is far nearer to the candidate than to all answers that are apart from
-it; "different" where hardly any wording is; nothing between, before the fit, and where the two
-distributions overlap. Invariants: answers that state other numbers, names or polarity in a like
+are a mixture of two distributions, which `Answers` fits without labels: of two wordings of one
+answer, and of the rest. It rules "same" above a cut that three quarters of wordings reach, or where
+an answer is far nearer to the candidate than to all answers that are apart from it; "different"
+where hardly any wording is; nothing between, before the fit, and where the two distributions
+overlap. Invariants: answers that state other numbers, names or polarity in a like
 sentence are never the same, however near; no ruling rests on a chain over more than one further
 answer; a short answer, a refusal and a text longer than a sketch are UNKNOWN.
 """
@@ -46,14 +46,15 @@ _CHARS_MAX, _PARTS_MAX, _SENTENCES = 6_000, 64, 8
 _WORDS_MIN, _WORDS_MAX = 8, 600
 
 # Scores of two wordings of one answer, from the answers to 75 intents that this project may use
-# (CC0): normal, with 1% below 1.45 and 5% below 1.72.
-_SAME_MEAN, _SAME_SD = 2.33, 0.36
+# (CC0): normal, with 1% below 1.45 and 5% below 1.72. A fit finds the mean anew, as if after so many pairs.
+_SAME_MEAN, _SAME_SD, _SAME_PAIRS = 2.33, 0.36, 20
 _VERBATIM = 3.2  # the same text but for an opening or a closing; in no mixture
 _DIFFERENT = 1.2  # next to no wordings are below it
-_SAME_LEAST = 1.75  # the least cut
-_RECALL_MIN = 0.5  # of wordings above the cut; a lower one says that the namespace can't be judged
-_WRONG_SHARE = 0.003  # of what lies above the cut, by the fit
-_WIDER = 1.1  # times the deviation of the fit: its tail is an estimate
+_SAME_LEAST = 1.75  # a lower cut would be one between answers that are no wordings
+_BELOW_LEAST, _BELOW_MOST = 0.25, 0.6  # from the mean of wordings to the cut
+_WRONG_SHARE = 0.005  # of the pairs above the cut, by the fit, before rivals and conflicts: where it can be
+_WRONG_MAX = 0.05  # the same; more of them say that the namespace can't be judged
+_APART_MIN = 2.3  # of the two parts, by Ashman's D: nearer ones say so, too
 _NEAR = 0.45  # cosine of prompts from which on their answers are in the mixture
 _ANCHORS, _NEAREST, _PAIRS_MIN, _ANSWERS_MIN = 300, 2, 60, 60
 _CHANGES_MIN, _GROWTH = 20, 0.15  # of the answers: then it is fitted anew
@@ -581,7 +582,7 @@ class Answers:
         return bool(self._pairs)
 
     def _near_pairs(self) -> list[tuple[bytes, bytes]]:
-        """Answers to near prompts, a sample that follows from the names."""
+        """Answers to the nearest prompts, as a judge gets them; a sample that follows from the names."""
         draw, names = np.random.default_rng(0), sorted(self._answers)
         names = [names[place] for place in draw.permutation(len(names))[:_SAMPLE].tolist()]
         prompts = np.stack([self._answers[name].prompt for name in names]).astype(np.float32)
@@ -590,10 +591,9 @@ class Answers:
         cosines[np.arange(len(anchors)), anchors] = -1
         pairs: dict[tuple[int, int], None] = {}
         for anchor, row in zip(anchors.tolist(), cosines, strict=True):
-            near = np.flatnonzero(row >= _NEAR)
             nearest = np.argpartition(-row, _NEAREST)[:_NEAREST]
-            for its in [*nearest[row[nearest] >= _NEAR], *near[draw.permutation(len(near))[:_NEAREST]]]:
-                pairs[min(anchor, int(its)), max(anchor, int(its))] = None
+            for its in nearest[row[nearest] >= _NEAR].tolist():
+                pairs[min(anchor, its), max(anchor, its)] = None
         return [(names[one], names[other]) for one, other in pairs]
 
     def _view(self, one: Sketch) -> _View:
@@ -612,25 +612,32 @@ class Answers:
 
 
 def fitted_cut(scores: NDArray[np.float64]) -> float:
-    """The score from which on two answers to near prompts are the same: a normal mixture of which
-    one part is known, fitted by expectation maximisation. Infinity where the parts overlap.
+    """The score from which on two answers to near prompts are the same: a mixture of two normal
+    distributions, fitted by expectation maximisation, of which that of wordings has a known
+    deviation. Infinity where the two are not apart (Ashman, Bird and Zepf, 1994).
     """
-    mean, deviation, share = 1.0, 0.35, 0.5
-    known = np.exp(-0.5 * ((scores - _SAME_MEAN) / _SAME_SD) ** 2) / _SAME_SD
+    same, mean, deviation, share = _SAME_MEAN, 1.0, 0.35, 0.5
     for _ in range(_STEPS):
-        other = np.exp(-0.5 * ((scores - mean) / deviation) ** 2) / deviation
-        of_other = (1 - share) * other / ((1 - share) * other + share * known + 1e-12)
-        total = float(of_other.sum()) + 1e-9
-        share = 1 - total / len(scores)
-        mean = float(of_other @ scores) / total
-        deviation = max(0.2, math.sqrt(float(of_other @ (scores - mean) ** 2) / total))
-    least = _SAME_LEAST
-    while _above(least, _SAME_MEAN, _SAME_SD) >= _RECALL_MIN:
-        wrong = (1 - share) * _above(least, mean, _WIDER * deviation)
-        if wrong <= _WRONG_SHARE * share * _above(least, _SAME_MEAN, _SAME_SD):
-            return least
-        least += 0.02
-    return math.inf
+        of_same = share * np.exp(-0.5 * ((scores - same) / _SAME_SD) ** 2) / _SAME_SD
+        of_other = (1 - share) * np.exp(-0.5 * ((scores - mean) / deviation) ** 2) / deviation
+        of_same /= of_same + of_other + 1e-12
+        of_other = 1 - of_same
+        wordings, others = float(of_same.sum()), float(of_other.sum()) + 1e-9
+        share = wordings / len(scores)
+        same = (_SAME_PAIRS * _SAME_MEAN + float(of_same @ scores)) / (_SAME_PAIRS + wordings)
+        mean = float(of_other @ scores) / others
+        deviation = max(0.2, math.sqrt(float(of_other @ (scores - mean) ** 2) / others))
+
+    def wrong_above(cut: float) -> float:
+        """How many pairs of other answers there are above a cut for each pair of wordings."""
+        return (1 - share) * _above(cut, mean, deviation) / (share * _above(cut, same, _SAME_SD) + 1e-12)
+
+    most = same - _BELOW_LEAST
+    is_apart = math.sqrt(2) * (same - mean) >= _APART_MIN * math.hypot(_SAME_SD, deviation)
+    if not is_apart or most < _SAME_LEAST or wrong_above(most) > _WRONG_MAX:
+        return math.inf
+    cuts = np.arange(max(_SAME_LEAST, same - _BELOW_MOST), most, 0.02).tolist()
+    return next((cut for cut in cuts if wrong_above(cut) <= _WRONG_SHARE), most)
 
 
 def _above(least: float, mean: float, deviation: float) -> float:

@@ -178,6 +178,23 @@ def test_other_words_alone_hide_no_instruction(asked: str, is_served: bool) -> N
     assert (decision.served == 0) is is_served
 
 
+@pytest.mark.parametrize(
+    ("known", "asked", "is_served"),
+    [
+        ("boiling time for a hard-boiled egg", "boiling time for a soft-boiled egg", False),
+        ("Why is the sky blue at noon?", "Why is the sky red at dusk?", False),
+        ("Can it be frozen?", "Can I put it in the freezer?", True),
+    ],
+)
+def test_a_word_in_the_place_of_another_is_no_name_of_it(known: str, asked: str, is_served: bool) -> None:
+    """Of words that the context lacks, those that alone differ between two questions are what these ask for."""
+    context = read("How are you? I'm fine.").content_set
+    renamed = read(known).content_set ^ read(asked).content_set
+    near = Neighbour(0.97, known, b"e", 0.0, places=(1.0, 1.0, 0.9), context=context, renamed=renamed)
+    decision, _ = VerifiedRule(PRIOR).decide(query(asked), [near], NamespaceState())
+    assert (decision.served == 0) is is_served
+
+
 def test_the_index_of_places_is_by_room() -> None:
     """A changed document is another context, which has no neighbours."""
     clock = Clock()

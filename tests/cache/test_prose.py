@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cache.encoder.types import Encoded
 from cache.verdicts import Ruling
-from cache.verdicts.prose import EMPTY, SKETCH_BYTES_MAX, Answers, Sketch, pieces, sketch
+from cache.verdicts.prose import EMPTY, SKETCH_BYTES_MAX, Answers, Sketch, fitted_cut, pieces, sketch
 
 SAME, DIFFERENT, UNKNOWN = Ruling.SAME, Ruling.DIFFERENT, Ruling.UNKNOWN
 DIMS = 96
@@ -143,6 +143,26 @@ def test_abstains_where_answers_to_near_prompts_are_as_alike_as_wordings() -> No
     made.settle()
     rulings = [made.ruling(other.answer(), name) for name, (_, other) in zip(names, subjects, strict=True)]
     assert rulings.count(SAME) == 0
+
+
+@pytest.mark.parametrize("wordings", [2.1, 2.33, 2.6])
+def test_the_cut_goes_with_what_wordings_score_here(wordings: float) -> None:
+    """Another writer's wordings are nearer to each other, or farther; most of them are above the cut, and hardly another answer."""
+    draw = np.random.default_rng(0)
+    own, others = draw.normal(wordings, 0.33, 250), draw.normal(1.1, 0.35, 150)
+    cut = fitted_cut(np.concatenate([own, others]))
+    assert (own > cut).mean() > 0.7
+    assert (others > cut).mean() < 0.03
+
+
+@pytest.mark.parametrize(
+    "parts", [[(1.3, 0.45)], [(1.77, 0.53)], [(2.3, 0.36), (1.77, 0.53)], [(0.6, 0.25), (1.7, 0.3)]]
+)
+def test_there_is_no_cut_where_no_wordings_are_apart(parts: list[tuple[float, float]]) -> None:
+    """One distribution, two that overlap, and two of other answers leave all open."""
+    draw = np.random.default_rng(1)
+    scores = np.concatenate([draw.normal(mean, deviation, 300) for mean, deviation in parts])
+    assert fitted_cut(scores) == np.inf
 
 
 def test_an_answer_that_is_the_first_of_its_subject_is_not_taken_for_a_near_one(namespace: Taught) -> None:
