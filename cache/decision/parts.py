@@ -23,6 +23,8 @@ from enum import IntEnum
 from hashlib import blake2b
 from itertools import groupby
 
+import msgspec
+
 from cache.decision.guards import LONG_WORDS
 from cache.decision.text_features import remembered
 
@@ -32,6 +34,8 @@ TEMPLATE_PROMPTS = 3
 _DIGEST_BYTES = 12
 _SPANS_MAX = 64  # a prompt with more has no slot
 _CHARS_MAX = 3_000  # of a prompt of which an entry keeps the long paragraphs
+_PIECES_MAX, _LINES_MAX = 600, 3_000  # a prompt with more has no question: they bound the time of any prompt
+_MARKS_MAX = 8  # around a question
 _JSON_MAX = 4  # attempts to read JSON in a prompt
 _LABELS_MAX = 2  # of questions with the same words
 _LABEL_CHARS = 100  # of a line in which a label may be: patterns read no more
@@ -59,7 +63,7 @@ _QUESTION_LABEL = re.compile(
     re.IGNORECASE,
 )
 _HEADING = re.compile(
-    r"(\[)[^\[\]/][^\[\]]*\]$|(\*\*)[^*]+\*\*:?$|(#{2,6}) .+$|(={2,}|-{2,})[^=-].*[=-]{2,}$|(<<)[^<>]+>>$"
+    r"(\[)[^\[\]/][^\[\]]*\]$|(\*\*)[^*]+\*\*:?$|(#{2,6}) .+$|(={2,}|-{2,})[^=-].*(?<=[=-]{2})$|(<<)[^<>]+>>$"
 )
 _INLINE_HEADING = re.compile(r'(\[)[^\[\]/][^\[\]]*\] |(")[^"]+": ')
 _ORDINAL = re.compile(
@@ -71,7 +75,7 @@ _FIELD = re.compile(r"[^\W\d][^:\n\d]{0,30}: +\S")
 
 _JSON_TOKEN = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?|[{}\[\]]')
 _JSON_START = re.compile(r'\s*[{\[]\s*(?:["{\[]|$)')
-_TAGGED = re.compile(r"<([A-Za-z][\w.-]*)[^<>]*>(.*)</\1>", re.DOTALL)
+_TAGGED = re.compile(r"<([A-Za-z][\w.-]*)(?:\s[^<>]*)?>(.*)</\1>", re.DOTALL)
 _OPENING = " \t\"'“`<[(*_>"
 _PAIRS = {'"': '"', "'": "'", "“": "”", "`": "`", "<": ">", "[": "]", "(": ")", "*": "*", "_": "_"}
 
@@ -100,8 +104,7 @@ class Kind(IntEnum):
 _MARKED = (Kind.QUOTED, Kind.DOCUMENT)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A line, a paragraph or a string of JSON, or a document whose `text` is left out. `glue` is what
     stands between it and the piece before, `paragraph` the number of its paragraph, `chunk` the tag
     or heading of a chunk whose order among its like is free, `key` that of a string of JSON.
@@ -285,11 +288,17 @@ def split(text: str) -> Split:
     if "\n" not in text and "<" not in text and ":" not in text:
         return whole
     lines = text.split("\n")
-    spans = _merged(_Reader(lines).read(0, len(lines)))
+    try:
+        spans = _merged(_Reader(lines).read(0, len(lines)))
+    except _TooMany:
+        return Split(Parts(_digest(text), ""))
     if len(text.split()) <= LONG_WORDS and not any(span.kind in _MARKED for span in spans):
         return whole
     if len(text) > _CHARS_MAX:
-        spans = [replace(span, text="", kind=Kind.DOCUMENT) if span.kind is Kind.LONG else span for span in spans]
+        spans = [
+            msgspec.structs.replace(span, text="", kind=Kind.DOCUMENT) if span.kind is Kind.LONG else span
+            for span in spans
+        ]
     if len(spans) > _SPANS_MAX:
         runs = groupby(spans, lambda span: span.kind is Kind.DOCUMENT and not span.chunk)
         spans = [one for is_document, run in runs for one in ([_joined([*run])] if is_document else run)]
@@ -336,20 +345,23 @@ def _is_plain(span: Piece) -> bool:
 
 def _bare(text: str, start: int) -> tuple[int, int]:
     """The start and end of a text without the marks around it."""
-    end = len(text.rstrip())
-    while start < end:
+    end, marks_left = len(text.rstrip()), _MARKS_MAX
+    while start < end and marks_left:
         tag = _TAGGED.fullmatch(text, start, end)
         if tag is not None:
             start, end = tag.span(2)
-        elif text[start].isspace() or text.startswith("> ", start):
+            marks_left -= 1
+        elif text[start].isspace():
             start += 1
+        elif text.startswith("> ", start):
+            start, marks_left = start + 1, marks_left - 1
         elif text[end - 1].isspace():
             end -= 1
         else:
             closing = _PAIRS.get(text[start])
             if closing != text[end - 1] or closing in text[start + 1 : end - 1].strip(text[start] + closing):
                 break
-            start, end = start + 1, end - 1
+            start, end, marks_left = start + 1, end - 1, marks_left - 1
     return start, max(start, end)
 
 
@@ -372,10 +384,16 @@ def _is_end(line: str) -> bool:
     return is_label or _CLOSING.fullmatch(line) is not None or not any(map(str.isalnum, line))
 
 
+class _TooMany(Exception):
+    """Lines or pieces."""
+
+
 class _Reader:
-    """Reads lines into spans."""
+    """Reads lines into spans. Raises _TooMany."""
 
     def __init__(self, lines: Sequence[str]) -> None:
+        if len(lines) > _LINES_MAX:
+            raise _TooMany
         self.spans: list[Piece] = []
         self._lines = lines
         self._closed = _closed(lines)
@@ -416,6 +434,8 @@ class _Reader:
         neither does.
         """
         line = self._lines[place].lstrip()
+        if line[:1] not in "`~<":
+            return None
         fence = _FENCE.match(line)
         if fence is not None:
             mark = fence.group(1)
@@ -544,6 +564,8 @@ class _Reader:
         paragraph = self._paragraph
         span = Piece(digest=digest, text=text, glue=glue, paragraph=paragraph, chunk=chunk, kind=kind, key=key)
         self.spans.append(span)
+        if len(self.spans) > _PIECES_MAX:
+            raise _TooMany
 
 
 def _name(line: str) -> str:
@@ -601,7 +623,7 @@ def _joined(spans: Sequence[Piece], chunk: str = "") -> Piece:
     """One document of some spans side by side."""
     joined = b"".join(_digest(span.glue) + span.digest for span in spans[1:])
     digest = blake2b(spans[0].digest + joined, digest_size=_DIGEST_BYTES).digest()
-    return replace(spans[0], digest=digest, text="", chunk=chunk, kind=Kind.DOCUMENT)
+    return msgspec.structs.replace(spans[0], digest=digest, text="", chunk=chunk, kind=Kind.DOCUMENT)
 
 
 def _frame(spans: Sequence[Piece], first: int, end: int, rest: tuple[str, str] = ("", ""), question: str = "") -> bytes:

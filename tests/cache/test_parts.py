@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -402,6 +403,33 @@ def test_documents_may_nest_without_end(line: str) -> None:
     depth = (TEXT_CHARS_MAX - 40) // (len(line) - 2)
     text = before * depth + "word " * 5 + after * depth + "\nQuestion: who?"
     assert isinstance(served(make(text), text + "."), Miss | Hit)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "==x" + "=" * 30_000 + "x",
+        "```\n==x" + "=" * 30_000 + "x",
+        "Question: <" + "a" * 30_000,
+        "Question: " + "(" * 15_000 + ")" * 15_000,
+    ],
+)
+def test_no_line_costs_more_than_its_length(line: str) -> None:
+    """A hostile prompt takes milliseconds, where a pattern that tries each start with each end takes seconds."""
+    text = f"{line}\n" + "a word " * (LONG_WORDS + 1)
+    begun = time.thread_time()
+    split(text)
+    assert time.thread_time() - begun < 0.1
+
+
+def test_a_prompt_of_too_many_lines_has_no_question() -> None:
+    """Its frame is all of it: what cannot be read in time is compared with nothing."""
+    few, many = (
+        "".join(f"It has {number} doors.\n\n" for number in range(count)) + "Question: who?" for count in (300, 700)
+    )
+    assert split(few).parts.question == "who?"
+    assert split(many).parts.question == ""
+    assert split(many).parts.frame != split(many + "!").parts.frame
 
 
 def test_only_lines_that_ask_for_the_answer_may_follow_a_question() -> None:
