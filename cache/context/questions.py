@@ -190,12 +190,16 @@ def _points_at(asked: frozenset[str], span: Span, rest: str) -> bool:
     word of a sentence that has a word of the span's label; any may where such a sentence reads the form of an id.
     """
     has_code = any(word.isalnum() and not word.isalpha() and not word.isdigit() for word in asked)
-    if has_code or not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS:
+    if has_code or not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS or _FORM_READ.search(rest):
         return True
     beside = _words_with(span.label, rest)
     return not _FORMS.isdisjoint(beside) or not (beside - FUNCTION_WORDS).isdisjoint(asked)
 
 
+# "those that end in 7 cost more", of whatever
+_FORM_READ = re.compile(
+    r"\b(?:start|begin|end)(?:s|ing)? (?:in|with|on) (?:an? )?[\"'“]?(?:\d|[A-Z]\b)|\bdigits?\b|\b(?:odd|even) (?:numbers?|ones?)\b"
+)
 _LETTERED = re.compile(r"(?<![\w'’])[B-HJ-Z](?![\w'’])|[A-Za-z]\d|\d[A-Za-z]")  # "those with a B are urgent"
 
 

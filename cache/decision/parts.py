@@ -69,6 +69,14 @@ _INLINE_HEADING = re.compile(r'(\[)[^\[\]/][^\[\]]*\] |(")[^"]+": ')
 _ORDINAL = re.compile(
     r"\b(?:step|part|chapter|section|phase|day|turn|example|page)\b|^\W*\d|\b(?:first|then|last)\b", re.I
 )
+# what relies on the order of chunks: words of a question, and of instructions beside it
+_ORDERED = re.compile(
+    r"\b(?:order|first|second|third|last|latest|newest|final|next|previous|earlie(?:r|st)|later|top|bottom|beginning|"
+    r"start|opening|closing|end|continue|cit(?:e|ations?)|number(?:s|ed)?|\d+(?:st|nd|rd|th))\b|"
+    rf"\b(?:{_DOCUMENTS}|email|message|text|paragraph) (?:one|two|three|four|five|\d+|(?-i:[A-Z]))\b|\[\d",
+    re.IGNORECASE,
+)
+_CITED = re.compile(r"\b(?:order|cit(?:e|es|ed|ing|ations?)|numbered|latest|newest|most recent)\b|\[\d", re.IGNORECASE)
 _LABEL = re.compile(r"[#>*_(\s-]{0,6}(?:\[[^\[\]\n]{1,30}\]:?|[^\W\d][\w '’-]{0,40}[*_)]{0,3}:[*_]{0,2})\s+")
 _FIELD = re.compile(r"[^\W\d][^:\n\d]{0,30}: +\S")
 
@@ -253,7 +261,7 @@ class _Shared:
             first, last = record
         lines = [span.text for span in self._spans[first : last + 1]]
         if (first, last) == record:
-            text, start = "\n".join(sorted(lines)), 0
+            text, start = "\n".join(sorted(lines) if _is_unordered(lines) else lines), 0
         else:
             glued = (span.glue + span.text for span in self._spans[first + 1 : last + 1])
             text, start = (
@@ -279,6 +287,13 @@ def _records(spans: Sequence[Piece]) -> dict[int, tuple[int, int]]:
         if number >= 0 and len(places) > 2:
             found |= dict.fromkeys(places, (places[0], places[-1]))
     return found
+
+
+def _is_unordered(lines: Sequence[str]) -> bool:
+    """Whether each field is there once, and none says what is said or done, or when: such lines are turns or steps."""
+    names = [line.partition(":")[0].strip().casefold() for line in lines]
+    is_said = any(line.rstrip()[-1] in ".!?" for line in lines)
+    return len(set(names)) == len(names) and not is_said and not any(map(_ORDINAL.search, names))
 
 
 @remembered(64)
@@ -630,11 +645,14 @@ def _frame(spans: Sequence[Piece], first: int, end: int, rest: tuple[str, str] =
     """The digest of all spans but those from `first` to `end`, which are the question, with `rest` around it,
     and of lines that say it once more.
     """
+    is_ordered = any(span.chunk for span in spans) and (
+        _ORDERED.search(question) is not None or any(_CITED.search(span.text) for span in spans)
+    )
     made = blake2b(digest_size=_DIGEST_BYTES, person=b"sw.frame")
     place = 0
     for chunk, some in groupby(spans, lambda span: span.chunk):
         run = list(some)
-        order = sorted(span.digest for span in run) if chunk else [span.digest for span in run]
+        order = sorted(span.digest for span in run) if chunk and not is_ordered else [span.digest for span in run]
         for span, digest in zip(run, order, strict=True):
             if not first <= place < end:
                 made.update(_digest(span.glue) + (_echo(span, question) or digest))

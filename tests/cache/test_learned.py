@@ -160,6 +160,13 @@ ASKED = {
         "Is delivery free?",
         "Who pays nothing?",
     ),
+    (
+        "Parking ticket PT{} was issued.\nThose that end in 1 cost 20 euros, others 40.\n" + SHOP,
+        ("7140221", "7140232", "7140343"),
+    ): (
+        "What do I pay?",
+        "What is the fine?",
+    ),
     ("origin={}\nAn origin in the blue cluster is sampled; others are logged.\n" + SHOP, tuple(HEX)): (
         "Which cluster answers?",
         "Is the answer sampled?",

@@ -291,6 +291,48 @@ def test_fields_are_compared_in_any_order() -> None:
     assert [near.text for near in found.neighbours if "name: a" in near.text] == ["colour: w\nname: a\nsize: 4"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "other"),
+    [
+        ("Ana: On Monday.\nBo: No.\nAna: On Friday.\nBo: Yes.", "Ana: On Monday.\nBo: Yes.\nAna: On Friday.\nBo: No."),
+        ("item: lamp\ncolour: red\nitem: mat\ncolour: grey", "item: lamp\ncolour: grey\nitem: mat\ncolour: red"),
+        (
+            "Seller: I offer it.\nBuyer: I take it.\nBroker: Stop.",
+            "Seller: I offer it.\nBroker: Stop.\nBuyer: I take it.",
+        ),
+        ("First: dry it\nThen: iron it\nAlways: be quick", "Then: iron it\nFirst: dry it\nAlways: be quick"),
+    ],
+)
+def test_turns_steps_and_several_records_keep_their_order(asked: str, other: str) -> None:
+    """Lines like fields that are in another order are other text where they are turns, steps or more than one record."""
+    cache = make(*(f"{INSTRUCTION}\n\n{text}" for text in ("a: b\nc: d\ne: f", "Ana: Hi.\nBo: Hi.\nCy: Hi.", asked)))
+    (found,) = cache.near([query(f"{INSTRUCTION}\n\n{other}")], 4)
+    assert asked in {near.text for near in found.neighbours}
+
+
+@pytest.mark.parametrize(
+    ("question", "is_free"),
+    [
+        ("How heavy is the lamp?", True),
+        ("What does the second document say?", False),
+        ("Which source comes first?", False),
+        ("What does document B say?", False),
+        ("Summarise the last text.", False),
+        ("Which of them says so? Cite it as [1].", False),
+    ],
+)
+def test_a_question_about_the_order_of_chunks_keeps_it(question: str, is_free: bool) -> None:
+    """Chunks in another order are the same documents but to a question that says which of them it is about by its place."""
+    chunks = [("Manual", LAMP), ("Manual", TENT)]
+    text, swapped = (
+        FORMS["label"][0].format("\n\n".join(f"[{name}]\n{body}" for name, body in some), question)
+        for some in (chunks, chunks[::-1])
+    )
+    assert (split(text).parts.frame == split(swapped).parts.frame) is is_free
+    cited = [one.replace("Be brief.", "Cite the sources by number.") for one in (text, swapped)]
+    assert split(cited[0]).parts.frame != split(cited[1]).parts.frame
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=30), st.randoms(use_true_random=False))
 def test_templates_depend_on_the_prompts_that_are_there_alone(
