@@ -139,9 +139,14 @@ def _code(text: str, start: int, end: int) -> tuple[str, Span] | None:
             letters = _LETTERS.match(text, start, end)
             start = letters.end() if letters is not None else start
             # a code that the prompt names twice is one that it says something of
-            if not _is_coded(text, before, start, end) or text.count(text[before:end]) > 1:
+            if not _is_coded(text, before, start, end) or _is_twice(text, text[before:end]):
                 return None
     return _placed(text, before, start, end)
+
+
+def _is_twice(text: str, token: str) -> bool:
+    """Whether a text has a token more than once; it is read no further than that."""
+    return text.find(token, text.find(token) + 1) >= 0
 
 
 def _is_random(token: str, *, is_whole: bool = False) -> bool:
