@@ -253,6 +253,8 @@ class VerifiedRule:
 
 def _is_vouched(asked: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:
     known = read(witness.text)
+    if witness.places and all(is_other_in_context(asked, read(one.text)) for one in alike):
+        return False
     may_rename = bool(witness.places) or is_near(asked, known, witness.similarity)
     return is_vouched(asked, known, [read(one.text) for one in alike], is_near=may_rename)
 
