@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import string
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -316,19 +315,14 @@ def test_hosts_that_learned_other_things_share_only_what_is_equal() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "1ü" * 16_000,
-        "a1-" * 10_000,
-        "a" * 32_000 + "1",
-        "1 " * 16_000,
-        "ticket A1B2C3D4 " * 2_000,
-        "x1y2z3w4v5u6 " * 2_500,
+        "1ü" * 320_000,
+        "a1-" * 200_000,
+        "a" * 640_000 + "1",
+        "1 " * 320_000,
+        "ticket A1B2C3D4 " * 40_000,
+        "x1y2z3w4v5u6 " * 50_000,
     ],
 )
-def test_candidates_are_read_in_time_that_no_text_can_stretch(text: str) -> None:
-    """Texts made to be slow are read in well under 100 ms, and have none."""
-    best = 1.0
-    for _ in range(3):
-        start = time.perf_counter()
-        assert candidates(text) == []
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.1
+def test_no_text_stretches_the_time_in_which_it_is_read(text: str) -> None:
+    """Texts made to be slow have no candidates; to read all of each from each place takes longer than a test may."""
+    assert candidates(text) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -450,18 +449,17 @@ def test_documents_may_nest_without_end(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "==x" + "=" * 30_000 + "x",
-        "```\n==x" + "=" * 30_000 + "x",
-        "Question: <" + "a" * 30_000,
-        "Question: " + "(" * 15_000 + ")" * 15_000,
+        "==x" + "=" * 600_000 + "x",
+        "```\n==x" + "=" * 600_000 + "x",
+        "Question: <" + "a" * 600_000,
+        "Question: " + "(" * 300_000 + ")" * 300_000,
     ],
 )
 def test_no_line_costs_more_than_its_length(line: str) -> None:
-    """A hostile prompt takes milliseconds, where a pattern that tries each start with each end takes seconds."""
+    """A hostile prompt is split, where a pattern that tries each start with each end takes longer than a test may."""
     text = f"{line}\n" + "a word " * (LONG_WORDS + 1)
-    begun = time.thread_time()
-    split(text)
-    assert time.thread_time() - begun < 0.1
+    made = split(text).parts
+    assert made.frame or made.question == text
 
 
 def test_a_prompt_of_too_many_lines_has_no_question() -> None:
