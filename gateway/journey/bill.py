@@ -196,7 +196,9 @@ def _row(
     )
 
 
+_COMMON = Usage.__struct_fields__.index("tool_calls") + 1  # up to it both have the same counts
+
+
 def tokens_of(usage: Usage) -> Tokens:
     """`usage` as prices count it."""
-    counts = msgspec.structs.astuple(usage)  # its last two: cached sounds, units
-    return Tokens(*counts[:-5], *counts[:-3:-1])
+    return Tokens(*msgspec.structs.astuple(usage)[:_COMMON], *[usage.units, usage.cached_audio_tokens])
