@@ -8,7 +8,7 @@ and `Engine`.
 Errors:
 
     EngineError
-    ├── EngineUnavailable    no process behind the socket, or it ended or hangs (`is_death`); `has_output`: tokens had left
+    ├── EngineUnavailable    no process behind the socket, or it ended or hangs (`is_death`)
     ├── EngineLoading        the process is up, the weights are not; `progress` in 0..1
     ├── InvalidRequest       the caller's fault; `param` names the field
     │   └── PromptTooLong    prompt + 1 > context
@@ -40,13 +40,11 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """The engine's process is not there. `has_output`: whether this generation had already
-    delivered something; `is_death`: whether the process ended, or sent nothing for too long, while
-    it had this generation."""
+    """The engine's process is not there. `is_death`: whether the process ended, or sent nothing for
+    too long, while it had this generation."""
 
-    def __init__(self, message: str, *, has_output: bool = False, is_death: bool = False) -> None:
+    def __init__(self, message: str, *, is_death: bool = False) -> None:
         super().__init__(message)
-        self.has_output = has_output
         self.is_death = is_death
 
 

@@ -38,7 +38,6 @@ class Generation:
         self._items: deque[wire.Output] = deque()
         self._error: wire.EngineError | None = None
         self._is_done = False
-        self._has_output = False
         self._wake: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Generation:
@@ -81,7 +80,6 @@ class Generation:
         if self._is_done:
             return
         self._items.extend(outputs)
-        self._has_output = self._has_output or bool(outputs)
         if usage is not None:
             self.usage = usage
             self._is_done = True
@@ -90,8 +88,6 @@ class Generation:
     def _fail(self, error: wire.EngineError) -> None:
         if self._is_done:
             return
-        if isinstance(error, wire.EngineUnavailable):
-            error.has_output = self._has_output
         self._error = error
         self._is_done = True
         self._notify()

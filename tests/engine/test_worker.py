@@ -374,15 +374,13 @@ async def test_kill_9_is_an_honest_error_and_a_new_process_serves(checkpoint: Fo
             await anext(streaming)
             waiting = engine.generate(request(random_prompt(2, 10), 170))
             own.process.kill()
-            with pytest.raises(EngineUnavailable) as caught:
+            with pytest.raises(EngineUnavailable):
                 await rest_of(streaming)
-            assert caught.value.has_output
             with pytest.raises(EngineUnavailable):
                 await rest_of(waiting)
             own.process.wait()
-            with pytest.raises(EngineUnavailable) as early:
+            with pytest.raises(EngineUnavailable):
                 await collect(engine, request([5], 1))
-            assert not early.value.has_output
             successor = start(own.socket_path, own.log_path, "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
             try:
                 async with asyncio.timeout(60):
@@ -446,7 +444,6 @@ async def test_a_process_that_hangs_is_told_from_one_that_works(checkpoint: Fold
             own.process.send_signal(signal.SIGSTOP)
             with pytest.raises(EngineUnavailable, match="silent") as caught:
                 await rest_of(streaming)
-            assert caught.value.has_output
             assert caught.value.is_death
             assert not engine.load().is_ready
             with pytest.raises(EngineError):
