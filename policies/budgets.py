@@ -304,10 +304,9 @@ class Budgets:
                 fullest[place] = state
         return tuple(fullest[place] for place in range(len(budgets)))
 
-    async def states(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
+    async def states(self, budgets: Sequence[Budget]) -> tuple[BudgetState, ...]:
         """As `spent`, with a state of each value that has a count."""
-        found = await self._states(budgets, self._now_ms() if at_ms is None else at_ms)
-        return tuple(state for _, state in found)
+        return tuple(state for _, state in await self._states(budgets, self._now_ms()))
 
     async def _states(self, budgets: Sequence[Budget], at_ms: int) -> list[tuple[int, BudgetState]]:
         """Each state with the place of its budget. A budget on each value has one at least."""
@@ -400,25 +399,20 @@ def _taken(intent: Intent, counts: _Counts, *, is_cut: bool) -> Hold:
     """The hold as it was taken. Equal amounts of the team's own windows are kept as their kinds."""
     held: list[WindowKind] = []
     more: list[Taken] = []
-    warnings: list[BudgetState] = []
-    amount_microusd, at_ms = None, intent.at_ms
-    for one, spent, held_before, is_other in counts:
+    amount_microusd = None
+    for one, _, _, is_other in counts:
         amount = one.usual if is_cut else one.most
         if one.is_shared and amount_microusd in (None, amount):
             amount_microusd = amount
             held.append(one.budgets[0].window)
         else:
             more.append(one.taken(intent.hold_id, amount, is_other=is_other == 1))
-        for budget in one.budgets:
-            if not budget.is_hard and spent + held_before + amount > budget.limit_at(at_ms):
-                warnings.append(BudgetState(budget, budget.window_at(at_ms), spent, held_before, one.shown))
     return Hold(
         id=intent.hold_id,
         team_id=intent.team_id,
-        at_ms=at_ms,
+        at_ms=intent.at_ms,
         amount_microusd=amount_microusd or 0,
         held=tuple(sorted(held, key=PLACES.__getitem__) if len(held) > 1 else held),
-        warnings=tuple(warnings),
         more=tuple(more),
         is_cut=is_cut,
     )

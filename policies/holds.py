@@ -85,8 +85,8 @@ class Hold(msgspec.Struct, frozen=True):
     """Money reserved for one generation that began at `at_ms`, unix milliseconds.
 
     A team without budgets gets `amount_microusd` 0 and no `held` windows. `more` is what it takes of
-    other counts, or of these in other amounts. `warnings` are the soft budgets that this hold
-    exceeds. `is_cut`: it has room for an answer of the usual length only.
+    other counts, or of these in other amounts. `is_cut`: it has room for an answer of the usual
+    length only.
     """
 
     id: str
@@ -94,7 +94,6 @@ class Hold(msgspec.Struct, frozen=True):
     at_ms: int
     amount_microusd: MicroUSD = 0
     held: tuple[WindowKind, ...] = ()
-    warnings: tuple[BudgetState, ...] = ()
     more: tuple[Taken, ...] = ()
     is_cut: bool = False
 
