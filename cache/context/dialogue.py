@@ -147,12 +147,13 @@ _COMMON = FUNCTION_WORDS | LIGHT_WORDS | {"one"}
 def stands_alone(question: str, history: Sequence[tuple[str, str]], system: str) -> bool:
     """Whether a question is answered the same with its history and without.
 
-    `history` are role and text of the turns before it, `system` is the text of the system prompt.
+    `history` are role and text of the turns before it, the last one the assistant's; `system` is the
+    text of the system prompt.
     """
     if len(history) > _TURNS_MAX or _STATEFUL.search(system) or not is_closed(question):
         return False
     own = frozenset(word for word in words_of(question) if word not in _COMMON)
-    return all(_is_past(role, text, own) for role, text in history) and not _is_asked(history[-1], question)
+    return all(_is_past(role, text, own) for role, text in history) and not _is_asked(history[-1][1])
 
 
 def _is_past(role: str, text: str, own: frozenset[str]) -> bool:
@@ -169,11 +170,8 @@ def _is_past(role: str, text: str, own: frozenset[str]) -> bool:
     return is_asking and is_english(text) and not _LASTING.search(text)
 
 
-def _is_asked(last: tuple[str, str], question: str) -> bool:
-    """Whether the question may be an answer: the assistant has asked for one that is more than yes."""
-    role, text = last
-    if role != "assistant":
-        return True
+def _is_asked(text: str) -> bool:
+    """Whether an assistant's text asks for an answer that is more than yes."""
     asked = re.split(r"(?<=[.!:\n])\s+", text.strip())[-1]
     return "?" in asked and not re.match(
         r"(?i)(?:shall i|would you like|do you want me to|should i|want me to)\b", asked

@@ -87,14 +87,11 @@ class StoreResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PurgeResult:
-    """The entries that a purge removed, or with `is_dry_run` would remove. `samples` are the first
-    few that matched.
-    """
+    """The entries that a purge removed or, a dry run, would remove. `samples` are the first few."""
 
     count: int
     size_bytes: int
     samples: tuple[Sample, ...]
-    is_dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +423,7 @@ class ExactCache:
                 await self._purges.announce(purge)
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
-        return PurgeResult(count, size, tuple(samples), is_dry_run)
+        return PurgeResult(count, size, tuple(samples))
 
     async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[Stored]]:
         now = self._clock()

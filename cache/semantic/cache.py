@@ -198,10 +198,6 @@ class SemanticCache:
     def namespaces(self) -> int:
         return len(self._namespaces)
 
-    @property
-    def size_bytes(self) -> int:
-        return self._index.size_bytes + self._sketches.size_bytes
-
     # --- asking
 
     def lookup(self, queries: Sequence[Query]) -> list[Hit | Miss]:

@@ -61,7 +61,6 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     embedder: str = ""
     dims: int = 0
     tokens_max: int = 0
-    index_bytes: int = 0
     is_redis_up: bool = False
     lookups: int = 0
     batches: int = 0

@@ -362,7 +362,6 @@ class Worker:
             embedder=cache.embedder.name,
             dims=cache.embedder.dims,
             tokens_max=cache.embedder.tokens_max,
-            index_bytes=cache.size_bytes,
             is_redis_up=follower.is_up,
             lookups=self._counts[0],
             batches=self._counts[1],
