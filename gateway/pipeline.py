@@ -57,6 +57,7 @@ from gateway.wire.types import Chunk
 from policies import Hold, Route
 
 _STARTING_POLL_S = 0.1
+_STARTING_AWAITED_S = 60.0  # where no other deployment can answer
 _FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
 
 _log = get_logger()
@@ -92,8 +93,7 @@ class _Looked(msgspec.Struct, frozen=True):
 class Pipeline:
     """The stages and the services that they use. One per worker.
 
-    `emit` and `learn` take each record. `starting_awaited_s` is how long a request waits for a
-    deployment that is loading, if no other one can answer.
+    `emit` and `learn` take each record.
     """
 
     def __init__(
@@ -107,7 +107,6 @@ class Pipeline:
         fleet: Fleet,
         emit: Emit,
         learn: Learn | None = None,
-        starting_awaited_s: float = 60.0,
     ) -> None:
         self.settings, self._cache = settings, settings.cache
         self._is_exact = settings.cache.is_exact
@@ -120,7 +119,6 @@ class Pipeline:
         self._semantic = semantic
         self._emit = emit
         self._learn = learn
-        self._starting_awaited_s = starting_awaited_s
         self._generating: set[asyncio.Future[None]] = set()  # until they are recorded
 
     @property
@@ -437,7 +435,7 @@ class Pipeline:
         ApiError.
         """
         generation, alias = flight.generation, flight.generation.serving
-        waits_until = time.perf_counter() + self._starting_awaited_s
+        waits_until = time.perf_counter() + _STARTING_AWAITED_S
         while True:
             route = await routed(flight)
             generation.routed(route)

@@ -610,7 +610,7 @@ class World:
         assert identity is not None
         requests = InternalRequests(identity)
         requests.connect(self._pipeline)
-        answer = await requests.ask({"model": model, "messages": [{"role": "user", "content": content}]})
+        answer, _ = await requests.ask({"model": model, "messages": [{"role": "user", "content": content}]})
         await self.quiet()
         return answer
 

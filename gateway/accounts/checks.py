@@ -71,8 +71,9 @@ def _check(values: Mapping[str, Any], rules: Mapping[str, tuple[Callable[[Any], 
             raise Invalid(name, f"expected {expected}, found {json.dumps(value, ensure_ascii=False, default=repr)}")
 
 
-def _is_text(value: Any, chars_max: int) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= chars_max and value.isprintable() and value == value.strip()
+def _is_name(value: Any) -> bool:
+    is_text = isinstance(value, str) and 0 < len(value) <= _NAME_CHARS_MAX
+    return is_text and value.isprintable() and value == value.strip()
 
 
 def _is_int(value: Any, least: int, most: int) -> bool:
@@ -95,10 +96,10 @@ def _is_zone(value: Any) -> bool:
 
 
 def _is_models(value: Any) -> bool:
-    return value is None or (isinstance(value, tuple) and all(_is_text(name, _NAME_CHARS_MAX) for name in value))
+    return value is None or (isinstance(value, tuple) and all(map(_is_name, value)))
 
 
-_NAME = (lambda v: _is_text(v, _NAME_CHARS_MAX), f"1 to {_NAME_CHARS_MAX} printable characters")
+_NAME = (_is_name, f"1 to {_NAME_CHARS_MAX} printable characters")
 _FLAG = (lambda v: isinstance(v, bool), "true or false")
 _RATE = (lambda v: v is None or _is_int(v, 1, RATE_MAX), "a whole number from 1 on, or null")
 

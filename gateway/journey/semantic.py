@@ -34,6 +34,7 @@ from gateway.wire.fold import fold
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
+_STORES_AWAITED_S = 0.25  # for an answer that is being stored
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
 # of a hit by the same words: as sure as the rule can be, and as rarely audited
 _WORDS_P, _WORDS_AUDITED = 0.998, 0.006
@@ -127,8 +128,7 @@ class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
     `audited` gets the team, the alias and the trial of each audit when it is drawn.
-    `stores_awaited_s` is how long a lookup waits for an answer that is being stored. `random` gives
-    numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
+    `random` gives numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
     """
 
     def __init__(
@@ -138,7 +138,6 @@ class SemanticLookup:
         exact: ExactCache,
         bounds: Bounds,
         audited: Callable[[int, str, Trial], AuditDraw] | None = None,
-        stores_awaited_s: float = 0.25,
         random: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -147,7 +146,6 @@ class SemanticLookup:
         self._exact = exact
         self._bounds = bounds
         self._audited = audited
-        self._stores_awaited_s = stores_awaited_s
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._learned = Learned()
         self._random = random
@@ -172,7 +170,7 @@ class SemanticLookup:
             return SemanticResult(miss_reason="no-cache")
         storing = self._stores.get(found.compat)
         if storing is not None:  # an answer that this worker is storing may be the hit
-            await asyncio.wait((storing,), timeout=self._stores_awaited_s)
+            await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         self._cold.pay(found.compat, bound.error_max)
         query = Query(

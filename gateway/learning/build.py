@@ -145,7 +145,7 @@ async def open_learning(
         )
 
     async def regenerate(turn: Turn) -> bytes | None:
-        return await own.ask(turn.body) if own is not None else None
+        return (await own.ask(turn.body))[0] if own is not None else None
 
     def count(source: Source, ruling: Ruling, judge: str) -> None:
         metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)

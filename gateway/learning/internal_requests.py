@@ -68,23 +68,19 @@ class InternalRequests:
         """The number of generations under way at the pipeline."""
         return self._pipeline.generations if self._pipeline is not None else 0
 
-    async def ask(self, body: dict[str, Any]) -> bytes | None:
-        """The whole `chat.completion` for a body; None where it was refused (no money, no
-        deployment) or failed.
-        """
-        return (await self._ask(body, None, None, _TIMEOUT_S))[0]
-
-    async def ask_at(
-        self, alias: Alias, body: dict[str, Any], reserve: Reserve, within_s: float
+    async def ask(
+        self,
+        body: dict[str, Any],
+        alias: Alias | None = None,
+        reserve: Reserve | None = None,
+        within_s: float = _TIMEOUT_S,
     ) -> tuple[bytes | None, int | None]:
-        """The same at `alias`, an alias of the gateway's own, with its cost in µUSD; None while
-        that is not known. Nothing is asked unless `reserve` takes the worst case.
-        """
-        return await self._ask(body, alias, reserve, within_s)
+        """The whole `chat.completion` for a body, None where it was refused (no money, no
+        deployment) or failed; and its cost in µUSD, None while that is not known.
 
-    async def _ask(
-        self, body: dict[str, Any], alias: Alias | None, reserve: Reserve | None, within_s: float
-    ) -> tuple[bytes | None, int | None]:
+        `alias` is one of the gateway's own. Nothing is asked of it unless `reserve` takes the worst
+        case.
+        """
         if self._pipeline is None:
             return None, None
         arrival = arrive("judge")

@@ -131,7 +131,7 @@ class ModelJudges:
         async with self._places:
             self._asking += 1
             try:
-                answer, cost = await self._own.ask_at(judge, body, reserve, _WITHIN_S)
+                answer, cost = await self._own.ask(body, judge, reserve, _WITHIN_S)
             finally:
                 self._asking -= 1
         if self._allowance is not None and paid and cost is not None:
