@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache import Partition, Query, fingerprint
+from cache import Hit, Miss, Partition, Query, fingerprint
 from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded, Tokens
 from cache.semantic.cache import PromptAdded
+from cache.verdicts.records import AnswerJudged, Source, Verdict, answer_name
 
 TENANT = Partition(bytes(16))
 _VECTORS = Path(".bench/vectors")
@@ -88,6 +89,46 @@ def _query(messages: Sequence[Mapping[str, str]], text: str, learned: Learned | 
     body = {"model": "bench", "messages": messages}
     made = relaxed(fingerprint(body, TENANT), body, learned=learned)
     return Query(TENANT, made.compat, made.text or text, context=made.context)
+
+
+class Comparisons:
+    """Verdicts on fresh answers and groups of equal ones, for a cache without the gateway and Redis, which make them else."""
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, tuple[float, bytes]] = {}  # by entry: when it was made, and its group
+
+    def add(self, entry: PromptAdded) -> PromptAdded:
+        """An entry that the cache gets; it is returned."""
+        self._answers[entry.exact] = entry.created_at, answer_name(entry.exact, entry.created_at)
+        return entry
+
+    def compare(
+        self, query: Query, answer: Hit | Miss, exact: bytes, same: Callable[[bytes], bool | None]
+    ) -> AnswerJudged | None:
+        """The verdict on the likeliest neighbour of `query`, whose fresh answer is entry `exact`. None where `answer`, the decision,
+        had nothing to compare with, or nothing can be learned. `same` tells whether the fresh answer equals that of another entry,
+        None if that can't be decided."""
+        trial = answer.trial
+        if trial is None:
+            return None
+        first, *others = trial.ranked
+        is_right = same(first)
+        if is_right is None and not trial.features:
+            return None
+        equal = first if is_right else next((one for one in others if same(one)), None)
+        created_at, joined = self._answers[exact][0], self._answers[equal][1] if equal is not None else None
+        if joined is not None:
+            self._answers[exact] = created_at, joined
+        verdict = Verdict(
+            source=Source.AUDIT if trial.chance < 1.0 else Source.MISS,
+            compat=query.compat,
+            is_right=is_right,
+            trial=trial,
+            at=created_at,
+            exact=exact,
+            created_at=created_at,
+        )
+        return AnswerJudged(query.partition, verdict, self._answers[first][1], joined)
 
 
 class Recall:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.labelled import Labelled, Recall, Request, load
+from bench.labelled import Comparisons, Labelled, Recall, Request, load
 from cache import Query
 from cache.decision.features import FEATURES, IN_CONTEXT, Neighbour
 from cache.decision.guards import is_added, is_other_in_context
@@ -100,11 +100,11 @@ class Watching(VerifiedRule):
 def watch(requests: Sequence[Request], embedder: Recall, rule: Watching) -> None:
     """Stream requests into an empty cache; each is a miss and judged."""
     cache = SemanticCache(embedder, rule, clock=lambda: 1.0)
-    labels = {request.exact: request.label for request in requests}
+    labels, comparisons = {request.exact: request.label for request in requests}, Comparisons()
     for request in requests:
         (answer,) = cache.lookup([request.query])
-        cache.fold([request.added()])
-        judged = cache.judge(
+        cache.fold([comparisons.add(request.added())])
+        judged = comparisons.compare(
             request.query, answer, request.exact, lambda other, own=request.label: labels[other] == own
         )  # type: ignore[misc]
         if judged is not None:

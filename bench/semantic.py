@@ -35,7 +35,7 @@ import msgspec
 
 from bench.answers import Ideal, Judging, Pools, Product, judge_pairs, load_pools
 from bench.lab.processes import BenchError
-from bench.labelled import Labelled, Recall, Request, load
+from bench.labelled import Comparisons, Labelled, Recall, Request, load
 from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
@@ -43,7 +43,7 @@ from cache.decision.features import Neighbour
 from cache.decision.guards import COLD_WRONG
 from cache.decision.model import LearnedModel, Row
 from cache.decision.prior import PRIOR
-from cache.decision.rule import Decision, FixedRule, NamespaceCounters, NamespaceState, Rule, VerifiedRule
+from cache.decision.rule import Decision, NamespaceCounters, NamespaceState, Rule, VerifiedRule, decide_fixed
 from cache.encoder.embedder import open_embedder
 from cache.encoder.types import Embedder
 from cache.semantic.cache import SemanticCache
@@ -109,7 +109,23 @@ class Counts:
         )
 
 
-class Cosine:
+class _Unlearned:
+    """A rule that learns nothing."""
+
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
+        return model
+
+
+class Guards(_Unlearned):
+    """Serves what the fixed thresholds and the guards let pass."""
+
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
+        return decide_fixed(query.error_max, query.text, neighbours), state.counters
+
+
+class Cosine(_Unlearned):
     """Serves the nearest from a fixed similarity on."""
 
     def __init__(self, least: float) -> None:
@@ -121,16 +137,12 @@ class Cosine:
         reasons = tuple(None if one.similarity >= self._least else MissReason.FAR for one in neighbours)
         return Decision(0 if reasons[0] is None else None, reasons), state.counters
 
-    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
-        """It does not."""
-        return model
-
 
 def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: Judging) -> tuple[Counts, float]:
     """The counts, and the median time of a decision, search and bookkeeping included, in ms."""
     cache = SemanticCache(embedder, rule, clock=lambda: 1.0)
     labels: dict[bytes, str] = {}
-    counts = Counts(len(requests))
+    counts, comparisons = Counts(len(requests)), Comparisons()
     times: list[float] = []
     for request in requests:
         started = time.perf_counter()
@@ -142,13 +154,14 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
             continue
         labels[request.exact] = request.label
         judging.generate(request.exact, request.query.text, request.label)
-        cache.fold([request.added()])
+        cache.fold([comparisons.add(request.added())])
         while not cache.is_settled:
             cache.settle()
         if answer.trial is None or answer.nearest is None:
             continue
         judging.begin(answer.trial)
-        judged = cache.judge(request.query, answer, request.exact, functools.partial(judging.is_same, request.exact))
+        is_same = functools.partial(judging.is_same, request.exact)
+        judged = comparisons.compare(request.query, answer, request.exact, is_same)
         if judged is not None:
             flips = judging.flips if judging.asked is not None else (0.0, 0.0)
             verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked, flips=flips)
@@ -180,7 +193,7 @@ def rules(error_max: float, seed: int) -> dict[str, Callable[[], Rule]]:
     made: dict[str, Callable[[], Rule]] = {
         "verified": lambda: VerifiedRule(PRIOR, error_max, random.Random(seed).random),
         "cold": lambda: VerifiedRule(PRIOR, error_max),
-        "guards": FixedRule,
+        "guards": Guards,
     }
     for least in _COSINES:
         made[f"cosine {least}"] = lambda least=least: Cosine(least)  # type: ignore[misc]
@@ -267,7 +280,7 @@ def measure_over_http(one: Labelled, pools: Pools | None, options: argparse.Name
     return results
 
 
-class Unjudged:
+class Unjudged(_Unlearned):
     """A rule to which no verdict ever comes."""
 
     def __init__(self, rule: Rule) -> None:
@@ -278,10 +291,6 @@ class Unjudged:
     ) -> tuple[Decision, NamespaceCounters]:
         decision, counters = self._rule.decide(query, neighbours, state)
         return Decision(decision.served, decision.reasons), counters
-
-    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
-        """None comes."""
-        return model
 
 
 def _line(one: Result) -> str:

@@ -1,4 +1,4 @@
-"""The rules: which neighbour may answer a prompt. The seam, the fixed rule and the verified rule.
+"""Which neighbour may answer a prompt: the seam of a rule, the fixed decision, the verified rule.
 
 Pure, but for the injected randomness of audits: `decide` returns the namespace's new counters and
 writes nothing. Until a namespace has verdicts, the verified rule serves a neighbour that the fixed
@@ -107,33 +107,21 @@ class Rule(Protocol):
         """
 
 
-class FixedRule:
-    """Fixed thresholds by lexical relation, and guards. A smaller `error_max` takes a stricter row,
-    below the last one nothing.
+def decide_fixed(error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
+    """The decision by fixed thresholds and guards, which needs no state and makes no trial. A smaller
+    `error_max` takes stricter thresholds; below the strictest nothing is served.
     """
+    asked, thresholds = read(text), thresholds_of(error_max)
+    reasons = tuple([_why_not_fixed(thresholds, asked, one) for one in neighbours])
+    return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
 
-    def decide(
-        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
-    ) -> tuple[Decision, NamespaceCounters]:
-        return self.at(query.error_max, query.text, neighbours), state.counters
 
-    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
-        """It does not."""
-        return model
-
-    def at(self, error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
-        """The decision at an error bound, which needs no state."""
-        asked, thresholds = read(text), thresholds_of(error_max)
-        reasons = tuple([self.reason(thresholds, asked, one) for one in neighbours])
-        return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
-
-    def reason(self, thresholds: Thresholds | None, asked: TextFeatures, one: Neighbour) -> MissReason | None:
-        """Why a neighbour is not served at an error bound, by its row."""
-        if thresholds is None:
-            return MissReason.STRICT
-        if one.similarity < thresholds.same:
-            return MissReason.FAR
-        return fixed_reason(asked, read(one.text), one.similarity, one.age_s, thresholds)
+def _why_not_fixed(thresholds: Thresholds | None, asked: TextFeatures, one: Neighbour) -> MissReason | None:
+    if thresholds is None:
+        return MissReason.STRICT
+    if one.similarity < thresholds.same:
+        return MissReason.FAR
+    return fixed_reason(asked, read(one.text), one.similarity, one.age_s, thresholds)
 
 
 class VerifiedRule:
@@ -158,7 +146,6 @@ class VerifiedRule:
         self._cold_wrong = cold_wrong
         self._random = random
         self._run = run
-        self._fixed = FixedRule()
         self._cold = LearnedModel(prior)
 
     def decide(
@@ -166,7 +153,7 @@ class VerifiedRule:
     ) -> tuple[Decision, NamespaceCounters]:
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
         asked = read(query.text)
-        fixed = self._fixed.at(ERROR_MAX, query.text, neighbours)
+        fixed = decide_fixed(ERROR_MAX, query.text, neighbours)
         ranked = _ranked(query.text, neighbours, _plain(asked, neighbours, fixed))
         first = ranked[0]
         witness = neighbours[first.place]
@@ -248,7 +235,7 @@ class VerifiedRule:
         if least is not None and p >= least:
             return True
         is_likely = p >= THRESHOLD_MIN or not witness.places
-        return is_likely and self._fixed.reason(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
+        return is_likely and _why_not_fixed(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
 
 
 def _is_vouched(asked: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:

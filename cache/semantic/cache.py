@@ -44,7 +44,7 @@ from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
 from cache.verdicts.judges import Judgement
 from cache.verdicts.prose import Sketch
-from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord, answer_name
+from cache.verdicts.records import AnswerJudged, VerdictRecord, answer_name
 
 # keys still without a vector that one lookup embeds beside its query; the newest first
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
@@ -376,41 +376,6 @@ class SemanticCache:
         return neighbours
 
     # --- learning
-
-    def judge(
-        self, query: Query, answer: Hit | Miss, exact: bytes, same: Callable[[bytes], bool | None]
-    ) -> AnswerJudged | None:
-        """Compare the fresh answer to `query`, stored as `exact`, with those of its neighbours.
-
-        `answer` is the decision on the query. `same` tells whether the fresh answer equals that of
-        another entry, None if that can't be decided. The result is for `fold`; None if there was
-        nothing to compare with, or nothing to learn.
-        """
-        trial = answer.trial
-        if trial is None:
-            return None
-        groups = {
-            other: self._keys[self._by_entry[query.partition, other]].group
-            for other in (*trial.ranked, exact)
-            if (query.partition, other) in self._by_entry
-        }
-        first = trial.ranked[0]
-        if first not in groups or exact not in groups:
-            return None
-        is_right = same(first)
-        if is_right is None and not trial.features:
-            return None
-        equal = first if is_right else next((o for o in trial.ranked[1:] if o in groups and same(o)), None)
-        verdict = Verdict(
-            source=Source.AUDIT if trial.chance < 1.0 else Source.MISS,
-            compat=query.compat,
-            is_right=is_right,
-            trial=trial,
-            at=self._clock(),
-            exact=exact,
-            created_at=self._keys[self._by_entry[query.partition, exact]].created_at,
-        )
-        return AnswerJudged(query.partition, verdict, groups[first], groups[equal] if equal else None)
 
     def _learn(self, record: VerdictRecord) -> None:
         self._states.learn(record)

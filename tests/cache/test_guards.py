@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cache import MissReason
 from cache.decision.features import Neighbour
 from cache.decision.guards import difference
-from cache.decision.rule import FixedRule
+from cache.decision.rule import decide_fixed
 from cache.decision.text_features import is_exchanged, read
 
 CAPITAL = "What is the capital of France?"
@@ -141,7 +141,7 @@ def test_each_guard_sees_its_difference(one: str, other: str, reason: MissReason
 def decide(
     text: str, known: str, similarity: float, age_s: float = 0.0, error_max: float | None = None
 ) -> MissReason | None:
-    verdict = FixedRule().at(error_max, text, [Neighbour(similarity, known, b"exact", age_s)])
+    verdict = decide_fixed(error_max, text, [Neighbour(similarity, known, b"exact", age_s)])
     assert (verdict.served == 0) is (verdict.reasons[0] is None)
     return verdict.reasons[0]
 
@@ -228,7 +228,7 @@ def test_the_first_neighbour_that_passes_is_served() -> None:
         Neighbour(0.95, "tell me the capital of France", b"2", 0),
         Neighbour(0.20, "bake bread", b"3", 0),
     ]
-    verdict = FixedRule().at(None, CAPITAL, neighbours)
+    verdict = decide_fixed(None, CAPITAL, neighbours)
     assert verdict.served == 1
     assert verdict.reasons == (MissReason.NAMES, None, MissReason.FAR)
 

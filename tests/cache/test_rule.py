@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.labelled import Comparisons
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
@@ -331,7 +332,7 @@ def run(
 ) -> tuple[list[PromptAdded | EntriesDropped | AnswerJudged], int]:
     records: list[PromptAdded | EntriesDropped | AnswerJudged] = []
     answers: dict[bytes, int] = {}
-    hits = 0
+    hits, comparisons = 0, Comparisons()
     for number, (text, intent) in enumerate(requests(count, 7)):
         asked = query(text)
         (answer,) = cache.lookup([asked])
@@ -341,9 +342,9 @@ def run(
             continue
         exact = number.to_bytes(16, "big")
         answers[exact] = intent
-        records.append(PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6))
+        records.append(comparisons.add(PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6)))
         cache.fold(records[-1:])
-        judged = cache.judge(asked, answer, exact, lambda other, own=intent: answers[other] == own)  # type: ignore[misc]
+        judged = comparisons.compare(asked, answer, exact, lambda other, own=intent: answers[other] == own)  # type: ignore[misc]
         if judged is not None:
             records.append(judged)
             cache.fold([judged])
@@ -378,7 +379,7 @@ def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -
     clock = Clock()
     cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
     texts = [f"alpha beta {letter}" for letter in "abcdefghijkl"]
-    living: set[str] = set()
+    living, comparisons = set[str](), Comparisons()
     for number in drops:
         text = texts[number]
         fp = ask(text)
@@ -386,20 +387,14 @@ def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -
             cache.fold([EntriesDropped(ACME, (fp.exact,))])
             living.discard(text)
         else:
-            cache.fold([PromptAdded(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
+            cache.fold([comparisons.add(PromptAdded(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60))])
             living.add(text)
         (answer,) = cache.lookup([query(text)])
-        judged = cache.judge(query(text), answer, fp.exact, lambda _: True)
+        judged = comparisons.compare(query(text), answer, fp.exact, lambda _: True)
         if judged is not None:
             cache.fold([judged])
         (answer,) = cache.lookup([query("beta alpha a")])
         assert isinstance(answer, Miss) or answer.text in living
-
-
-def test_no_lookup_leaves_no_record() -> None:
-    """An answer that no lookup came before has nothing to be compared with."""
-    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), Clock())
-    assert cache.judge(query("gamma"), Miss(MissReason.EMPTY), b"g" * 16, lambda _: True) is None
 
 
 def test_what_no_judge_can_tell_makes_nothing_likelier() -> None:
@@ -408,21 +403,22 @@ def test_what_no_judge_can_tell_makes_nothing_likelier() -> None:
     clock, draw = Clock(), random.Random(3)
     caches = [SemanticCache(BagEmbedder(), VerifiedRule(PRIOR), clock) for _ in range(2)]
     answers: dict[bytes, tuple[int, int]] = {}
-    told = 0
+    told, comparisons = 0, Comparisons()
     for number, (text, intent) in enumerate(requests(400, 7)):
         asked, exact = query(text), number.to_bytes(16, "big")
         learned, cold = (cache.lookup([asked])[0] for cache in caches)
         is_cold = isinstance(cold, Hit) or cold.reason is MissReason.COLD
         assert is_cold or not isinstance(learned, Hit)
         answers[exact] = intent, draw.randrange(3)
+        added = comparisons.add(PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6))
         for cache in caches:
-            cache.fold([PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6)])
+            cache.fold([added])
 
         def is_same(other: bytes, own: tuple[int, int] = answers[exact]) -> bool | None:
             return True if answers[other] == own else None
 
         if isinstance(learned, Miss):
-            judged = caches[0].judge(asked, learned, exact, is_same)
+            judged = comparisons.compare(asked, learned, exact, is_same)
             told += judged is not None and judged.verdict.is_right is True
             caches[0].fold([judged] if judged is not None else [])
     assert told > 60
