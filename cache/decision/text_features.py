@@ -76,19 +76,26 @@ class TextFeatures:
     reversals: tuple[tuple[str, str], ...]
     is_latin: bool  # in Latin letters
     hidden: str  # characters that no screen shows and a model reads as letters
-    marks: tuple[str, ...]  # signs and operators of arithmetic, in order
+    marks: tuple[str, ...]  # signs, operators and other marks that are none of prose, in order
     cased: frozenset[str]  # words and units that mean another thing in another case, as written
 
 
-# "3 - 5", "-40", "6!", "a < b", "x * y", "X'"; not the hyphen of "30-day" or of "covid-19"
+# "3 - 5", "-40", "6!", "a < b", "B-", "i++", "a*?", "-rf", "\\Pi", "int[]", "→", ":("; not the marks of prose, its dashes
+# and lists, the sign of an amount, or the hyphen of "30-day"
+_PROSE = "'\"’‘“”`(…–—¿¡«»。！？；：，、（）「」『』《》।؟،؛°"
 _MARK = re.compile(
-    r"""
-    (?<=[\d)])\s?[-−](?=\s?[\d(]) | (?<![\w)])[-−](?=[\d(.]) | (?<=[\d)])!
-  | (?:(?<=[\d)\].])|(?<=[\d)]\s)|(?<=\s))[+*/^×÷±]+(?=\s?[\w(]) | [+±√](?=\s?\d)
-  | [<>=≤≥≠]+ | &&|\|\| | \[:(?=\w) | (?<=\w):\] | (?<=\b[A-Za-z])['′](?!\w)
+    rf"""
+    (?<=[\d)])\s?[-−](?=\s?[\d(]) | (?<![\w)])[-−–](?=[\d(.$€£¥]) | (?<=[\d)])!
+  | (?m:^)[^\S\n]*[-*•>\#]+(?=[^\S\n]) ()| (?<!\S)[-–—]+(?=\s) ()| [$€£¥\#](?=\s?\d) ()| (?<=\d)\s?% ()
+  | (?<=[^\W\d])/(?=[^\W\d]) ()| (?<=\w)@(?=\w) ()
+  | (?<![^\s("'“‘])[^\w\s\[{{{_PROSE}]+[^\W\d]\w* | (?<!\S)(?![?!。！？]+\Z|['"`]+\s)[^\w\s]+(?!\S)
+  | [^\w\s.,;:!?)\-{_PROSE}]+[:?]* | [:,](?=[\]}})]) | (?<=\w)-+(?!\w) | (?<=[^\W\d])[;:?!]+(?=\w)
+  | (?:(?<=\d)|(?<=\b[^\W\d]))[?!;]+(?=\s[a-z]) | (?<=\b[A-Za-z])['′](?!\w)
     """,
     re.VERBOSE,
 )
+_ANY_MARK = re.compile(r"[^\w\s.,'’]|(?<!\w)[.,']|'(?!\w)")
+_HYPHENS = str.maketrans("−–", "--")
 
 
 class _Figure(NamedTuple):
@@ -155,7 +162,7 @@ def read(text: str) -> TextFeatures:
             starts.append(len(words))
         end = match.end()
         if kind == "quote":
-            quotes.add(" ".join(token[1:-1].casefold().split()))
+            quotes.add(" ".join((token[1:-1] if token[0] == "`" else token[1:-1].casefold()).split()))
             words += (lists.stem(word) for word in re.findall(r"\w+", token.casefold()))
         elif kind == "link":
             names.add(token.casefold())
@@ -200,10 +207,17 @@ def read(text: str) -> TextFeatures:
         reversals=_reversals(frozenset(content)),
         is_latin=text.isascii() or not any(char > _LATIN_LAST and char.isalpha() for char in text),
         hidden=hidden,
-        marks=tuple("".join(mark.split()).replace("−", "-") for mark in _MARK.findall(text)),
+        marks=_marks(text.rstrip(" \t\n.?…")),
         # capitals say nothing in a text that has none, or nothing else
         cased=frozenset(() if is_shouted else cased if text.islower() else cased | spelled),
     )
+
+
+def _marks(text: str) -> tuple[str, ...]:
+    if not _ANY_MARK.search(text):
+        return ()
+    found = (match.group() for match in _MARK.finditer(text) if match.lastindex is None)
+    return tuple("".join(mark.split()).translate(_HYPHENS) for mark in found)
 
 
 def _cased_unit(token: str) -> tuple[str, ...]:
@@ -400,7 +414,7 @@ def _figure(token: str) -> tuple[str, str]:
     if letters in ("st", "nd", "rd", "th"):
         letters = ""
     unit = lists.UNITS.get(symbol or percent or lists.stem(letters), letters)
-    return value, unit
+    return value, unit + letters if symbol else unit  # "$5M"
 
 
 def _with_unit(words: list[str], figure: _Figure) -> _Figure:
