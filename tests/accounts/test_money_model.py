@@ -355,9 +355,6 @@ class Money(RuleBasedStateMachine):
                 return
             assert isinstance(taken, Hold)
             assert taken.is_cut == bool(full)
-            held = usuals if full else amounts
-            soft = [b for c, b in all_of if not b.is_hard and used[c] + held[c] > b.limit_at(self.now_ms)]
-            assert sorted(one.budget.id for one in taken.warnings) == sorted(one.id for one in soft)
         if not isinstance(taken, Hold):
             return
         held = usuals if taken.is_cut else amounts
