@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from gateway.backends import base
 from gateway.deployments.build import describe
 from gateway.deployments.places import Places
@@ -73,22 +75,7 @@ class Deployment:
         """This deployment with the price and the sizes of the model that a request names."""
         model = (self.settings.model or "").replace("*", name)
         facts = describe(self.settings.model_copy(update={"model": model}))
-        return dataclasses.replace(
-            self,
-            model=model,
-            price=facts.price,
-            capabilities=facts.capabilities,
-            context_tokens_max=facts.context_tokens_max,
-            output_tokens_max=facts.output_tokens_max,
-            allowed=facts.allowed,
-            is_price_known=facts.is_price_known,
-            are_capabilities_assumed=facts.are_capabilities_assumed,
-            can_chat=facts.can_chat,
-            tiers=facts.tiers,
-            factors=facts.factors,
-            batch_factor=facts.batch_factor,
-            may_reason=facts.may_reason,
-        )
+        return dataclasses.replace(self, model=model, **msgspec.structs.asdict(facts))
 
     def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""

@@ -8,6 +8,8 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from cache import SemanticClient
 from gateway.backends.base import Backend
 from gateway.backends.embedder import EmbedderBackend
@@ -138,24 +140,13 @@ def _deployed(
         name=backend.name,
         model=model,
         backend=backend,
-        price=facts.price,
-        capabilities=facts.capabilities,
-        context_tokens_max=facts.context_tokens_max,
-        output_tokens_max=facts.output_tokens_max,
         output_tokens_default=None,
         settings=settings,
-        is_price_known=facts.is_price_known,
-        are_capabilities_assumed=facts.are_capabilities_assumed,
-        can_chat=facts.can_chat,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
         places=Places(settings.concurrency_max, settings.queue_max),
         claim=_alone,
-        allowed=facts.allowed,
-        tiers=facts.tiers,
-        factors=facts.factors,
-        batch_factor=facts.batch_factor,
-        may_reason=facts.may_reason,
+        **msgspec.structs.asdict(facts),
     )
 
 
