@@ -169,7 +169,7 @@ async def open_learning(
         lambda judge: max(truth.flips(judge), judges.flips(judge) if judges is not None else (0.0, 0.0)),
         link.defer,
     )
-    reports = Reports(verdicts, exact, stats, stats.add_report, count)
+    reports = Reports(verdicts, exact, stats, count)
     certificates = await _open_certificates(link, stats, truth.bounds, model)
     return Learning(
         verdicts=verdicts,

@@ -50,23 +50,19 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Reports:
-    """`note` gets the team, the alias and whether it was wrong, once for a semantic hit; `count`
-    every verdict.
-    """
+    """`count` gets every verdict."""
 
     def __init__(
         self,
         verdicts: VerdictStore,
         exact: ExactCache,
         stats: Stats,
-        note: Callable[[int, str, bool], None],
         count: Callable[[Source, Ruling, str], None],
         flushed_s: float = _FLUSHED_S,
     ) -> None:
         self._verdicts = verdicts
         self._exact = exact
         self._stats = stats
-        self._note = note
         self._count = count
         self._flushed_s = flushed_s
 
@@ -115,7 +111,7 @@ class Reports:
             partition, f"{id}:{told}", verdict, answer, None, scope, None if is_right else out
         )
         if is_new:
-            self._note(team_id, reply.alias, not is_right)
+            self._stats.add_report(team_id, reply.alias, not is_right)
             self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, who)
         if not is_right:
             return Effect.SUSPENDED

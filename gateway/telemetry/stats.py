@@ -278,8 +278,7 @@ class Stats:
     async def _send(self, key: str) -> None:
         bucket = self._unsent.pop(key)
         try:
-            arguments = [part for pair in bucket.fields.items() for part in pair]
-            await self._redis.eval(_ADD, 1, key, bucket.kept_s, *arguments)
+            await self._add(key, bucket)
         except BaseException:
             self._unsent.setdefault(key, _Bucket(bucket.kept_s)).add(bucket.fields)
             raise
@@ -287,14 +286,16 @@ class Stats:
     async def _send_certified(self) -> None:
         """Like a bucket, but none of it is ever dropped: its parts belong together."""
         sent, self._certified = self._certified, _Bucket(_CERTIFIED_KEPT_S)
-        if not sent.fields:
-            return
         try:
-            arguments = [part for pair in sent.fields.items() for part in pair]
-            await self._redis.eval(_ADD, 1, CERTIFIED_KEY, sent.kept_s, *arguments)
+            if sent.fields:
+                await self._add(CERTIFIED_KEY, sent)
         except BaseException:
             self._certified.add(sent.fields)
             raise
+
+    async def _add(self, key: str, bucket: "_Bucket") -> None:
+        arguments = [part for pair in bucket.fields.items() for part in pair]
+        await self._redis.eval(_ADD, 1, key, bucket.kept_s, *arguments)
 
     async def drop_certified(self, over: Iterable[tuple[Pair, str]]) -> None:
         """Remove the counts of certificates that are over. Errors of the client pass through."""

@@ -45,7 +45,6 @@ from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
 from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.checks import reported
 from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.stats import Stats
@@ -240,13 +239,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         exact=exact,
         semantic=semantic,
         verdicts=verdicts,
-        reports=Reports(
-            verdicts,
-            exact,
-            stats,
-            lambda team_id, alias, is_wrong: stats.add_truth(team_id, alias, reported(is_wrong=is_wrong)),
-            lambda *_: None,
-        ),
+        reports=Reports(verdicts, exact, stats, lambda *_: None),
         truth=truth,
         fleet=fleet,
         shared_health=SharedHealth(settings, fleet.deployments, link),

@@ -26,7 +26,7 @@ class Looked(Stats):
 
 def reports_of(stats: Stats) -> Reports:
     absent = cast(Any, None)  # neither verdicts nor entries are needed to find a request
-    return Reports(absent, absent, stats, lambda *_: None, lambda *_: None, flushed_s=0.0)
+    return Reports(absent, absent, stats, lambda *_: None, flushed_s=0.0)
 
 
 @pytest.mark.parametrize(
