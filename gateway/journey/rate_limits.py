@@ -34,7 +34,7 @@ class _Known(msgspec.Struct):
     scope: str
     limited: Limited
     is_limited: bool
-    shown: dict[tuple[bool, bool], Headers] = {}
+    shown: dict[tuple[bool, bool], Eager[Headers]] = {}
     shown_at_s: float = 0.0
 
 
@@ -102,9 +102,9 @@ class Limits:
         """Take from this worker's lease without waiting, or from Redis if that does not suffice."""
         known = self._of(identity)
         if not known.is_limited:
-            return Eager.done({})
+            return _UNLIMITED
         if self._shared.take_now(known.limited, requests, tokens):
-            return Eager.done(self._shown(known, requests, tokens))
+            return self._shown(known, requests, tokens)
         return Eager(self._ask(known, requests, tokens))
 
     async def _ask(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
@@ -117,7 +117,7 @@ class Limits:
             return headers
         raise _refusal(verdict, headers)
 
-    def _shown(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
+    def _shown(self, known: _Known, requests: int | None, tokens: int | None) -> Eager[Headers]:
         """The headers, made once in 50 ms: the worker's copy of Redis's counts is up to 1 s old."""
         now_s = self._clock()
         if now_s - known.shown_at_s > _SHOWN_FOR_S:
@@ -125,7 +125,7 @@ class Limits:
         units = (requests is None, tokens is None)
         headers = known.shown.get(units)
         if headers is None:
-            headers = known.shown[units] = _headers(self._shared.shown(known.limited, requests, tokens))
+            headers = known.shown[units] = Eager.done(_headers(self._shared.shown(known.limited, requests, tokens)))
         return headers
 
 
@@ -169,6 +169,7 @@ def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> 
     ]
 
 
+_UNLIMITED = Eager.done(Headers())
 _HEADERS = {
     unit: tuple(f"x-ratelimit-{what}-{unit}".encode() for what in ("limit", "remaining", "reset"))
     for unit in ("requests", "tokens")
