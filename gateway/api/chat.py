@@ -159,7 +159,8 @@ class Chat:
         body = renderer.whole(chunks, reply.served)
         if renderer.is_kept:
             await renderer.keep()
-        first = media_headers(media) if (media := reply.media) else [JSON]
+        media = reply.media if reply.turn.kind.is_plain else ""
+        first = media_headers(media) if media else [JSON]
         status = reply.reader.status if reply.reader is not None else 200
         await asgi.send_whole(send, status, [*first, *answer_headers(reply), *cost_header(reply)], body)
 
@@ -386,13 +387,14 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
 class DisconnectWatcher:
     """Takes a reader out of its flight when the client leaves or its deadline passes."""
 
+    reply: Reply | None = None  # a reply that waits for a flight
+    _reader: Reader | None = None
+    _task: asyncio.Task[None] | None = None  # under a server without WHEN_GONE
+    _timer: asyncio.TimerHandle | None = None
+
     def __init__(self, scope: asgi.Scope, receive: asgi.Receive) -> None:
-        self.reply: Reply | None = None  # a reply that waits for a flight
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
         self._receive = receive
-        self._reader: Reader | None = None
-        self._task: asyncio.Task[None] | None = None  # under a server without WHEN_GONE
-        self._timer: asyncio.TimerHandle | None = None
 
     def attend(self, reply: Reply) -> None:
         """Watch the client of `reply`."""

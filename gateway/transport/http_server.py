@@ -55,6 +55,14 @@ class RequestCycle(RequestResponseCycle):
     stream may be ended: what is sent then waits for nothing. A response of known length is cut.
     """
 
+    body: bytes = b""  # type: ignore[assignment]  # mostly arrives in one piece
+    more_body = True
+    disconnected = response_started = response_complete = False
+    _is_stalled = _is_chunked = _is_read = False
+    _start: Any = None
+    _waiter: asyncio.Future[None] | None = None
+    _on_gone: Callable[[], None] | None = None
+
     def __init__(self, protocol: ServerProtocol, transport: asyncio.Transport, keep_alive: bool) -> None:
         scope: Any = protocol.scope
         scope["extensions"] = {WHEN_GONE: self._when_gone}
@@ -65,18 +73,9 @@ class RequestCycle(RequestResponseCycle):
         self.keep_alive = keep_alive
         self.waiting_for_100_continue = protocol.expect_100_continue
         self.on_response = protocol.on_response_complete
-        self.body: bytes = b""  # type: ignore[assignment]  # mostly arrives in one piece
-        self.more_body = True
-        self.disconnected = self.response_started = self.response_complete = False
         self._state = protocol.server_state
         self._close = protocol.close
         self._stall_s = protocol.stall_s
-        self._is_stalled = False
-        self._start: Any = None
-        self._is_chunked = False
-        self._is_read = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._on_gone: Callable[[], None] | None = None
 
     @property
     # the protocol sets it on arrival
