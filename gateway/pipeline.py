@@ -29,6 +29,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
 from gateway.journey.attempt import Tries
+from gateway.journey.bill import Spent
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
@@ -448,26 +449,25 @@ class Pipeline:
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
         """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
-        generation = flight.generation
-        rows = generation.end()
-        if generation.spent is not None and generation.spent.claimed is not None:
-            claimed, usage = generation.spent.claimed, generation.spent.usage
+        generation, turn = flight.generation, flight.generation.turn
+        rows, spent = generation.end()
+        if (claimed := spent.claimed) is not None:
             _log.warning(
                 "usage_above_request",
-                request_id=generation.turn.arrival.request_id,
+                request_id=turn.arrival.request_id,
                 deployment=generation.progress.deployment,
                 claimed=(claimed.prompt_tokens, claimed.completion_tokens),
-                charged=(usage.prompt_tokens, usage.completion_tokens),
+                charged=(spent.usage.prompt_tokens, spent.usage.completion_tokens),
             )
-        generation.learn_length()
-        if generation.serving.settings.hedge_cost_max and generation.spent is not None:
+        generation.learn_length(spent)
+        if generation.serving.settings.hedge_cost_max:
             hedged = generation.hedge.cost_microusd if generation.hedge is not None else 0
-            generation.serving.hedges.spent(generation.spent.cost_microusd, hedged)
-        entry, store = self._entry_of(flight)
-        duration_ms = generation.turn.elapsed_ms()
+            generation.serving.hedges.spent(spent.cost_microusd, hedged)
+        entry, store = self._entry_of(flight, spent)
+        duration_ms = turn.elapsed_ms()
         flight.finish(error)
-        works = self._account(generation, rows)
-        words, is_kept = generation.words, self._is_exact and not generation.turn.controls.no_store
+        works = self._account(generation, rows, spent.charged_tokens)
+        words, is_kept = generation.words, self._is_exact and not turn.controls.no_store
         if generation.semantic.entry is not None and words is not None and is_kept:  # before it is released
             works.append(self._semantic.point(generation.fingerprint, words, generation.semantic))
         works.append(self._store(generation, entry, store))
@@ -477,16 +477,15 @@ class Pipeline:
                 try:
                     await work
                 except Exception:
-                    _log.exception("record_failed", request_id=generation.turn.arrival.request_id)
+                    _log.exception("record_failed", request_id=turn.arrival.request_id)
         finally:
             if stored is not None:
                 stored()
             flight.retire()
-            turn, ended = generation.turn, ended_with(error, flight.leader_ended)
             alias = generation.alias.name
             record = record_of(
                 turn.arrival,
-                ended,
+                ended_with(error, flight.leader_ended),
                 duration_ms,
                 identity=generation.identity,
                 turn=turn,
@@ -503,7 +502,7 @@ class Pipeline:
                 self._learn(flight, record)
             self._emit(record, turn, flight.chunks)
 
-    def _entry_of(self, flight: Flight) -> tuple[Entry | None, str]:
+    def _entry_of(self, flight: Flight, spent: Spent) -> tuple[Entry | None, str]:
         """The entry to store, with `stored`, or None, with the reason. This worker finds it now."""
         generation, cache = flight.generation, self._cache
         if not generation.progress.has_begun:
@@ -515,12 +514,14 @@ class Pipeline:
         if refusal is not None:
             return None, refusal
         ttl_s = min(generation.turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
-        entry = generation.entry(flight.chunks, ttl_s, is_findable=is_findable)
+        entry = generation.entry(flight.chunks, spent, ttl_s, is_findable=is_findable)
         self.exact.store_local(entry)
         return entry, "stored"
 
-    def _account(self, generation: Generation, rows: list[LedgerRow]) -> list[Coroutine[Any, Any, None]]:
-        """Settle or release the holds, and correct the tokens that the rate limits took."""
+    def _account(
+        self, generation: Generation, rows: list[LedgerRow], used_tokens: int
+    ) -> list[Coroutine[Any, Any, None]]:
+        """Settle or release the holds, and correct the tokens that the rate limits took to `used_tokens`."""
         works: list[Coroutine[Any, Any, None]] = []
         for row in rows[:-1]:
             works.append(self.money.settle(Hold(row.id, row.team_id, row.at_ms), row))
@@ -529,9 +530,8 @@ class Pipeline:
         if generation.more_holds or generation.at_deployments:
             others = [*generation.more_holds, *generation.at_deployments.values()]
             works = [self._settle_then_release(works, others)]
-        if generation.headers is not None and generation.spent is not None:
-            used = generation.spent.charged_tokens
-            correcting = self.limits.correct(generation.turn.demand, generation.identity, used)
+        if generation.headers is not None:
+            correcting = self.limits.correct(generation.turn.demand, generation.identity, used_tokens)
             works += [correcting] if correcting is not None else []
         return works
 

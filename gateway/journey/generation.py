@@ -223,28 +223,26 @@ class Generation(msgspec.Struct, eq=False):
         held = sum(hold.microusd for hold in (self.hold, *self.more_holds) if hold is not None)
         return used + worst - held
 
-    def end(self) -> list[LedgerRow]:
-        """10. Fix the tokens and the cost. Returns the rows to settle; none if nothing is charged."""
+    def end(self) -> tuple[list[LedgerRow], Spent]:
+        """10. Fix the tokens and the cost. Returns them, and the rows to settle; none if nothing is charged."""
         if self.hold is None:
             self.spent = Spent(Usage(0, 0), 0, 0, 0, is_estimated=True)
-            return []
-        rows, self.spent = book(
-            self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage, self.cut_at
-        )
+            return [], self.spent
+        rows, spent = book(self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage, self.cut_at)
+        self.spent = spent
         if self.hedge is not None:
             beside = [one for one in charged(self._tries) if any(one.progress is other for other in self._beside)]
             cost = sum(cost_of(one, self.alias, self.turn.demand, self.cut_at) for one in beside)
             self.hedge = msgspec.structs.replace(self.hedge, cost_microusd=cost)
         if self.hold.more or self.at_deployments:
-            return with_charges(rows, self.hold, self.at_deployments)
-        return rows
+            rows = with_charges(rows, self.hold, self.at_deployments)
+        return rows, spent
 
-    def learn_length(self) -> None:
+    def learn_length(self, spent: Spent) -> None:
         """10. Learn how long answers of this alias are, where the deployment counted a whole one."""
-        spent, is_whole = self.spent, self.progress.is_complete and self.cut_at is None
-        if spent is None or spent.is_estimated or not is_whole or self.turn.kind.is_plain:
-            return
-        self.alias.lengths.add(-(-spent.usage.completion_tokens // self.turn.demand.choices))
+        is_whole = self.progress.is_complete and self.cut_at is None
+        if is_whole and not (spent.is_estimated or self.turn.kind.is_plain):
+            self.alias.lengths.add(-(-spent.usage.completion_tokens // self.turn.demand.choices))
 
     def recorded(self, entry: Entry | None, store: str) -> None:
         """10. Set the entry made of the answer, if any, and `stored` or the reason against it."""
@@ -333,20 +331,20 @@ class Generation(msgspec.Struct, eq=False):
         refusal = store_refusal(outcome, turn.controls, entry_bytes_max)
         return refusal.value if refusal is not None else None
 
-    def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:
+    def entry(self, chunks: Sequence[Chunk], spent: Spent, ttl_s: int, *, is_findable: bool) -> Entry:
         """The cache entry for this generation, which has ended."""
-        assert self.spent is not None
+        progress = self.progress
         labels = {
             "model": self.alias.name,
-            "deployment": self.progress.deployment,
-            "cost_microusd": self.spent.answer_microusd,
-            "prompt_tokens": self.spent.usage.prompt_tokens,
-            "completion_tokens": self.spent.usage.completion_tokens,
-            "duration_ms": int(self.progress.attempt.duration_ms if self.progress.attempt is not None else 0),
+            "deployment": progress.deployment,
+            "cost_microusd": spent.answer_microusd,
+            "prompt_tokens": spent.usage.prompt_tokens,
+            "completion_tokens": spent.usage.completion_tokens,
+            "duration_ms": int(progress.attempt.duration_ms if progress.attempt is not None else 0),
             "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
         }
-        if self.spent.baseline_microusd is not None:
-            labels["baseline_microusd"] = self.spent.baseline_microusd
+        if spent.baseline_microusd is not None:
+            labels["baseline_microusd"] = spent.baseline_microusd
         namespace = self.turn.controls.namespace
         return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
 
