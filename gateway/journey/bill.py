@@ -163,6 +163,7 @@ def _row(
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     user, tags = booked_labels(turn.body, turn.labels)
+    parts = usage.parts()
     return LedgerRow(
         id=row_id,
         # decision: hold-keeps-its-moment
@@ -178,24 +179,17 @@ def _row(
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=one.progress.usage is None,
-        cache_write_tokens=usage.cache_write_tokens,
-        cache_write_1h_tokens=usage.cache_write_1h_tokens,
-        audio_prompt_tokens=usage.audio_prompt_tokens,
-        image_prompt_tokens=usage.image_prompt_tokens,
-        reasoning_tokens=usage.reasoning_tokens,
-        audio_completion_tokens=usage.audio_completion_tokens,
-        image_completion_tokens=usage.image_completion_tokens,
-        tool_calls=usage.tool_calls,
         baseline_microusd=compared.baseline_microusd,
         prefix_read_microusd=compared.prefix_read_microusd,
         prefix_write_microusd=compared.prefix_write_microusd,
         mechanism=compared.mechanism,
-        provider_cost_microusd=usage.provider_cost_microusd,
         user=user,
         tags=tags,
+        **{name: parts[name] for name in _BOOKED} if parts else {},
     )
 
 
+_BOOKED = tuple(name for name in Usage.__struct_fields__[3:] if name in LedgerRow.__struct_fields__)
 _COMMON = Usage.__struct_fields__.index("tool_calls") + 1  # up to it both have the same counts
 
 
