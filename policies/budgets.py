@@ -210,10 +210,9 @@ class Budgets:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:
             raise HoldClosed(intent.hold_id)
-        counts = zip(counters, reply[1::3], reply[2::3], reply[3::3], strict=True)
         if reply[0] == 0:
-            return await self._refused(at_ms, counts)
-        return _taken(intent, counts, is_cut=reply[0] == 2)
+            return await self._refused(at_ms, zip(counters, reply[1::3], reply[2::3], reply[3::3], strict=True))
+        return _taken(intent, reply[3::3], is_cut=reply[0] == 2)
 
     async def _refused(self, at_ms: int, counts: _Counts) -> Refused:
         """The refusal by the budget that has room last."""
@@ -395,12 +394,14 @@ class Budgets:
         return "" if self._lease_clock_ms is None else self._lease_clock_ms()
 
 
-def _taken(intent: Intent, counts: _Counts, *, is_cut: bool) -> Hold:
-    """The hold as it was taken. Equal amounts of the team's own windows are kept as their kinds."""
+def _taken(intent: Intent, are_others: Sequence[int], *, is_cut: bool) -> Hold:
+    """The hold as it was taken, with 1 for each count that further values share. Equal amounts of the
+    team's own windows are kept as their kinds.
+    """
     held: list[WindowKind] = []
     more: list[Taken] = []
     amount_microusd = None
-    for one, _, _, is_other in counts:
+    for one, is_other in zip(intent.counters, are_others, strict=True):
         amount = one.usual if is_cut else one.most
         if one.is_shared and amount_microusd in (None, amount):
             amount_microusd = amount
