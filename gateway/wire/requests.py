@@ -6,6 +6,7 @@ through unchanged.
 
 import json
 import re
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -122,19 +123,8 @@ class ChatRequest(_Request, kw_only=True):
             lists = [message.content for message in self.messages if type(message.content) is list]
             media = [kind for parts in lists for kind in _media(parts)]
             beyond += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
-        needs = set(media)
-        if self.tools or body.get("functions"):
-            needs.add("tools")
-            self._check_tools(body.get("tools") or [])
-        if self.response_format is not None and self.response_format.type != "text":
-            needs.add(self.response_format.type)
-        if self.logprobs:
-            needs.add("logprobs")
+        needs = set(media) if _ASKING.isdisjoint(body) else {*media, *self._asked(body)}
         candidates = self.candidates
-        if candidates > 1:
-            needs.add("n")
-        if body.get("audio"):
-            needs.add("audio")
         bound = prompt_tokens_max(len(raw), len(self.messages), beyond)
         told = len(raw) if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
         least = 0 if beyond else int(told / BYTES_PER_TOKEN_MAX)
@@ -150,6 +140,20 @@ class ChatRequest(_Request, kw_only=True):
         tier = str(body["service_tier"])[:100] if "service_tier" in demand.reserved else ""
         return msgspec.structs.replace(demand, has_audio=has_audio, has_long_writes=is_long, tier=tier)
 
+    def _asked(self, body: dict[str, Any]) -> Iterator[str]:
+        """What the fields in `_ASKING` need. Raises BadRequest."""
+        if self.tools or body.get("functions"):
+            self._check_tools(body.get("tools") or [])
+            yield "tools"
+        if self.response_format is not None and self.response_format.type != "text":
+            yield self.response_format.type
+        if self.logprobs:
+            yield "logprobs"
+        if self.candidates > 1:
+            yield "n"
+        if body.get("audio"):
+            yield "audio"
+
     def check_contents(self, body: dict[str, Any]) -> None:
         """Raises BadRequest for a message that needs content and has none."""
         for index, message in enumerate(self.messages):
@@ -161,6 +165,9 @@ class ChatRequest(_Request, kw_only=True):
             if tool.get("type") is None and not is_googles(tool):
                 param = f"tools[{index}].type"
                 raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+
+
+_ASKING = frozenset({"tools", "functions", "response_format", "logprobs", "n", "best_of", "audio"})
 
 
 def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
