@@ -169,7 +169,7 @@ class Estimate:
         """
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
-        predicted_ms = self.ttft_ms(prompt_tokens)
+        predicted_ms = self.figures().ttft_ms(prompt_tokens)
         self._calls_seen += 1
         self._calls_unfigured += 1
         if self._calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:

@@ -132,10 +132,13 @@ class Deployment:
         is_unavailable = not (load.is_ready and self.breaker.allows(is_alone=is_alone))
         figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior rejects no deployment
+        offers = self.capabilities
+        if load.may_think and self.settings.capabilities is None:  # as its engine shows
+            offers = offers | {"reasoning"}
         return Candidate(
             name=self.name,
             price=self.price,
-            capabilities=self._offers(load),
+            capabilities=offers,
             context_tokens_max=self._context(load),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
@@ -150,11 +153,6 @@ class Deployment:
             prefill_ms_per_token=figures.prefill_ms_per_token,
             batch_factor=self.batch_factor,
         )
-
-    def _offers(self, load: base.Load) -> frozenset[str]:
-        """What it can do, by what its engine shows where the settings do not say."""
-        is_shown = load.may_think and self.settings.capabilities is None
-        return self.capabilities | {"reasoning"} if is_shown else self.capabilities
 
     def _context(self, load: base.Load) -> int | None:
         known = load.context_tokens_max or self.context_tokens_max
@@ -229,8 +227,9 @@ class Deployment:
         and its tokens share the rest.
         """
         self.breaker.record_success()
-        duration_ms = made.attempt.duration_ms if made.attempt is not None else made.elapsed_ms()
-        figures, usage, tokens = self.estimate.figures(), made.usage, made.content_chunks
+        assert made.attempt is not None
+        duration_ms, usage, tokens = made.attempt.duration_ms, made.usage, made.content_chunks
+        figures = self.estimate.figures()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if usage is not None:
             if self.context_learned and usage.prompt_tokens > self.context_learned:

@@ -95,7 +95,7 @@ class Log:
 
     def __init__(self, writer: LogWriter, *, is_json: bool, has_colours: bool, has_prompts: bool) -> None:
         self.writer = writer
-        self._flatten = _flatten_with_prompts if has_prompts else _flatten
+        self._has_prompts = has_prompts
         self._render = _render_json if is_json else _request_renderer(has_colours)
         self.processors: list[Any] = [
             _stamp,
@@ -109,7 +109,10 @@ class Log:
         """
         level = "error" if record.status >= 500 else "info"
         # not through structlog, whose chain of processors would double the cost of this line
-        fields = self._flatten(None, level, {"record": record, "prompt": prompt, "answer": answer})
+        fields = _flatten(record, level)
+        if self._has_prompts:
+            texts = {"prompt": prompt, "answer": answer, "nearest": record.nearest}
+            fields.update({name: text for name, text in texts.items() if text})
         self.writer.msg(self._render(None, level, fields))
 
 
@@ -157,9 +160,8 @@ def close() -> None:
         atexit.unregister(close)
 
 
-def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
+def _flatten(record: Record, level: str) -> dict[str, Any]:
     """The record as flat fields, without defaults; the most searched fields come first, always."""
-    record: Record = event["record"]
     fields: dict[str, Any] = {
         "event": "request",
         "level": level,
@@ -188,13 +190,6 @@ def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
         fields["ttft_ms"] = round(record.ttft_ms, 3)
     if record.saved_ms:
         fields["saved_ms"] = round(record.saved_ms, 3)
-    return fields
-
-
-def _flatten_with_prompts(logger: Any, level: str, event: EventDict) -> EventDict:
-    fields = dict(_flatten(logger, level, event))
-    texts = {"prompt": event["prompt"], "answer": event["answer"], "nearest": event["record"].nearest}
-    fields.update({name: text for name, text in texts.items() if text})
     return fields
 
 

@@ -120,7 +120,7 @@ class OpenAIStream:
         self._state = _NEW
         self._ready: list[Chunk] = []
         self._finishes = FinishTracker(request.choices, request.prompts)
-        self._splitter = Splitter()
+        self._splitter: Splitter  # of events
         self._template: DeltaTemplate | None = None
         self._templates_left = DeltaTemplate.PER_ANSWER_MAX
         self._exchange: Exchange | None = None
@@ -186,6 +186,7 @@ class OpenAIStream:
             or kind.startswith(b"text/event-stream")
             or (request.is_stream and not is_json_or_page)
         ):
+            self._splitter = Splitter()
             await self._fill()
         else:
             self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
