@@ -110,8 +110,9 @@ class Alias:
 
     def unpriced_for(self, demand: Demand) -> str:
         """The first model without a known price for a request, such as for images beside one for speech; empty: none."""
-        lacking = (d.model or d.name for d in self.deployments.values() if demand.measure and d.lacks_price(demand))
-        return self.unpriced or next(lacking, "")
+        if self.unpriced or not demand.measure:
+            return self.unpriced
+        return next((d.model or d.name for d in self.deployments.values() if d.lacks_price(demand)), "")
 
     def worst_case_microusd(self, demand: Demand, output_tokens: int | None = None) -> int:
         """The longest answer, or one of `output_tokens`, at the highest price: what budgets hold."""

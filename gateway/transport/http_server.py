@@ -344,7 +344,12 @@ class ServerProtocol(HttpToolsProtocol):
         self._is_in_head = True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """uvicorn's, without a comparison for each header."""
+        self.headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
+        self.expect_100_continue = dict(self.headers).get(b"expect", b"").lower() == b"100-continue"
         self._is_in_head = False
         self._head_bytes = self._unbodied_bytes = 0
         self.headers = _TRAILERS
