@@ -651,9 +651,9 @@ class World:
         assert about is not None
         return about
 
-    async def purge(self, entry: str) -> None:
-        """Remove one entry, as an admin does."""
-        assert (await self._exact.purge(Purge(id=entry))).count == 1
+    async def purge(self, entry: str | None = None, text: str | None = None) -> None:
+        """Remove the one entry with an id or a prompt, as an admin does."""
+        assert (await self._exact.purge(Purge(id=entry, text=text))).count == 1
 
     def draws_audits(self, draw: AuditDraw) -> None:
         """From now on each hit by words is audited."""

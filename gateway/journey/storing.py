@@ -13,6 +13,7 @@ import msgspec
 from cache import Entry, Fingerprint, Recorded
 from cache.context import relax as context
 from cache.eligibility import is_cut_as_asked
+from cache.entry import ASKED, digest_of
 from gateway.deployments.progress import Progress
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
@@ -39,8 +40,11 @@ def entry_of(
 ) -> Entry:
     """The entry that records an answer.
 
-    `ttl_s` is in seconds. Without `is_findable` the entry's text is None, so it is never embedded.
+    `ttl_s` is in seconds. Without `is_findable` the entry's text is None, so it is never embedded;
+    a label has its digest, for purges.
     """
+    if not is_findable and fingerprint.text is not None:
+        labels = {**labels, ASKED: digest_of(fingerprint.text)}
     if chunks and chunks[0].media:
         labels = {**labels, "media": chunks[0].media}
     return Entry(

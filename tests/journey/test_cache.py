@@ -213,6 +213,17 @@ async def test_a_dialogue_goes_on_where_it_is_warm(world: World) -> None:
     assert len(right.calls) == 2
 
 
+@pytest.mark.parametrize(("model", "finish"), [("mock", "stop"), ("exact-only", "stop"), ("mock", "length")])
+async def test_a_prompt_is_purged_whatever_is_kept_of_it(world: World, model: str, finish: str) -> None:
+    """An answer that is never found by meaning keeps no prompt, and goes with it all the same."""
+    asked = {"model": model, "max_tokens": 5}
+    world.backends["plain"].plays("there was", Finish(finish), Tokens())
+    assert [(await world.ask("Who was THERE?", **asked)).cache for _ in range(2)] == ["miss", "exact"]
+    await world.ask("Who was here?", **asked)
+    await world.purge(text="who was  there?")
+    assert [(await world.ask(text, **asked)).cache for text in ("Who was here?", "Who was THERE?")] == ["exact", "miss"]
+
+
 async def test_a_completion_has_its_length_spelled_out(world: World) -> None:
     """A text completion is generated with OpenAI's default length, and cached like a chat."""
     asked = {"path": "/v1/completions", "prompt": "Once upon a time"}
