@@ -151,53 +151,41 @@ class VerifiedRule:
     def decide(
         self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
     ) -> tuple[Decision, NamespaceCounters]:
-        error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
-        asked = read(query.text)
+        error_max, asked = self._bound(query), read(query.text)
+        # the likeliest answer, and its witness: the neighbour that speaks for it
         fixed = decide_fixed(ERROR_MAX, query.text, neighbours)
         ranked = _ranked(query.text, neighbours, _plain(asked, neighbours, fixed))
-        first = ranked[0]
-        witness = neighbours[first.place]
-        known = read(witness.text)
-        model = state.model or self._cold
+        first, witness = ranked[0], neighbours[ranked[0].place]
+        known, model = read(witness.text), state.model or self._cold
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
-        p = model.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
-        one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
         alike = [one for one in neighbours if (one.group or one.exact) == first.group]
-        if vetoed is None and not _is_vouched(asked, witness, alike):
-            p = 0.0
-        is_same = (witness.is_reordered or one_turn is True) and vetoed is None
+        one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
+        # certain: it is the same question, or the verdicts of the namespace are sure of it
+        is_same = vetoed is None and (witness.is_reordered or one_turn is True)
         is_same = is_same and thresholds_of(min(error_max, ERROR_MAX)) is not None
-        p = max(p, _SAME) if is_same else p
-        is_certain = is_same or (
-            query.untightened is None
-            and vetoed is None
-            and model.certain.is_fitted
-            and p >= model.certain.threshold(error_max)
-        )
+        is_known = vetoed is not None or _is_vouched(asked, witness, alike)
+        p = max(model.certain.logistic.p(seen) if is_known else 0.0, _SAME if is_same else 0.0)
+        is_told = query.untightened is None and vetoed is None and model.certain.is_fitted
+        is_certain = is_same or (is_told and p >= model.certain.threshold(error_max))
+        # cold: no verdict vouches for it, but it adds nothing, and such hits are seldom wrong
         is_further = not is_certain and (
             is_added(asked, known, witness.context if witness.places else None, witness.renamed) or one_turn is False
         )
-        is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
-        is_sure = is_certain or (
-            vetoed is None
-            and not is_further
-            and (query.untightened is not None or is_young or model.allows_cold(seen, error_max, state.discernment))
-            and self._is_cold_sure(asked, witness, seen, error_max)
-            and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
-        )
-        cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
+        is_cold = not is_certain and vetoed is None and not is_further
+        is_cold = is_cold and self._is_cold_sure(query, witness, state, seen, p)
         # each request pays a share of a hit by the cold rule
+        cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
         counters = replace(state.counters, cold=min(COLD_FIRST, state.counters.cold + error_max / cold_wrong))
-        is_spent = is_sure and not is_certain and counters.cold < 1.0
-        is_sure = is_sure and not is_spent
+        is_spent = is_cold and counters.cold < 1.0
+        is_sure = is_certain or (is_cold and not is_spent)
         risk = 1 - p if is_certain else min(1 - p, cold_wrong)
+        # an audit: some of what is sure is generated, to see whether it would have been right
         chance = 1.0
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
-        names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
         trial = Trial(
-            ranked=names,
+            ranked=tuple(neighbours[one.place].exact for one in ranked[:_COMPARED]),
             features=_row_features(seen, counters) if vetoed is None else b"",
             p=p,
             chance=chance,
@@ -208,7 +196,7 @@ class VerifiedRule:
         )
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
             reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
-            served = _after_a_hit(counters, risk, is_cold=not is_certain)
+            served = _after_a_hit(counters, risk, is_cold=is_cold)
             trial = msgspec.structs.replace(trial, features=_row_features(seen, NamespaceCounters()))
             return Decision(first.place, reasons, trial), served
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
@@ -225,17 +213,29 @@ class VerifiedRule:
         model.learn(row)
         return model
 
-    def _is_cold_sure(self, asked: TextFeatures, witness: Neighbour, seen: Vector, error_max: float) -> bool:
-        """Whether the fixed rule serves, or the prior of questions about one context; no other prior does."""
-        p = self._cold.certain.logistic.p(seen)
-        known, in_context = read(witness.text), self.prior.in_context if witness.places else None
-        least = in_context.threshold(error_max) if in_context is not None else None
-        if witness.places and is_other_in_context(asked, known):
+    def _bound(self, query: Query) -> float:
+        return self._error_max if query.error_max is None else min(query.error_max, self._error_max)
+
+    def _is_cold_sure(self, query: Query, witness: Neighbour, state: NamespaceState, seen: Vector, p: float) -> bool:
+        """Whether an answer that adds nothing may be served without verdicts: those that there are leave
+        it open, and the fixed thresholds serve it, or the prior of questions about one context does.
+        """
+        error_max, model, asked = self._bound(query), state.model or self._cold, read(query.text)
+        is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
+        if not (query.untightened is not None or is_young or model.allows_cold(seen, error_max, state.discernment)):
             return False
-        if least is not None and p >= least:
-            return True
-        is_likely = p >= THRESHOLD_MIN or not witness.places
-        return is_likely and _why_not_fixed(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
+        if not model.certain.is_fitted and any(one.is_told_against(seen) for one in state.others):
+            return False
+        if witness.places:
+            if is_other_in_context(asked, read(witness.text)):
+                return False
+            in_context, p_cold = self.prior.in_context, self._cold.certain.logistic.p(seen)
+            least = in_context.threshold(error_max) if in_context is not None else None
+            if least is not None and p_cold >= least:
+                return True
+            if p_cold < THRESHOLD_MIN:
+                return False
+        return _why_not_fixed(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
 
 
 def _is_vouched(asked: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:
