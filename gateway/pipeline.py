@@ -120,7 +120,7 @@ class Pipeline:
         self._semantic = semantic
         self._emit = emit
         self._learn = learn
-        self._generating: set[asyncio.Future[None]] = set()  # until they are recorded
+        self._generating: set[asyncio.Task[Any]] = set()  # until they are recorded
 
     @property
     def generations(self) -> int:
@@ -261,8 +261,9 @@ class Pipeline:
 
     async def generate(self, flight: Flight) -> None:
         """Fill `flight`, and account for it on every exit."""
-        recorded = asyncio.get_running_loop().create_future()
-        self._generating.add(recorded)
+        task = asyncio.current_task()
+        assert task is not None
+        self._generating.add(task)
         generation = flight.generation
         error: ApiError | None = None
         try:
@@ -289,8 +290,7 @@ class Pipeline:
             if not flight.is_done:
                 unrecorded = ApiError("The gateway failed while it recorded this answer", code="internal_error")
                 flight.finish(error or unrecorded)
-            self._generating.discard(recorded)
-            recorded.set_result(None)
+            self._generating.discard(task)
 
     async def _follow(self, flight: Flight) -> bool:
         """Replay the answer that another worker is making, once it is stored.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from cache.entry import Entry, Purge
 from cache.fingerprint import Partition
@@ -18,13 +19,12 @@ _CHUNK_BYTES = 150
 _LET_GO_MAX = 16_384
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(msgspec.Struct):
     """An entry, what it takes, and what was made of it."""
 
     entry: Entry
     size_bytes: int
-    forms: dict[str, bytes] = field(default_factory=dict)
+    forms: dict[str, bytes] = {}
 
 
 class L1:

@@ -63,7 +63,7 @@ class Flight(msgspec.Struct, eq=False):
         `is_stream`: its client gets the chunks as they arrive.
         """
         self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
-        reader = Reader(self, is_leader=self._task is None, is_stream=is_stream)
+        reader = Reader(self, self.generation, is_leader=self._task is None, is_stream=is_stream)
         self._readers.append(reader)
         if not is_stream:
             self._resume()
@@ -197,38 +197,23 @@ class Flight(msgspec.Struct, eq=False):
             self._task.cancel()
 
 
-class Reader:
+class Reader(msgspec.Struct, eq=False):
     """One client's place in a flight.
 
-    A class, not an async generator, because `close` must also work before the first read.
+    No async generator, because `close` must also work before the first read.
     """
 
-    __slots__ = (
-        "_flight",
-        "_gone",
-        "_is_closed",
-        "_position",
-        "_rest",
-        "_sleeper",
-        "generation",
-        "is_leader",
-        "is_stream",
-        "ready_at",
-        "taken_bytes",
-    )
-
-    def __init__(self, flight: Flight, *, is_leader: bool, is_stream: bool) -> None:
-        self.is_leader = is_leader
-        self.is_stream = is_stream
-        self.ready_at: float | None = None  # when it had its first chunk, by time.perf_counter
-        self.taken_bytes = 0
-        self.generation = flight.generation
-        self._flight = flight
-        self._position = 0
-        self._rest: list[Chunk] = []  # of an answer that was withdrawn
-        self._is_closed = False
-        self._gone: BaseException | None = None
-        self._sleeper: asyncio.Future[None] | None = None
+    _flight: Flight
+    generation: Generation
+    is_leader: bool
+    is_stream: bool
+    ready_at: float | None = None  # when it had its first chunk, by time.perf_counter
+    taken_bytes: int = 0
+    _position: int = 0
+    _rest: list[Chunk] = []  # of an answer that was withdrawn
+    _is_closed: bool = False
+    _gone: BaseException | None = None
+    _sleeper: asyncio.Future[None] | None = None
 
     @property
     def is_at_end(self) -> bool:

@@ -146,16 +146,14 @@ def read(data: bytes, is_whole: bool = False) -> Chunk:
 _FAILED_REASONS = frozenset({"error", "abort"})
 
 
-class FinishTracker:
+class FinishTracker(msgspec.Struct):
     """Tracks which choices of an answer have finished, from its chunks."""
 
-    __slots__ = ("_choices", "_finished", "_prompts", "_seen", "failed_reason")
-
-    def __init__(self, choices: int = 1, prompts: int = 1) -> None:
-        self._choices, self._prompts = choices, prompts
-        self._seen: set[int] = set()
-        self._finished: set[int] = set()
-        self.failed_reason: str | None = None
+    _choices: int = 1
+    _prompts: int = 1
+    failed_reason: str | None = None
+    _seen: set[int] = set()
+    _finished: set[int] = set()
 
     def add(self, answer: Answer) -> None:
         for choice in answer.choices or ():
