@@ -1,9 +1,9 @@
 """Which requests are the same, and which differ only in the last user's words.
 
 Pure functions from a request's JSON to digests. Knows no Redis, no HTTP and no model. Invariants:
-an unknown field changes the key (`FIELDS` is a deny-list); the encoding is canonical (map order, 1
-or 1.0, null or absent do not matter) and prefix-free (two different requests never encode to the
-same bytes); the partition is part of every digest.
+an unknown field changes the key (`FIELDS` is a deny-list); the encoding is canonical (map order but
+a schema's, 1 or 1.0, null or absent do not matter) and prefix-free (two different requests never
+encode to the same bytes); the partition is part of every digest.
 """
 
 from __future__ import annotations
@@ -211,10 +211,19 @@ def _canonical_turn(turn: Any) -> Any:
 _TEXTS = {str}
 
 
+def _in_order(value: Any) -> Any:
+    """A map as a list, whose order is kept; and a list as a map, which is what no map becomes."""
+    if isinstance(value, dict):
+        return [[name, item] for name, item in value.items()]
+    return {"": value} if isinstance(value, list) else value
+
+
 def _canonical(value: Any) -> Any:
     """The value with every number in its one form. Raises TypeError for what is not JSON."""
     kind = type(value)
     if kind is dict:
+        if "properties" in value:  # of a schema: an answer has them in their order
+            value = {**value, "properties": _in_order(value["properties"])}
         return {name: item if type(item) in _PLAIN else _canonical(item) for name, item in value.items()}
     if kind is list or kind is tuple:
         return [item if type(item) in _PLAIN else _canonical(item) for item in value]

@@ -153,6 +153,15 @@ def test_the_order_of_a_map_does_not_matter(value: Any, rng: random.Random) -> N
     assert fp(shuffled(body)) == fp(body)
 
 
+@pytest.mark.parametrize("place", ["response_format", "tools"])
+def test_the_order_of_a_schemas_properties_matters(place: str) -> None:
+    """A model writes them in it: an answer before its reasons is another one. No list stands for them."""
+    pairs = [["reasons", {"type": "string"}], ["answer", {"type": "string"}]]
+    forms = [dict(pairs), dict(reversed(pairs)), pairs, {"": pairs}, [*reversed(pairs)], None, {}, [], {"": []}]
+    keys = {fp({**BODY, place: [{"schema": {"type": "object", "properties": form}}]}).exact for form in forms}
+    assert len(keys) == len(forms)
+
+
 @given(st.integers(-(2**53), 2**53))
 def test_a_whole_float_is_the_integer(number: int) -> None:
     """1 and 1.0 are one JSON number, wherever they stand."""
