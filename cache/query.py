@@ -17,8 +17,9 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to look up semantically.
 
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
-    too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves. `is_try`: the decision is only
-    shown; it is neither audited nor counted. `context` is the text that the prompt is asked after.
+    too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves.
+    `is_try`: the decision is only shown; it is neither audited nor counted. `context` is the text
+    that the prompt is asked after.
     """
 
     partition: Partition
@@ -28,6 +29,11 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     untightened: float | None = None
     is_try: bool = False
     context: str = ""
+
+    @property
+    def namespace(self) -> bytes:
+        """What is searched: the prompts of its partition and compat."""
+        return self.partition + self.compat
 
 
 class Trial(msgspec.Struct, frozen=True, array_like=True):

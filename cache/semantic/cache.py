@@ -111,7 +111,7 @@ class _Key:
     @property
     def room(self) -> bytes:
         """The keys that may answer each other's prompts."""
-        return self.partition + self.compat + self.frame
+        return self.namespace + self.frame
 
     @property
     def asked(self) -> tuple[Partition, str]:
@@ -210,7 +210,7 @@ class SemanticCache:
         """
         self._expire()
         parts = [self._parts_of(query) for query in queries]
-        rooms = [query.partition + query.compat + one.frame for query, one in zip(queries, parts, strict=True)]
+        rooms = [query.namespace + one.frame for query, one in zip(queries, parts, strict=True)]
         asked = [place for place, room in enumerate(rooms) if room in self._rooms and parts[place].question]
         meant = [msgspec.structs.replace(query, text=one.question) for query, one in zip(queries, parts, strict=True)]
         self._want_contexts([queries[place] for place in asked], [parts[place] for place in asked])
@@ -230,14 +230,14 @@ class SemanticCache:
 
     def _absence(self, query: Query) -> MissReason:
         """Why no prompt here may be compared with this one."""
-        has_others = query.partition + query.compat in self._namespaces
+        has_others = query.namespace in self._namespaces
         return MissReason.DOCUMENTS if has_others else MissReason.EMPTY
 
     def _parts_of(self, query: Query) -> Parts:
         """What of a prompt must be equal, and what is compared, by the templates of its namespace."""
         with read_for(query.partition):
             made = split(query.text)
-        namespace = self._namespaces.get(query.partition + query.compat)
+        namespace = self._namespaces.get(query.namespace)
         return made.parts if namespace is None or not made.spans else made.slot(_counts(namespace), is_lookup=True)
 
     def _want_contexts(self, queries: Sequence[Query], parts: Sequence[Parts]) -> None:
@@ -245,14 +245,14 @@ class SemanticCache:
             if not query.context and not one.has_documents:
                 continue
             documents = query.text.replace(one.question, "\n") if one.has_documents else ""
-            room = query.partition + query.compat + one.frame
+            room = query.namespace + one.frame
             self._contexts.want(room, query.partition, f"{query.context}\n{documents}")
 
     def has_neighbours(self, query: Query) -> bool:
         """Whether anything is cached that could answer it. Safe beside the thread that uses the
         cache.
         """
-        return query.partition + query.compat in self._namespaces
+        return query.namespace in self._namespaces
 
     def prepare(self, queries: Sequence[Query]) -> None:
         """Embed what a lookup of these queries will need, so that it need not. Safe beside the thread
@@ -261,7 +261,7 @@ class SemanticCache:
         asked = []
         for query in queries:
             parts = self._parts_of(query)
-            if parts.question and query.partition + query.compat + parts.frame in self._rooms:
+            if parts.question and query.namespace + parts.frame in self._rooms:
                 asked.append((query.partition, parts.question))
         self._encoder.encode(asked)
 
@@ -302,7 +302,7 @@ class SemanticCache:
         neighbours = self._neighbours(query, room, found, vector)
         if not neighbours:
             return Neighbourhood(Miss(self._absence(query)), ())
-        state = self._states.of(query.partition + query.compat)
+        state = self._states.of(query.namespace)
         with read_for(query.partition):
             near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
             if self._find_other_names(query, room, neighbours, near.decision, vector):
@@ -340,7 +340,7 @@ class SemanticCache:
 
     def _neighbours(self, query: Query, room: bytes, found: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
         now = self._clock()
-        counts, tallies = self._rooms[room].groups, self._states.tallies(query.partition + query.compat)
+        counts, tallies = self._rooms[room].groups, self._states.tallies(query.namespace)
         out = self._states.suspended(query.partition)
         neighbours = []
         numbers = found.keys.tolist()
