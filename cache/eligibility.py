@@ -70,8 +70,8 @@ _FINISHED = frozenset(("stop", CUT, "tool_calls", "function_call"))
 def is_cut_as_asked(reasons: Sequence[str], choices: int, limit: int | None, tokens: int | None) -> bool:
     """Whether each of an answer's `choices` has exactly as many tokens as the request allows.
 
-    `reasons` are their finish reasons. `limit` is the request's own bound of a choice's tokens, None
-    where it has none; `tokens` is how many all choices have, None where the deployment did not
+    `reasons` are their finish reasons. `limit` is the request's own bound of a choice's tokens,
+    None where it has none; `tokens` is how many all choices have, None where the deployment did not
     count them.
     """
     if limit is None or tokens is None or len(reasons) != choices:

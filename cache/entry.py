@@ -1,8 +1,8 @@
 """What the cache keeps of one answer, and how an answer is found: plain values, encoded as msgpack.
 
 Knows no Redis, no HTTP and no meaning of a chunk: `Recorded.data` is opaque bytes, `labels` are the
-caller's. Invariant: an entry carries the partition and compat it was made under, so that they can be
-checked again before it is served.
+caller's. Invariant: an entry carries the partition and compat it was made under, so that they can
+be checked again before it is served.
 """
 
 from __future__ import annotations

@@ -88,10 +88,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     nothing but the last user's text. `text` is that text, or None where the last turn is not a
     user's or has not exactly one text.
 
-    A relaxed one (`cache.context.relax`) has a compat that leaves `left_out` of the request's context
-    out; `beside` are the texts that stay. `kept` says what may be all that differs from cached
-    prompts: `volatile` spans or `history`. `context` is the text of the turns before the last, where
-    it is short enough to compare questions by where in it they point.
+    A relaxed one (`cache.context.relax`) has a compat that leaves `left_out` of the request's
+    context out; `beside` are the texts that stay. `kept` says what may be all that differs from
+    cached prompts: `volatile` spans or `history`. `context` is the text of the turns before the
+    last, where it is short enough to compare questions by where in it they point.
     """
 
     partition: Partition
@@ -129,8 +129,8 @@ def fingerprint(
     """Fingerprint the JSON of a request.
 
     `namespace` is the caller's own division of its partition; `keyed` names fields of delivery that
-    are part of the key all the same; `apart` is JSON beside the body that is. Raises ValueError for what JSON can't
-    say (a NaN, bytes, a key that is no string, a lone surrogate).
+    are part of the key all the same; `apart` is JSON beside the body that is. Raises ValueError for
+    what JSON can't say (a NaN, bytes, a key that is no string, a lone surrogate).
     """
     messages = body.get("messages")
     # a completion has no turns: it goes on with the very words of its `prompt`, not with their

@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reconcile | run | demo`, and `worker`, which the
-supervisor starts.
+"""The command line: `sameway serve | check-config | reconcile | run | demo`, and `worker`, which
+the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.

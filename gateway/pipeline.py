@@ -77,8 +77,8 @@ class _Looked(msgspec.Struct, frozen=True):
     """The outcome of stages 3 and 4.
 
     `headers` are the rate limits'. `warm` are the prompt tokens that deployments saw last, by name.
-    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`. `words`: the key that they were looked
-    for by; `pointed`: what they found, a hit or an audit of one.
+    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`. `words`: the key that they were
+    looked for by; `pointed`: what they found, a hit or an audit of one.
     """
 
     headers: dict[bytes, bytes]
@@ -430,7 +430,8 @@ class Pipeline:
         return True
 
     async def _route(self, flight: Flight, *, is_last: bool) -> Route:
-        """8. The deployments in order; waits for one that is starting or full if no other can answer.
+        """8. The deployments in order; waits for one that is starting or full if no other can
+        answer.
 
         Where a fallback is left (`is_last` is false) it waits for none that is starting. Raises
         ApiError.
@@ -604,8 +605,8 @@ _FALLS_BACK = frozenset(
 
 
 def _may_fall_back(error: ApiError) -> bool:
-    """Whether an alias cannot answer: it is down, its contexts are too small, it is too dear, or the
-    budgets of its deployments are spent.
+    """Whether an alias cannot answer: it is down, its contexts are too small, it is too dear, or
+    the budgets of its deployments are spent.
     """
     is_upstream = isinstance(error, Upstream) and error.raw_body is None
     return error.error_code in _FALLS_BACK or is_upstream or isinstance(error, BudgetExceeded)

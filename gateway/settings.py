@@ -711,7 +711,8 @@ class Settings(_Section):
         return wrong
 
     def _wrong_webhook(self) -> list[str]:
-        """What is wrong with the webhook: a URL that cannot be one or that others could read, no secret.
+        """What is wrong with the webhook: a URL that cannot be one or that others could read, no
+        secret.
 
         A URL's path may hold a token: only its scheme is shown.
         """

@@ -53,10 +53,11 @@ class BreakerLimits:
 class News(msgspec.Struct, frozen=True, array_like=True):
     """What has happened to one breaker since its last exchange with others.
 
-    `failures` are those in a row since the last success, if there was one (`has_succeeded`), or all.
-    `rests` says that it has opened or closed since it knew the state with the number `version`;
-    then the next fields are its new state. Durations are in seconds from now, 0 where it is closed.
-    `calls`, of which `failed` failed, are those of the exchange, or of all processes lately.
+    `failures` are those in a row since the last success, if there was one (`has_succeeded`), or
+    all. `rests` says that it has opened or closed since it knew the state with the number
+    `version`; then the next fields are its new state. Durations are in seconds from now, 0 where it
+    is closed. `calls`, of which `failed` failed, are those of the exchange, or of all processes
+    lately.
     """
 
     version: int = 0

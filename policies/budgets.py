@@ -1,9 +1,9 @@
 """Budgets: reserve the worst case before a generation, settle or release it once after.
 
 Knows no HTTP, models or SQL. Redis counts spend per team in all five windows, with or without a
-budget on them. A budget on a team's money is only a limit on such a count, so a change in the middle
-of a window takes effect at once; other budgets have counts of their own (`policies/counters.py`).
-Invariants:
+budget on them. A budget on a team's money is only a limit on such a count, so a change in the
+middle of a window takes effect at once; other budgets have counts of their own
+(`policies/counters.py`). Invariants:
 
 - a reserve succeeds only if spent + held + amount <= limit for every hard budget that applies, all of
   them in one script; where a budget allows overdraft, the amount is that of a usual answer;
@@ -74,8 +74,8 @@ class LockLost(Exception):
 class Refused:
     """A hard budget has no room for `amount`, in its unit; nothing was held.
 
-    Of several such budgets `state` is of the one that has room last. `resets_in_s` is None where the
-    window never ends.
+    Of several such budgets `state` is of the one that has room last. `resets_in_s` is None where
+    the window never ends.
     """
 
     state: BudgetState
@@ -176,8 +176,8 @@ class Budgets:
     def intended(self, hold_id: str, team_id: int, budgets: Sequence[Budget], need: Need | MicroUSD) -> Intent:
         """The hold that `hold` would take now.
 
-        A caller that lost the reply of `hold` can release all of the intent. Raises ValueError for an
-        amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
+        A caller that lost the reply of `hold` can release all of the intent. Raises ValueError for
+        an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
         """
         keys_of.member(hold_id, need if isinstance(need, int) else 0)
         if isinstance(need, int):
@@ -365,8 +365,8 @@ class Budgets:
         return Restated(windows, drift)
 
     async def restate_own(self, drained: Sequence[OwnSpend], lock_token: str) -> int:
-        """As `restate`, for the counts that budgets have of their own and the sets of their values. Returns how
-        many counts it corrected.
+        """As `restate`, for the counts that budgets have of their own and the sets of their values.
+        Returns how many counts it corrected.
         """
         corrected = 0
         for start in range(0, len(drained), _READ_BATCH):
@@ -395,8 +395,8 @@ class Budgets:
 
 
 def _taken(intent: Intent, are_others: Sequence[int], *, is_cut: bool) -> Hold:
-    """The hold as it was taken, with 1 for each count that further values share. Equal amounts of the
-    team's own windows are kept as their kinds.
+    """The hold as it was taken, with 1 for each count that further values share. Equal amounts of
+    the team's own windows are kept as their kinds.
     """
     held: list[WindowKind] = []
     more: list[Taken] = []

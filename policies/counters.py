@@ -1,10 +1,10 @@
 """Which counts a request draws on, for the budgets of its team.
 
 Calls no Redis. A budget on a team's money over a calendar window limits the count that the team has
-anyway; any other budget has a count of its own for each value, which begins when the budget is made.
-Invariants: a count's name is a digest of bounded length, whatever a client sends; a request without a
-value draws on a count like any other; texts that differ only in their Unicode form or in spaces at
-the ends are one value.
+anyway; any other budget has a count of its own for each value, which begins when the budget is
+made. Invariants: a count's name is a digest of bounded length, whatever a client sends; a request
+without a value draws on a count like any other; texts that differ only in their Unicode form or in
+spaces at the ends are one value.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Need(msgspec.Struct, frozen=True):
 class Counter(msgspec.Struct):
     """A count that a request would draw on, with the budgets that limit it.
 
-    `most` and `usual` are the amounts to hold. `values` names the set of values that have a count of
-    their own, empty if every value has one; `digest` and `shown` are this value's.
+    `most` and `usual` are the amounts to hold. `values` names the set of values that have a count
+    of their own, empty if every value has one; `digest` and `shown` are this value's.
     """
 
     name: str
@@ -141,8 +141,8 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
 
 
 def place_of(name: str, field: str) -> tuple[str, str]:
-    """The set of values that has the value of a count, and the value's digest; both empty where the count
-    belongs to no value of its own.
+    """The set of values that has the value of a count, and the value's digest; both empty where the
+    count belongs to no value of its own.
     """
     whole, digest, period = name.split(":", 2)
     if len(digest) != 2 * _DIGEST_BYTES:

@@ -84,8 +84,8 @@ class Charge(msgspec.Struct, frozen=True, array_like=True):
 class Hold(msgspec.Struct, frozen=True):
     """Money reserved for one generation that began at `at_ms`, unix milliseconds.
 
-    A team without budgets gets `amount_microusd` 0 and no `held` windows. `more` is what it takes of
-    other counts, or of these in other amounts. `is_cut`: it has room for an answer of the usual
+    A team without budgets gets `amount_microusd` 0 and no `held` windows. `more` is what it takes
+    of other counts, or of these in other amounts. `is_cut`: it has room for an answer of the usual
     length only.
     """
 

@@ -1,7 +1,8 @@
-"""A lease in Redis: of many workers that may do a work, one has it at a time, and the next one once it expires.
+"""A lease in Redis: of many workers that may do a work, one has it at a time, and the next one once
+it expires.
 
-Knows no work. Invariant: only the holder renews or ends a lease. A holder that pauses for longer than
-the lease's life finds that out at its next `take`; what it does meanwhile must be harmless.
+Knows no work. Invariant: only the holder renews or ends a lease. A holder that pauses for longer
+than the lease's life finds that out at its next `take`; what it does meanwhile must be harmless.
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ class Tokens(msgspec.Struct, frozen=True):
     """Tokens of one generation, as its provider bills them.
 
     Parts of `prompt`, none counted twice: `cached` were read from the provider's prompt cache, of
-    which `cached_audio` are sounds, `cache_write` were written to it for its usual life and `cache_write_1h` for an hour,
-    `audio_prompt` and `image_prompt` were sounds and images. Parts of `completion`: `reasoning`,
-    `audio_completion` and `image_completion`. `tool_calls` counts the calls of tools that the
-    provider ran, and `units` the images or seconds that it reported instead of tokens; 0: none.
+    which `cached_audio` are sounds, `cache_write` were written to it for its usual life and
+    `cache_write_1h` for an hour, `audio_prompt` and `image_prompt` were sounds and images. Parts of
+    `completion`: `reasoning`, `audio_completion` and `image_completion`. `tool_calls` counts the
+    calls of tools that the provider ran, and `units` the images or seconds that it reported instead
+    of tokens; 0: none.
 
     Raises ValueError for negative numbers and for parts above their whole.
     """
@@ -159,7 +160,8 @@ class Price:
         return self.request_microusd + tool_calls * (self.tool_call_microusd or 0) - (-scaled // _PER_MTOK)
 
     def unit(self, measure: str) -> MicroUSD | None:
-        """The price of a million units of `measure`: `characters`, `seconds`, or `images/QUALITY/SIZE`.
+        """The price of a million units of `measure`: `characters`, `seconds`, or
+        `images/QUALITY/SIZE`.
 
         Images without a price of their own have that of their size, of their quality, or of images;
         otherwise the dearest one. None where units of this kind have no price.

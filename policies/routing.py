@@ -57,14 +57,14 @@ class Demand(msgspec.Struct, frozen=True):
     `choices` answers are generated side by side: each costs its own output, together they take the
     time of one. Output tokens are those of one choice. `prompt_tokens` is the expected length of
     the prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that
-    certainly does not fit is rejected, because the deployment counts exactly. No route depends
-    on `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
+    certainly does not fit is rejected, because the deployment counts exactly. No route depends on
+    `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
     `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
     `reserved` are the parts of the request that only a deployment that allows them may get. For the
-    cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked; `is_batch`, a line
-    of one; the `units` that a price of each request is charged for, or the most images, characters
-    or seconds where a `measure` names them as `Price.unit` does. `prefers` are capabilities that
-    rank a deployment before all without them, and that none needs.
+    cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked;
+    `is_batch`, a line of one; the `units` that a price of each request is charged for, or the most
+    images, characters or seconds where a `measure` names them as `Price.unit` does. `prefers` are
+    capabilities that rank a deployment before all without them, and that none needs.
     """
 
     prompt_tokens: int
@@ -93,11 +93,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
-    `allowed` are the reserved parts of a request that it may get.
-    `is_denied` says of an unavailable one that it refuses every request until an operator mends it.
-    `use` says of one that an operator took out of use what it is: drained or disabled.
-    `full_at` is the number of requests that it may run, where as many run; else 0. A line of a batch
-    costs `batch_factor` millionths of the price.
+    `allowed` are the reserved parts of a request that it may get. `is_denied` says of an
+    unavailable one that it refuses every request until an operator mends it. `use` says of one that
+    an operator took out of use what it is: drained or disabled. `full_at` is the number of requests
+    that it may run, where as many run; else 0. A line of a batch costs `batch_factor` millionths of
+    the price.
     """
 
     name: str

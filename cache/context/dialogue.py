@@ -1,9 +1,9 @@
 """Whether a question stands alone, after a history of other talk.
 
 Pure; English, by tables. A question stands alone if it has the form of a closed question of general
-knowledge or of a named thing, refers to nothing outside itself, is related to no word of the history,
-and if nothing in the history may last: no instruction, no role, no fact about the user, no open
-question. Knows no digests. Invariant: in doubt it does not stand alone.
+knowledge or of a named thing, refers to nothing outside itself, is related to no word of the
+history, and if nothing in the history may last: no instruction, no role, no fact about the user, no
+open question. Knows no digests. Invariant: in doubt it does not stand alone.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ _COMMON = FUNCTION_WORDS | LIGHT_WORDS | {"one"}
 def stands_alone(question: str, history: Sequence[tuple[str, str]], system: str) -> bool:
     """Whether a question is answered the same with its history and without.
 
-    `history` are role and text of the turns before it, the last one the assistant's; `system` is the
-    text of the system prompt.
+    `history` are role and text of the turns before it, the last one the assistant's; `system` is
+    the text of the system prompt.
     """
     if len(history) > _TURNS_MAX or _STATEFUL.search(system) or not is_closed(question):
         return False
@@ -206,8 +206,8 @@ def is_closed(question: str) -> bool:
 
 
 def _is_about_a_name(text: str) -> bool:
-    """Whether a name of several words, a program's or a country's says what the question is about, with
-    no definite phrase beside it that is not of that name.
+    """Whether a name of several words, a program's or a country's says what the question is about,
+    with no definite phrase beside it that is not of that name.
     """
     for article in re.finditer(r"\b[Tt]he (?=[a-z])", text):
         # "the boiling point of X": what is definite is so by the name

@@ -1,10 +1,10 @@
 """Learned spans: ids of system prompts that were seen to vary.
 
-State of one process, empty at first: another one learns for itself. What it has not learned costs it
-hits and brings no wrong one, since a compat shows what it leaves out. Candidates are ids that look
-random, whatever their label, and codes after words such as "ticket". Knows no question. Invariant: a
-candidate is a span only after three values in the same place of a partition's prompts, close to each
-other; words, amounts, versions and dates are no candidates.
+State of one process, empty at first: another one learns for itself. What it has not learned costs
+it hits and brings no wrong one, since a compat shows what it leaves out. Candidates are ids that
+look random, whatever their label, and codes after words such as "ticket". Knows no question.
+Invariant: a candidate is a span only after three values in the same place of a partition's prompts,
+close to each other; words, amounts, versions and dates are no candidates.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Learned:
 
 
 def candidates(text: str, found: Sequence[Span] = ()) -> list[tuple[str, Span]]:
-    """The ids of a text that may be learned, outside the spans `found`, in their order, each with the words that
-    tell its place; none where there is too much that looks like one.
+    """The ids of a text that may be learned, outside the spans `found`, in their order, each with
+    the words that tell its place; none where there is too much that looks like one.
     """
     made: list[tuple[str, Span]] = []
     read = 0

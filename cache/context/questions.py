@@ -107,8 +107,8 @@ def _stems_in(text: str) -> Iterator[str]:
 
 
 def is_english(text: str, beside: str = "") -> bool:
-    """Whether a text is likely English: in ASCII letters, with a function word or a word of `beside`, and
-    none that only other languages have.
+    """Whether a text is likely English: in ASCII letters, with a function word or a word of
+    `beside`, and none that only other languages have.
     """
     raw = _WORD.findall(text.casefold().replace("’", "'"))
     if not all(word.isascii() or not word.isalpha() for word in raw) or not _FOREIGN.isdisjoint(raw):
@@ -186,8 +186,9 @@ _CLOCK = re.compile(r"\b\d{1,2}[:.]\d\d\b|\b\d{1,2} ?(?:am|pm|o'clock)\b", re.IG
 
 
 def _points_at(asked: frozenset[str], span: Span, rest: str) -> bool:
-    """Whether a question may be about a span that no table knows: it says "this", names nothing, has a code or a
-    word of a sentence that has a word of the span's label; any may where such a sentence reads the form of an id.
+    """Whether a question may be about a span that no table knows: it says "this", names nothing,
+    has a code or a word of a sentence that has a word of the span's label; any may where such a
+    sentence reads the form of an id.
     """
     has_code = any(word.isalnum() and not word.isalpha() and not word.isdigit() for word in asked)
     if has_code or not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS or _FORM_READ.search(rest):

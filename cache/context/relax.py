@@ -1,11 +1,12 @@
 """The compat of a request without what its last text does not rely on.
 
-Pure, but for what a `Learned` has seen. Where a semantic lookup follows, `relaxed` reads a request once more. It leaves out volatile
-spans of the system prompt that the last text does not need, and a history that it does not need;
-tools are a set, and the ids of tool calls are their places. Knows no index and no verdicts.
-Invariants: a request of which nothing can be left out keeps its byte-exact compat; the partition,
-roles, parameters, tools, every other byte of the system prompt and the last turn's other parts stay
-in; an answer that shows what was left out is for its own request alone (`shows_left_out`).
+Pure, but for what a `Learned` has seen. Where a semantic lookup follows, `relaxed` reads a request
+once more. It leaves out volatile spans of the system prompt that the last text does not need, and a
+history that it does not need; tools are a set, and the ids of tool calls are their places. Knows no
+index and no verdicts. Invariants: a request of which nothing can be left out keeps its byte-exact
+compat; the partition, roles, parameters, tools, every other byte of the system prompt and the last
+turn's other parts stay in; an answer that shows what was left out is for its own request alone
+(`shows_left_out`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def relaxed(
 ) -> Fingerprint:
     """The fingerprint of `body` with its compat relaxed, and with what that leaves out.
 
-    `keyed` is as `fingerprint` takes it; `patterns` are an operator's volatile spans. `learned` learns
-    from this request.
+    `keyed` is as `fingerprint` takes it; `patterns` are an operator's volatile spans. `learned`
+    learns from this request.
     """
 
     def spans_of(text: str) -> tuple[Span, ...]:
@@ -91,8 +92,8 @@ def _relaxed(
 
 
 def shows_left_out(answer: str, found: Fingerprint) -> bool:
-    """Whether an answer has a name, a figure or an id of what its request's compat leaves out, and that
-    nothing else in the request has.
+    """Whether an answer has a name, a figure or an id of what its request's compat leaves out, and
+    that nothing else in the request has.
     """
     if not found.left_out:
         return False
@@ -107,8 +108,8 @@ def shows_left_out(answer: str, found: Fingerprint) -> bool:
 
 
 def _shows_span(value: str, answer: str, plain: str, beside: frozenset[str]) -> bool:
-    """Whether an answer may show a span, also in another spelling, in part, by its initials, or counted
-    from it.
+    """Whether an answer may show a span, also in another spelling, in part, by its initials, or
+    counted from it.
     """
     if not _squeezed(value).isascii():
         return True  # a name of another script has many spellings in Latin letters
@@ -160,8 +161,8 @@ def _parts(token: str) -> list[str]:
 def _without_slots(
     systems: Sequence[Any], question: str, spans_of: _SpansOf, *, has_tools: bool
 ) -> tuple[list[Any], list[str], str]:
-    """The turns of the system prompt without the spans that the question does not rely on, the texts of
-    these, and `volatile` where it relies on one.
+    """The turns of the system prompt without the spans that the question does not rely on, the
+    texts of these, and `volatile` where it relies on one.
     """
     texts = [_texts_of(one) for one in systems]
     is_long = sum(len(text) for row in texts for text in row) > TEXT_CHARS_MAX

@@ -2,9 +2,9 @@
 which user a prompt was made.
 
 Pure functions of the text and of the operator's patterns. A span is taken by its type and by the
-words before it ("Today is", "session", "signed in as"), never by its type alone: the same date after
-"valid until" is a fact. Knows no other prompt: every host finds the same spans. Invariant: what is
-not recognised is no span, and so stays exact.
+words before it ("Today is", "session", "signed in as"), never by its type alone: the same date
+after "valid until" is a fact. Knows no other prompt: every host finds the same spans. Invariant:
+what is not recognised is no span, and so stays exact.
 """
 
 from __future__ import annotations
@@ -292,8 +292,8 @@ _WAYS_MAX = 4_096  # in which a pattern of an operator may match at one place
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """An operator's pattern, compiled. Raises ValueError for one that is no regular expression, could
-    take long on some text, or matches nothing.
+    """An operator's pattern, compiled. Raises ValueError for one that is no regular expression,
+    could take long on some text, or matches nothing.
 
     It may repeat a part only a bounded number of times, and has neither back references nor
     look-arounds: so the work at one place is bounded, whatever the text.
@@ -398,8 +398,8 @@ def _is_name(span: Span, counts: Counter[str]) -> bool:
 
 
 def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
-    """Whether a moment whose label begins a clause stands in a line of nothing but the session's or the
-    user's data, or alone in the first or last line.
+    """Whether a moment whose label begins a clause stands in a line of nothing but the session's or
+    the user's data, or alone in the first or last line.
     """
     before = text[: span.start - len(span.label)].rstrip(" \t>*#-")
     if before and before[-1] not in ",;(|[.!?\n":

@@ -1,8 +1,9 @@
-"""Short turns of a talk that are one turn in other words: "Why?" and "How come?", "The second one" and
-"I'll take number two", "And on Saturdays?" and "What about Saturday?".
+"""Short turns of a talk that are one turn in other words: "Why?" and "How come?", "The second one"
+and "I'll take number two", "And on Saturdays?" and "What about Saturday?".
 
-Pure; English, by tables. For two turns that follow the same talk, byte for byte: so both refer to the
-same. Invariant: a form has room for no word of its own, but for those that two turns must both have.
+Pure; English, by tables. For two turns that follow the same talk, byte for byte: so both refer to
+the same. Invariant: a form has room for no word of its own, but for those that two turns must both
+have.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ _NEUTRAL = frozenset(("on", "in", "for", "at"))
 
 
 def is_same_ellipsis(asked: str, known: str, talk: str) -> bool | None:
-    """Whether two turns after the same `talk` have one form, and are about the same words or the same place in a list.
+    """Whether two turns after the same `talk` have one form, and are about the same words or the
+    same place in a list.
 
-    None where one has no form. A preposition may be missing in one, as far as it says only where the rest belongs.
+    None where one has no form. A preposition may be missing in one, as far as it says only where
+    the rest belongs.
     """
     one = _read(asked, talk)
     other = None if one is None else _read(known, talk)

@@ -51,10 +51,10 @@ IN_CONTEXT = FEATURES.index("in context")
 class Neighbour(msgspec.Struct, frozen=True, gc=False):
     """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since
     it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
-    that it was right or wrong to serve), whether that answer is out of service, and whether it is the
-    same prompt but for the order of documents or fields. `places` compares where both prompts point
-    in their context (`cache.semantic.contexts`), `context` has its content words, as stems; they are
-    empty without one. `renamed` are words of the two that are other names of the same.
+    that it was right or wrong to serve), whether that answer is out of service, and whether it is
+    the same prompt but for the order of documents or fields. `places` compares where both prompts
+    point in their context (`cache.semantic.contexts`), `context` has its content words, as stems;
+    they are empty without one. `renamed` are words of the two that are other names of the same.
     """
 
     similarity: float

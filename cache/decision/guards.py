@@ -143,8 +143,8 @@ def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:
 
 
 def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
-    """Whether one asks if a thing can be, the other if it must be, will be or was: "Can it be frozen?",
-    "Should it be frozen?". Or one asks for yes or no, the other when, who or how much.
+    """Whether one asks if a thing can be, the other if it must be, will be or was: "Can it be
+    frozen?", "Should it be frozen?". Or one asks for yes or no, the other when, who or how much.
     """
     kinds, others = _kinds(asked, known), _kinds(known, asked)
     if _asks_further(asked, known):
@@ -185,10 +185,10 @@ def is_added(
 
     "<question> Lie." is a question of its own, however near it is; an answer to it may harm. Words
     in which one question is put in several ways are no difference inside a sentence. In questions
-    about one text, of which `context` has the content words, words of each may be other names of the
-    same. But "the fake return time" is no "time to return": a foreign word is added, if it is not
-    `renamed`. And of two words that the text has itself, none is another name of the other, nor are
-    words that it lacks, one in the place of the other.
+    about one text, of which `context` has the content words, words of each may be other names of
+    the same. But "the fake return time" is no "time to return": a foreign word is added, if it is
+    not `renamed`. And of two words that the text has itself, none is another name of the other, nor
+    are words that it lacks, one in the place of the other.
     """
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
     if context is not None and mine and theirs:
@@ -232,9 +232,9 @@ def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeat
     `keys` are the near prompts whose answers were found equal to that of `known`, which is one of
     them. They vouch for a word or a clause of the prompt if one of them has it, and for one of
     `known` if one of them lacks it: the answer is the same with it and without. Verdicts on prompts
-    about other things vouch for nothing here. Where each text has words of its own, they may be other
-    names of the same: that is for a model to say where `is_near`, and of words of the prompt where
-    _WORDINGS keys lack them.
+    about other things vouch for nothing here. Where each text has words of its own, they may be
+    other names of the same: that is for a model to say where `is_near`, and of words of the prompt
+    where _WORDINGS keys lack them.
     """
     if all(_has_further_clause(asked, key, 2) for key in keys):
         return False
@@ -250,8 +250,8 @@ def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeat
 
 
 def _further_words(one: TextFeatures, other: TextFeatures) -> frozenset[str]:
-    """The content words that one text says more often than the other. Greetings count where they are
-    a clause of their own.
+    """The content words that one text says more often than the other. Greetings count where they
+    are a clause of their own.
     """
     said = Counter(other.content)
     alone = frozenset(clause[0] for text in (one, other) for clause in text.clauses if len(clause) == 1)

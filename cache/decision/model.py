@@ -172,8 +172,8 @@ class LogisticModel:
 
 
 class Strata:
-    """Two models: of questions about one context, and of all others. Neither learns from the rows of
-    the other. One model, where the prior has no other for such questions.
+    """Two models: of questions about one context, and of all others. Neither learns from the rows
+    of the other. One model, where the prior has no other for such questions.
     """
 
     def __init__(self, prior: Prior, models: Sequence[LogisticModel] = ()) -> None:

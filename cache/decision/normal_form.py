@@ -1,9 +1,10 @@
 """One normal form of a prompt: prompts that differ in spacing, in the case of a first word or in a
 final mark, and in nothing that can matter.
 
-Pure functions of a text; no model, no Redis. It folds prose alone, and where in doubt nothing: a text
-with code, quotes, lists, lines, marks on letters, or words about words is its own form. Invariants:
-names, numbers and everything inside a text keep each character; a prompt about now has no key.
+Pure functions of a text; no model, no Redis. It folds prose alone, and where in doubt nothing: a
+text with code, quotes, lists, lines, marks on letters, or words about words is its own form.
+Invariants: names, numbers and everything inside a text keep each character; a prompt about now has
+no key.
 """
 
 from __future__ import annotations

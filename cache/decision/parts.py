@@ -7,10 +7,10 @@ The question is the one line with a question's label, at the start or the end of
 one string under such a key. Where a prompt has neither, what is left over between the lines of a
 known template is, or a line at an end that asks about a longer text.
 
-Invariants: all of a text but its question is in its frame, so it is equal where frames are, byte for
-byte, but for the order of chunks that have the same tag or kind of heading, and for lines that say
-the same question once more; a text of which the question can't be told has either no question, or no
-frame and all of it is compared.
+Invariants: all of a text but its question is in its frame, so it is equal where frames are, byte
+for byte, but for the order of chunks that have the same tag or kind of heading, and for lines that
+say the same question once more; a text of which the question can't be told has either no question,
+or no frame and all of it is compared.
 """
 
 from __future__ import annotations
@@ -113,9 +113,10 @@ _MARKED = (Kind.QUOTED, Kind.DOCUMENT)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A line, a paragraph or a string of JSON, or a document whose `text` is left out. `glue` is what
-    stands between it and the piece before, `paragraph` the number of its paragraph, `chunk` the tag
-    or heading of a chunk whose order among its like is free, `key` that of a string of JSON.
+    """A line, a paragraph or a string of JSON, or a document whose `text` is left out. `glue` is
+    what stands between it and the piece before, `paragraph` the number of its paragraph, `chunk`
+    the tag or heading of a chunk whose order among its like is free, `key` that of a string of
+    JSON.
     """
 
     digest: bytes
@@ -161,8 +162,9 @@ class Split:
         return [*(span.digest for span in self.spans), *(_digest(match.group()) for match in labels if match)]
 
     def slot(self, count: Callable[[bytes], int], *, is_lookup: bool = False) -> Parts:
-        """The parts where `count` prompts have each of these lines. In a lookup also where no known line may be
-        a question that many have asked: in an entry's place that would change with each prompt.
+        """The parts where `count` prompts have each of these lines. In a lookup also where no known
+        line may be a question that many have asked: in an entry's place that would change with each
+        prompt.
         """
         made = _Shared(self.spans, count).parts(is_lookup)
         if made is None:
@@ -184,8 +186,9 @@ class _Shared:
         self._records = _records(spans)
 
     def parts(self, is_lookup: bool) -> Parts | None:
-        """What is left over between known lines, in one place, is compared. Where there are documents, a line at
-        an end that asks goes before. None without a template, and no question where it can't be told.
+        """What is left over between known lines, in one place, is compared. Where there are
+        documents, a line at an end that asks goes before. None without a template, and no question
+        where it can't be told.
         """
         groups = self._groups()
         asked = self._asked(groups)
@@ -322,8 +325,9 @@ def split(text: str) -> Split:
 
 
 def _question(spans: Sequence[Piece], place: int) -> tuple[Parts, bool] | None:
-    """The parts of a prompt whose question begins with the label in line `place`, and whether no short text
-    around it may be a document with that label; None where it is not at an end of the prompt, or has no words.
+    """The parts of a prompt whose question begins with the label in line `place`, and whether no
+    short text around it may be a document with that label; None where it is not at an end of the
+    prompt, or has no words.
     """
     label = spans[place].text
     if spans[place].key:
@@ -464,8 +468,8 @@ class _Reader:
         return closed + 1 if is_long else None
 
     def _read_region(self, place: int, end: int, is_inside: bool) -> None:
-        """A document, all documents in a tag or fence around them, or what is only quoted: a short fence, one of
-        JSON, a tag that names no document around documents.
+        """A document, all documents in a tag or fence around them, or what is only quoted: a short
+        fence, one of JSON, a tag that names no document around documents.
         """
         lines, name = self._lines[place:end], _name(self._lines[place].lstrip())
         inner = range(place + 1, end - 1)
@@ -642,8 +646,8 @@ def _joined(spans: Sequence[Piece], chunk: str = "") -> Piece:
 
 
 def _frame(spans: Sequence[Piece], first: int, end: int, rest: tuple[str, str] = ("", ""), question: str = "") -> bytes:
-    """The digest of all spans but those from `first` to `end`, which are the question, with `rest` around it,
-    and of lines that say it once more.
+    """The digest of all spans but those from `first` to `end`, which are the question, with `rest`
+    around it, and of lines that say it once more.
     """
     is_ordered = any(span.chunk for span in spans) and (
         _ORDERED.search(question) is not None or any(_CITED.search(span.text) for span in spans)

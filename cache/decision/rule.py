@@ -108,8 +108,8 @@ class Rule(Protocol):
 
 
 def decide_fixed(error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
-    """The decision by fixed thresholds and guards, which needs no state and makes no trial. A smaller
-    `error_max` takes stricter thresholds; below the strictest nothing is served.
+    """The decision by fixed thresholds and guards, which needs no state and makes no trial. A
+    smaller `error_max` takes stricter thresholds; below the strictest nothing is served.
     """
     asked, thresholds = read(text), thresholds_of(error_max)
     reasons = tuple([_why_not_fixed(thresholds, asked, one) for one in neighbours])
@@ -217,8 +217,9 @@ class VerifiedRule:
         return self._error_max if query.error_max is None else min(query.error_max, self._error_max)
 
     def _is_cold_sure(self, query: Query, witness: Neighbour, state: NamespaceState, seen: Vector, p: float) -> bool:
-        """Whether an answer that adds nothing may be served without verdicts: those that there are leave
-        it open, and the fixed thresholds serve it, or the prior of questions about one context does.
+        """Whether an answer that adds nothing may be served without verdicts: those that there are
+        leave it open, and the fixed thresholds serve it, or the prior of questions about one
+        context does.
         """
         error_max, model, asked = self._bound(query), state.model or self._cold, read(query.text)
         is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
@@ -266,9 +267,9 @@ def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
 
 
 def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
-    """The first groups by their votes, `_COMPARED` at least if there are so many. The witness of each
-    is its nearest key that no veto stops; groups without one come last, that of the neighbour which
-    the fixed rule would serve comes first, with it as the witness.
+    """The first groups by their votes, `_COMPARED` at least if there are so many. The witness of
+    each is its nearest key that no veto stops; groups without one come last, that of the neighbour
+    which the fixed rule would serve comes first, with it as the witness.
     """
     free: list[Candidate] = []
     vetoed: list[Candidate] = []

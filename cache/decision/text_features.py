@@ -269,7 +269,8 @@ def _is_moved(one: TextFeatures, other: TextFeatures) -> bool:
 
 
 def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
-    """Whether two words have changed places around a third (a chases b), around a preposition or in a question.
+    """Whether two words have changed places around a third (a chases b), around a preposition or in
+    a question.
 
     It finds less than `is_inverted`, and its finds are never harmless.
     """
@@ -313,8 +314,8 @@ def _precedes(reading: TextFeatures, word: str, later: str) -> bool:
 
 
 def _is_turned_question(one: TextFeatures, other: TextFeatures) -> bool:
-    """Whether two texts of the same content ask for or name the two sides of a deed: "Who hired Ann?", "Who did
-    Ann hire?", "Who was hired by Ann?".
+    """Whether two texts of the same content ask for or name the two sides of a deed: "Who hired
+    Ann?", "Who did Ann hire?", "Who was hired by Ann?".
     """
     if one.content_set <= lists.LIGHT_WORDS or one.content_set != other.content_set:
         return False

@@ -179,8 +179,9 @@ class Memo:
         return _text_key(partition, text) in self._known
 
     def encode(self, texts: Sequence[tuple[bytes, str]]) -> Encoded:
-        """Vectors and token counts of texts, each beside its partition, in order. A text with what the
-        model has no token for counts as one over the window: its vector does not tell it from others.
+        """Vectors and token counts of texts, each beside its partition, in order. A text with what
+        the model has no token for counts as one over the window: its vector does not tell it from
+        others.
         """
         keys = [_text_key(partition, text) for partition, text in texts]
         # decision: memos-per-partition

@@ -2,8 +2,8 @@
 
 Knows no HTTP, teams or models. A lookup asks a bounded in-process L1 and then Redis. Invariants:
 lookups never raise (a failure of Redis is a miss with its reason); an entry is served only under
-the partition it was made under, to its own request or under its compat, before its expiry; no hit follows a purge that returned
-(`cache.exact.purges` keeps the L1 honest).
+the partition it was made under, to its own request or under its compat, before its expiry; no hit
+follows a purge that returned (`cache.exact.purges` keeps the L1 honest).
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ class ExactCache:
     ) -> Lookup:
         """The same, past this process' own memory.
 
-        Where there is no entry, and no other process has claimed to make it, the caller claims it if
-        `claims`. None: claims and `words` do not matter. `store` or `release` ends a claim. `words`
-        may point at another request's entry, which does not count as used until `use`.
+        Where there is no entry, and no other process has claimed to make it, the caller claims it
+        if `claims`. None: claims and `words` do not matter. `store` or `release` ends a claim.
+        `words` may point at another request's entry, which does not count as used until `use`.
         """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before, warm, depth = self._l1.purges, b"", 0
@@ -252,8 +252,8 @@ class ExactCache:
         self._touch(entry)
 
     async def point(self, fp: Fingerprint, entry: Entry, words: bytes, verified: Verified) -> None:
-        """Let the words of `fp` find an entry, until it, its answer or its group change. A claim on `fp` ends.
-        Raises CacheUnavailable.
+        """Let the words of `fp` find an entry, until it, its answer or its group change. A claim on
+        `fp` ends. Raises CacheUnavailable.
         """
         try:
             claim = self._store.claims.end(fp.exact)
@@ -265,8 +265,8 @@ class ExactCache:
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
     ) -> Lookup:
         """The entry that a semantic hit for `fp` points at: same partition, same compat, found by
-        meaning. One that is gone is reported to the semantic indexes, so that a stale pointer heals at its first use.
-        Only one that `is_served` is worth more for it.
+        meaning. One that is gone is reported to the semantic indexes, so that a stale pointer heals
+        at its first use. Only one that `is_served` is worth more for it.
         """
         entry = self._l1.lookup(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and entry.text is not None and self._unfit(entry, fp, max_age_s) is None:

@@ -1,12 +1,14 @@
-"""Which requests are being answered, among all processes: one answers, the others wait for its entry.
+"""Which requests are being answered, among all processes: one answers, the others wait for its
+entry.
 
     sameway:{P}:claim:E   string  `process:since`: the process that makes entry E, and since when, ms
 
 A claim is taken by the look-up that finds no entry, in the same script and so in the same round
 trip; storing the entry, or a pointer from its words, ends it. P is the partition in hex, E the
-entry's exact digest in hex. Knows no generations. Invariants: a process holds a claim only while it renews it, so that of one
-which was killed ends within `LEASE_S`, and any within `HELD_S_MAX`; only the process that holds a
-claim releases it; a Redis that takes no writes gives entries and no claims.
+entry's exact digest in hex. Knows no generations. Invariants: a process holds a claim only while it
+renews it, so that of one which was killed ends within `LEASE_S`, and any within `HELD_S_MAX`; only
+the process that holds a claim releases it; a Redis that takes no writes gives entries and no
+claims.
 """
 
 from __future__ import annotations
@@ -67,8 +69,9 @@ _RELEASE = RELEASED + "release(KEYS[1], ARGV[1]) return 1"
 
 
 class Look(msgspec.Struct, frozen=True):
-    """The encoded entry; without one, whether this caller is to make it, or how long another process
-    has been making it. `pointed`: the entry that its words point at, and the pointer, encoded.
+    """The encoded entry; without one, whether this caller is to make it, or how long another
+    process has been making it. `pointed`: the entry that its words point at, and the pointer,
+    encoded.
     """
 
     data: bytes | None

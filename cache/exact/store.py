@@ -162,7 +162,8 @@ class EntryStore:
         words: bytes | None = None,
     ) -> StoreEffect:
         """Store an entry, evicting those of its partition that have been worth least lately until
-        it fits. The key `claim`, if any, goes. `words` is the key by which its prompt's words find it.
+        it fits. The key `claim`, if any, goes. `words` is the key by which its prompt's words find
+        it.
         """
         entry, warm_keys = packed.entry, []
         if warm is not None:

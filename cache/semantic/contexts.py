@@ -1,4 +1,5 @@
-"""The clauses of contexts as vectors: where in its documents, system prompt or talk a question points.
+"""The clauses of contexts as vectors: where in its documents, system prompt or talk a question
+points.
 
 Two questions about the same text mean the same more often where they are near to the same of its
 clauses. Knows no keys and no rule. A context is embedded once, when a second question comes to it:
@@ -106,9 +107,9 @@ class Contexts:
         words: frozenset[str],
         other: NDArray[np.float32],
     ) -> bool:
-        """Whether each of some words of the first question of a pair is another name of what the second, of vector
-        `other`, says: without it the questions are less near, or they are as near and a word of the second
-        is near to it in both questions.
+        """Whether each of some words of the first question of a pair is another name of what the
+        second, of vector `other`, says: without it the questions are less near, or they are as near
+        and a word of the second is near to it in both questions.
         """
         text, beside = pair
         rests = {word: _without(text, word) for word in words if word.isalpha() and word not in TURNING}

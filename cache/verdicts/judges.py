@@ -216,8 +216,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
 def _is_contrary(one: TextFeatures, other: TextFeatures) -> bool:
     """Whether two answers of other polarity disagree: in the same words but for one each.
 
-    In other words a negation may be of something else: "it is free", "you pay nothing". "No, it can't
-    be" negates once.
+    In other words a negation may be of something else: "it is free", "you pay nothing". "No, it
+    can't be" negates once.
     """
     if one.negations != other.negations and one.negations and other.negations:
         return False
@@ -226,7 +226,8 @@ def _is_contrary(one: TextFeatures, other: TextFeatures) -> bool:
 
 
 def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
-    """Whether two answers of other numbers disagree: in the same words, or with no number in common.
+    """Whether two answers of other numbers disagree: in the same words, or with no number in
+    common.
 
     Beside a common one, a number may be a step on the way, a further fact, or the same one rounded.
     """

@@ -371,8 +371,8 @@ def _difference(
     stated: tuple[Set[int], Set[int]],
     its_stated: tuple[Set[int], Set[int]],
 ) -> str:
-    """What two like sentences state differently. `stated` are the numbers and the words of the whole
-    answer that the first is from, `its_stated` those of the other.
+    """What two like sentences state differently. `stated` are the numbers and the words of the
+    whole answer that the first is from, `its_stated` those of the other.
     """
     (numbers, words), (its_numbers, its_words) = stated, its_stated
     if mine.numbers - its_numbers and theirs.numbers - numbers and cosine >= _VERY_LIKE:
@@ -441,8 +441,8 @@ class Answers:
         return len(self._answers)
 
     def add(self, name: bytes, vector: NDArray[np.float32], sketch: Sketch) -> None:
-        """Take in an answer. `name` is that of `answer_name`, whose end is its time; `vector` is the
-        prompt's. A name that is there and an empty sketch change nothing.
+        """Take in an answer. `name` is that of `answer_name`, whose end is its time; `vector` is
+        the prompt's. A name that is there and an empty sketch change nothing.
         """
         if name in self._answers or sketch.is_empty:
             return

@@ -48,8 +48,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     `asked` is the chance with which a judge that costs was asked, 0 where it was not, None where
     the others had ruled or there is none. `flips` estimate the error of the judge that ruled: the
     share of equal answers that it calls different, which all versions take as 0, and the share of
-    different ones that it calls the same, as in its exam or beside other judges. `alias` is the model
-    that the request named.
+    different ones that it calls the same, as in its exam or beside other judges. `alias` is the
+    model that the request named.
     """
 
     source: Source

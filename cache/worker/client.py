@@ -112,9 +112,9 @@ class SemanticClient:
         return _expect(Neighbourhood, await self._ask_or_raise(ask, _NEAR_TIMEOUT_S))
 
     async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> AsyncIterator[wire.Embedded]:
-        """Unit vectors and token counts, in order, a few texts at a time: lookups and other callers'
-        texts come in between. `timeout_s` bounds the wait for each few. Raises TextTooLong, or
-        CacheWorkerUnavailable.
+        """Unit vectors and token counts, in order, a few texts at a time: lookups and other
+        callers' texts come in between. `timeout_s` bounds the wait for each few. Raises
+        TextTooLong, or CacheWorkerUnavailable.
         """
         for place, text in enumerate(texts):
             if len(text) > _EMBED_CHARS_MAX:
@@ -191,7 +191,8 @@ class SemanticClient:
     def _write(self, data: bytes) -> bool:
         """Whether there is a connection to write to.
 
-        Its end is seen here before `_read` ends, and uvloop's transport raises for a write after it.
+        Its end is seen here before `_read` ends, and uvloop's transport raises for a write after
+        it.
         """
         if self._writer is None or self._writer.is_closing():
             return False

@@ -1,6 +1,6 @@
-"""The audit log in SQL: which texts of a team an admin asked to see, which certificates were started,
-which budgets were raised or reset, and what an operator did with a deployment or a batch by hand,
-when and from where.
+"""The audit log in SQL: which texts of a team an admin asked to see, which certificates were
+started, which budgets were raised or reset, and what an operator did with a deployment or a batch
+by hand, when and from where.
 
 No texts. Invariant: rows are added and never changed or removed; they outlive teams. The latest row
 of a deployment with an action of `USES` decides on its use.
@@ -30,12 +30,13 @@ USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts, one certificate started, or one act on a budget, a batch or a deployment.
+    """One look of an admin at texts, one certificate started, or one act on a budget, a batch or a
+    deployment.
 
     `at_ms` is unix milliseconds; `entry` is the id of the cached answer or the batch, the
     certificate's alias, what was done to the budget or the ledger, or the deployment's name; of the
-    last two `team_id` is 0. `request_id` is empty but for answers; `client` is the address; `way` is `dashboard`,
-    `api` or `command`.
+    last two `team_id` is 0. `request_id` is empty but for answers; `client` is the address; `way`
+    is `dashboard`, `api` or `command`.
     """
 
     at_ms: int

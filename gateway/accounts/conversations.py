@@ -1,9 +1,9 @@
 """Dialogues that callers keep, in the accounts' database: their metadata, and their items in order.
 
-Knows no HTTP and no shape of an item: an item is an id and bytes of JSON. Invariants: a conversation
-is found, changed and deleted under its team alone, and goes with it, its items with it; items that
-are added together stay together; one that is over is as one that never was; no other request changes the items of one that a request
-has locked, until the lock's lease is over.
+Knows no HTTP and no shape of an item: an item is an id and bytes of JSON. Invariants: a
+conversation is found, changed and deleted under its team alone, and goes with it, its items with
+it; items that are added together stay together; one that is over is as one that never was; no other
+request changes the items of one that a request has locked, until the lock's lease is over.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class Conversations:
     async def items(
         self, team_id: int, bytes_max: int, *, id: str | None = None, item_ids: Collection[str] = ()
     ) -> list[bytes]:
-        """All items of the conversation `id`, in order; or those with `item_ids` in any of the team's.
+        """All items of the conversation `id`, in order; or those with `item_ids` in any of the
+        team's.
 
         Raises HistoryTooLong where they have more than `bytes_max` bytes.
         """

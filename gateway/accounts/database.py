@@ -68,8 +68,8 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
 
 
 class NoAnswer(SQLAlchemyError):
-    """The server cannot be reached or takes too long, or the file is no database: from another error,
-    which sqlalchemy leaves as it is.
+    """The server cannot be reached or takes too long, or the file is no database: from another
+    error, which sqlalchemy leaves as it is.
     """
 
 
@@ -193,8 +193,8 @@ class Database:
         rows: Mapping[tuple[Any, ...], Sequence[int]],
         added: Sequence[str] | None = None,
     ) -> None:
-        """Insert rows, the values of `columns` by primary key, or add them to the rows of the same key;
-        of those, only the columns `added` where it is given.
+        """Insert rows, the values of `columns` by primary key, or add them to the rows of the same
+        key; of those, only the columns `added` where it is given.
         """
         if not rows:
             return

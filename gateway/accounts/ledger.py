@@ -1,8 +1,8 @@
 """The ledger in SQL: one row a generation, and queries of spend and of savings.
 
-No Redis and no budget limits. Invariant: `ledger_days` always equals `ledger` summed by UTC day, and
-`savings_days` equals `ledger` and `ledger_hits`, because one transaction writes the rows and their
-sums and writes a row once per id.
+No Redis and no budget limits. Invariant: `ledger_days` always equals `ledger` summed by UTC day,
+and `savings_days` equals `ledger` and `ledger_hits`, because one transaction writes the rows and
+their sums and writes a row once per id.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
     `from_ms` is included and `until_ms` is not (unix milliseconds). Of the requests without a user
-    `user` is empty. `tag` is a tag's name, and `tag_value` its value; rows are not selected by them.
+    `user` is empty. `tag` is a tag's name, and `tag_value` its value; rows are not selected by
+    them.
     """
 
     team_id: int | None = None
@@ -76,8 +77,8 @@ class Group(StrEnum):
 class LedgerTotal(msgspec.Struct, frozen=True):
     """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC.
 
-    `user` and `tag` are as `rollups` has them: OTHER, empty for none, or `=` and the value. The kinds
-    of tokens that are billed apart are 0 where only the groups that cost most were asked for.
+    `user` and `tag` are as `rollups` has them: OTHER, empty for none, or `=` and the value. The
+    kinds of tokens that are billed apart are 0 where only the groups that cost most were asked for.
     """
 
     requests: int
@@ -254,12 +255,12 @@ class Ledger:
     async def totals(
         self, by: Sequence[Group], where: LedgerFilter | None = None, most: int | None = None
     ) -> tuple[LedgerTotal, ...]:
-        """Sums by the groups in `by`, sorted by them; or those of the `most` groups that cost most, from
-        the highest cost down and without the kinds of tokens that are billed apart.
+        """Sums by the groups in `by`, sorted by them; or those of the `most` groups that cost most,
+        from the highest cost down and without the kinds of tokens that are billed apart.
 
-        Counts whole UTC days: `from_ms` and `until_ms` are widened to them. A tag's values are those of
-        the filter's `tag`, without which the groups are the names of tags. Raises Invalid for a user
-        or a tag together with a key, model, deployment, kind or one another.
+        Counts whole UTC days: `from_ms` and `until_ms` are widened to them. A tag's values are
+        those of the filter's `tag`, without which the groups are the names of tags. Raises Invalid
+        for a user or a tag together with a key, model, deployment, kind or one another.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(schema.COUNTS) + 1]
         async with self._database.reading() as connection:
@@ -273,8 +274,9 @@ class Ledger:
 
     @uncancelled
     async def mend_sums(self) -> int:
-        """Add what the sums by one axis lack: rows from before them, and those of an earlier version that
-        writes the ledger, too. Returns the number of blocks of 64 days that lacked something.
+        """Add what the sums by one axis lack: rows from before them, and those of an earlier
+        version that writes the ledger, too. Returns the number of blocks of 64 days that lacked
+        something.
 
         Each block is a transaction of its own.
         """
@@ -286,9 +288,11 @@ class Ledger:
         return len(blocks)
 
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
-        """The days of the filter that the ledger has rows of: the first, and the one after the last.
+        """The days of the filter that the ledger has rows of: the first, and the one after the
+        last.
 
-        Without `is_by_day`, days without rows before the first and after the last make whole blocks.
+        Without `is_by_day`, days without rows before the first and after the last make whole
+        blocks.
         """
         day = schema.ledger_days.c.day
         bounds = sa.select(sa.select(sa.func.min(day)).scalar_subquery(), sa.select(sa.func.max(day)).scalar_subquery())
@@ -462,8 +466,8 @@ def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
 def _source(
     by: Sequence[Group], where: LedgerFilter, first: int, end: int
 ) -> tuple[sa.Table, list[sa.ColumnElement[Any]], list[Any]]:
-    """The table that has the groups of the days from `first` to before `end`, its columns of them, and the
-    conditions on its rows. Raises Invalid.
+    """The table that has the groups of the days from `first` to before `end`, its columns of them,
+    and the conditions on its rows. Raises Invalid.
     """
     filtered = {group for group in Group if getattr(where, group, None) is not None}
     axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}

@@ -215,8 +215,8 @@ class LedgerWriter:
 
 
 class HitsWriter:
-    """Writes this worker's hits to SQL, a few rows at a time: they cost nothing, so no stream and no
-    budget has them. `take` gives the hits since its last call.
+    """Writes this worker's hits to SQL, a few rows at a time: they cost nothing, so no stream and
+    no budget has them. `take` gives the hits since its last call.
 
     Rows that SQL did not take stay for the next call. A kill loses the hits since the last one.
     """

@@ -1,6 +1,7 @@
 """Ids that providers gave to teams, by deployment: an object there is its team's alone.
 
-Knows no HTTP. Invariant: an id belongs to the team that was first given it, for as long as that team exists.
+Knows no HTTP. Invariant: an id belongs to the team that was first given it, for as long as that
+team exists.
 """
 
 from __future__ import annotations

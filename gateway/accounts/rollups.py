@@ -196,9 +196,11 @@ async def behind(connection: AsyncConnection) -> list[int]:
 
 
 async def fill(connection: AsyncConnection, database: Database, block: int) -> None:
-    """Add to a block of 64 days, and to its parts, what `ledger_days` has more, as rows without a user and tags.
+    """Add to a block of 64 days, and to its parts, what `ledger_days` has more, as rows without a
+    user and tags.
 
-    Such rows are those from before the sums, and those that an earlier version writes beside this one.
+    Such rows are those from before the sums, and those that an earlier version writes beside this
+    one.
     """
     if not database.is_sqlite:  # another writer's difference would be added twice
         await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))

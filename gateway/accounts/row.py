@@ -30,10 +30,10 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     `usage_estimated`: the deployment did not report the tokens. `provider_cost_microusd`: the cost
     that the provider reported itself. `baseline_microusd`: the cost without Sameway, None where it
     is not known; of its difference to the cost, `prefix_read_microusd` were saved by the provider's
-    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest. `user` is the end
-    user that the request named, and `tags` a JSON object of its tags, both empty without any
-    (`labels.py`). `charges`, which are no column of the table, are what it adds to the counts of
-    budgets.
+    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest.
+    `user` is the end user that the request named, and `tags` a JSON object of its tags, both empty
+    without any (`labels.py`). `charges`, which are no column of the table, are what it adds to the
+    counts of budgets.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]

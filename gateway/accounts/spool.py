@@ -9,9 +9,9 @@ rows of files without a lock: those of workers that ended before Redis had all t
 
 A file is a run of slots of SLOT_BYTES. A row takes adjoining slots: its length in 4 bytes, then its
 bytes. The length is written last, and 0 marks a free slot. While a row of several slots is put or
-dropped, a bit of its length says so: its slots are passed over, whose bytes may look like lengths. A
-file has all its bytes at once: a mapped page without room on the disk would raise SIGBUS. Without room, or in a folder that cannot be
-written, rows are in the worker's memory alone.
+dropped, a bit of its length says so: its slots are passed over, whose bytes may look like lengths.
+A file has all its bytes at once: a mapped page without room on the disk would raise SIGBUS. Without
+room, or in a folder that cannot be written, rows are in the worker's memory alone.
 
 Invariant: a row that was put and not dropped is adopted, unless the host itself fails. It may be
 adopted twice after a kill: its receiver must count it once, by its id.

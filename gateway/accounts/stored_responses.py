@@ -1,8 +1,8 @@
 """Responses that callers asked to keep, in the accounts' database, until their time is over.
 
 Knows no HTTP and no shape of a response: inputs and bodies are bytes of JSON. Invariants: a row is
-read, continued and deleted under its team alone, and goes with it; a row that is over is as one that
-never was; what waits to be written is bounded, and what is not written is counted.
+read, continued and deleted under its team alone, and goes with it; a row that is over is as one
+that never was; what waits to be written is bounded, and what is not written is counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = get_logger()
 class StoredResponse:
     """One response. `input` is a JSON array of items, without those that `previous_id` stands for.
 
-    `added` are its items, which its conversation gets. One that is not `is_stored` leaves nothing else.
-    `status` is of one that is generated in the background; None if it is complete.
+    `added` are its items, which its conversation gets. One that is not `is_stored` leaves nothing
+    else. `status` is of one that is generated in the background; None if it is complete.
     """
 
     id: str
@@ -217,7 +217,8 @@ class ResponseStore:
             return is_changed
 
     async def end(self, row: StoredResponse) -> bool:
-        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile; returns whether it is kept.
+        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile;
+        returns whether it is kept.
 
         While the database fails, try again. Never raises.
         """
@@ -252,8 +253,8 @@ class ResponseStore:
 
     @uncancelled
     async def texts(self, team_id: int, ids: Collection[str], bytes_max: int, *, is_input: bool) -> dict[str, bytes]:
-        """The inputs or the bodies of the team's responses with these ids, by id; without those that are
-        not there. Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        """The inputs or the bodies of the team's responses with these ids, by id; without those
+        that are not there. Raises HistoryTooLong where they have more than `bytes_max` bytes.
         """
         column = responses.c.input if is_input else responses.c.body
         is_asked = sa.and_(responses.c.id.in_(ids), self._is_teams(team_id))
@@ -266,7 +267,8 @@ class ResponseStore:
 
     @uncancelled
     async def chain(self, team_id: int, last_id: str, bytes_max: int) -> tuple[list[StoredResponse], str | None]:
-        """The responses that `last_id` continues, oldest first, and itself at the end, in one query.
+        """The responses that `last_id` continues, oldest first, and itself at the end, in one
+        query.
 
         The second value is the id of the first link that is not there, going back; None if none is.
         Raises HistoryTooLong where they have more than `bytes_max` bytes.
@@ -307,8 +309,8 @@ class ResponseStore:
             return (await connection.execute(gone)).rowcount > 0
 
     async def purge(self, team_bytes_max: int) -> None:
-        """Delete responses and conversations that are over, and the oldest of a team that has more than
-        `team_bytes_max` bytes of both, in batches with a pause after each.
+        """Delete responses and conversations that are over, and the oldest of a team that has more
+        than `team_bytes_max` bytes of both, in batches with a pause after each.
         """
         kept = sa.union_all(
             *(

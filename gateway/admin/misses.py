@@ -1,7 +1,8 @@
-"""Why prompts did not hit, by alias: the shares of the latest misses by cause, with an example each.
+"""Why prompts did not hit, by alias: the shares of the latest misses by cause, with an example
+each.
 
-No HTTP and no HTML. It counts the latest requests that Redis keeps, not all. Invariants: every reason of
-a miss has one cause (`CAUSE_OF`); an example has a text only where prompts may be logged.
+No HTTP and no HTML. It counts the latest requests that Redis keeps, not all. Invariants: every
+reason of a miss has one cause (`CAUSE_OF`); an example has a text only where prompts may be logged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What an operator does by hand: drain, disable, enable, reset and try a deployment; cancel a batch.
+"""What an operator does by hand: drain, disable, enable, reset and try a deployment; cancel a
+batch.
 
 Each act writes a row of the audit log. The latest row of a deployment that changed its use decides
 on that use, on every worker and host, also after a restart. Knows no HTTP. Invariant: an act that

@@ -19,8 +19,8 @@ _TEXTS = frozenset({"id", "request_id", "team", "key", "alias", "deployment", "m
 
 
 class ParquetFile:
-    """A file of the `columns` of rows, after the moment `at`: texts, whole numbers of 64 bits and truths,
-    null where there is no value. Raises Invalid where the extra is not installed.
+    """A file of the `columns` of rows, after the moment `at`: texts, whole numbers of 64 bits and
+    truths, null where there is no value. Raises Invalid where the extra is not installed.
     """
 
     def __init__(self, columns: Sequence[str]) -> None:

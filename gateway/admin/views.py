@@ -303,8 +303,8 @@ GROUPS = {
 
 
 async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter, limit: int) -> models.LedgerSumsOut:
-    """Sums of the ledger by the groups in `by`, the `limit` that cost most. Raises accounts.Invalid for groups that
-    do not go together.
+    """Sums of the ledger by the groups in `by`, the `limit` that cost most. Raises accounts.Invalid
+    for groups that do not go together.
     """
     totals = await parts.ledger.totals([GROUPS[name] for name in dict.fromkeys(by)], where, limit + 1)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}

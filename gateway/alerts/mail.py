@@ -1,8 +1,8 @@
 """E-mail by SMTP (RFC 5321; STARTTLS: RFC 3207): one message to all recipients.
 
-Knows no budgets and no queue. Invariants: unless `smtp_tls` is `none`, nothing but a greeting is sent
-before the server has shown a certificate of its host; no text of a team or a user ends a header; the
-event loop waits for no server; every delivery ends within `timeout_s`.
+Knows no budgets and no queue. Invariants: unless `smtp_tls` is `none`, nothing but a greeting is
+sent before the server has shown a certificate of its host; no text of a team or a user ends a
+header; the event loop waits for no server; every delivery ends within `timeout_s`.
 """
 
 from __future__ import annotations

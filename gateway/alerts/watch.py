@@ -81,7 +81,8 @@ _log = get_logger()
 
 
 class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The `data` of a message, and the fields of the log line. Amounts are in `unit`; money in µUSD.
+    """The `data` of a message, and the fields of the log line. Amounts are in `unit`; money in
+    µUSD.
 
     `percent` is the threshold, None for a projection; `value` is the fullest of a budget on each.
     """
@@ -134,7 +135,8 @@ class Channel(Protocol):
 
 
 class AlertWatch:
-    """`run` it until cancelled, or call `step`. `channels` are those of `CHANNELS` that are configured.
+    """`run` it until cancelled, or call `step`. `channels` are those of `CHANNELS` that are
+    configured.
 
     `count` gets a channel and what became of a message: delivered, delayed or lost. `clock` gives
     unix seconds; `token` must differ between workers; `random_hex` gives so many random bytes.

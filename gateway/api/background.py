@@ -187,7 +187,8 @@ class Background:
             raise Unavailable("Redis does not answer; try again shortly", code="redis_unavailable") from None
 
     async def events(self, team: Team, id: str, after: int) -> AsyncIterator[bytes]:
-        """The events of a response after the one of this number, to its end; between them empty ones.
+        """The events of a response after the one of this number, to its end; between them empty
+        ones.
 
         Where they break off, the last one says how the response ended. Never raises.
         """

@@ -1,7 +1,7 @@
 """The base of endpoints without a generation: of what a team keeps here, and of JSON objects.
 
-It contains the wire and no shapes. Invariants: every request gets one response and one record; below
-an endpoint's path stand an id and the name of an action.
+It contains the wire and no shapes. Invariants: every request gets one response and one record;
+below an endpoint's path stand an id and the name of an action.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ def query_of(scope: asgi.Scope) -> dict[str, str]:
 
 
 class ObjectEndpoint(ABC):
-    """One endpoint. A subclass defines `operation`, its name in records, `answer`, and its `path` where
-    there are ids below it.
+    """One endpoint. A subclass defines `operation`, its name in records, `answer`, and its `path`
+    where there are ids below it.
     """
 
     operation: str

@@ -2,8 +2,8 @@
 
 A request to `/v1` costs no routing table, no dependency injection and no response model: those are
 for the admin plane. Azure's paths below `/openai` lead to the same endpoints. Knows paths and
-methods, not the work of endpoints. Invariant: errors under `/v1` have OpenAI's shape, but for those of endpoints with another
-provider's.
+methods, not the work of endpoints. Invariant: errors under `/v1` have OpenAI's shape, but for those
+of endpoints with another provider's.
 """
 
 import re

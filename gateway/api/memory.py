@@ -1,4 +1,5 @@
-"""What requests of the Responses API refer to, and what is kept of them: responses, conversations, items.
+"""What requests of the Responses API refer to, and what is kept of them: responses, conversations,
+items.
 
 Knows the items' ids and no other field; the store knows the teams. Invariants: an id of another
 team, one that is over and one that never was have the same refusal; what is kept of an input has no
@@ -33,7 +34,8 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 class Keeping(msgspec.Struct, frozen=True):
-    """How a response is kept: by itself where it `is_stored`, and in its conversation where it has one.
+    """How a response is kept: by itself where it `is_stored`, and in its conversation where it has
+    one.
 
     One that `is_background` is kept before its generation, too.
     """
@@ -211,8 +213,8 @@ class Memory:
     async def put(self, identity: Identity, keeping: Keeping, own: Sequence[Item], response: Item) -> None:
         """Keep a response; `own` are its input's items.
 
-        Raises, of one in the background alone, what the database raises where it is queued, and ClientGone
-        at its end where it was cancelled, given up or deleted before.
+        Raises, of one in the background alone, what the database raises where it is queued, and
+        ClientGone at its end where it was cancelled, given up or deleted before.
         """
         id, status, added = response["id"], response["status"], keeping.conversation_id
         digits = id.removeprefix("resp_")
@@ -270,8 +272,8 @@ def _is_reference(item: Mapping[str, Any]) -> bool:
 
 
 def _kept(item: Item, digits: str, number: int, *, is_new: bool) -> Item:
-    """An input item as it is listed: with its type and an id, its own unless `is_new`, a message with a
-    status and parts.
+    """An input item as it is listed: with its type and an id, its own unless `is_new`, a message
+    with a status and parts.
     """
     kind = item.get("type") or "message"
     given = None if is_new else item.get("id")

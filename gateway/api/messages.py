@@ -282,8 +282,8 @@ def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -
 
 
 def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
-    """What a chat completion does not say of a content, with its place: all of a block but a plain text, a call
-    or a result, and the order where a chat completion has another.
+    """What a chat completion does not say of a content, with its place: all of a block but a plain
+    text, a call or a result, and the order where a chat completion has another.
     """
     if not isinstance(content, list):
         return []
@@ -310,8 +310,8 @@ def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
 
 
 def _media(value: Any, name: str = "") -> int:
-    """The parts of `value`, the field `name`, that may have more tokens than bytes: what a URL or an id
-    stands for, and what is compressed.
+    """The parts of `value`, the field `name`, that may have more tokens than bytes: what a URL or
+    an id stands for, and what is compressed.
     """
     if isinstance(value, list):
         return sum(_media(item, name) for item in value)
@@ -424,7 +424,8 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[dict[str, Any]]:
     """The results of tools, each a message, and then the rest as one.
 
-    Media in a result follow in the user's message, because a tool's message has text alone, which refers to them.
+    Media in a result follow in the user's message, because a tool's message has text alone, which
+    refers to them.
     """
     results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):

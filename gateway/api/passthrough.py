@@ -2,10 +2,10 @@
 
 Only what a deployment's `passthrough` lists is sent. Knows no provider's shapes but `id`, `usage`,
 `model`, `store` and `data`. Invariants: a path is sent as it was checked, without a character that
-could be decoded; a `*` of a path, and an id in a body or a query, is an id that the provider gave to
-this team; a body is read, checked and written anew, or bytes of a media type; a request costs the tokens that its answer
-reports, or the price of a request, which is set; of a client's headers only a few named ones are
-sent, and of a provider's only the content type comes back.
+could be decoded; a `*` of a path, and an id in a body or a query, is an id that the provider gave
+to this team; a body is read, checked and written anew, or bytes of a media type; a request costs
+the tokens that its answer reports, or the price of a request, which is set; of a client's headers
+only a few named ones are sent, and of a provider's only the content type comes back.
 """
 
 import json
@@ -156,7 +156,8 @@ class Passthrough(Chat):
         raise NotFound(f"{method} {shown(path)} is not passed on to {self._deployment.name}", code="path_not_allowed")
 
     def _check(self, body: Mapping[str, Any], asked: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
-        """Raises BadRequest for a body whose cost would not be known, or whose copies no team could own.
+        """Raises BadRequest for a body whose cost would not be known, or whose copies no team could
+        own.
 
         `asked` are the fields of the query and of a form, by all names in each.
         """
@@ -236,7 +237,8 @@ def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Passed(Plain):
-    """An answer whose ids belong to the team from then on; a list of which the team gets what is its own.
+    """An answer whose ids belong to the team from then on; a list of which the team gets what is
+    its own.
 
     `may_share`: another team's answers may have the same ids.
     """

@@ -1,7 +1,7 @@
 """The ids of a provider's objects in requests and answers, and whose they are.
 
-Knows the names of fields that have ids, and no other shape. Invariant: a request to a model names no
-object that a provider gave to another team through `/passthrough`.
+Knows the names of fields that have ids, and no other shape. Invariant: a request to a model names
+no object that a provider gave to another team through `/passthrough`.
 """
 
 import asyncio

@@ -287,7 +287,8 @@ class Response(EventRenderer):
 
 
 class PassedResponse(Response):
-    """The renderer of a provider's own response: as it came, but under the gateway's ids where it is kept.
+    """The renderer of a provider's own response: as it came, but under the gateway's ids where it
+    is kept.
 
     The last event waits for the end, so that the response is kept before it leaves.
     """

@@ -170,7 +170,8 @@ class Responses(Chat):
 
 
 class InputTokens(ObjectEndpoint):
-    """`POST /v1/responses/input_tokens`: the tokens of a request's input, with all that it refers to.
+    """`POST /v1/responses/input_tokens`: the tokens of a request's input, with all that it refers
+    to.
 
     Counted by a local engine, but for tools; of other models it is the estimate of routing and
     budgets. One instance per worker.
@@ -192,10 +193,12 @@ class InputTokens(ObjectEndpoint):
 async def as_sent(
     body: dict[str, Any], memory: Memory, identity: Identity, fleet: Fleet, request_id: str = ""
 ) -> tuple[ResponseRequest, list[Item], dict[str, Any], Kind]:
-    """A request's `body`, the items of its input without references, and the request to send, of its kind.
+    """A request's `body`, the items of its input without references, and the request to send, of
+    its kind.
 
     That is the equivalent chat completion, or the same request without the gateway's memory. The
-    request `request_id`, where it is given, locks its conversation. Raises ApiError with the invalid field.
+    request `request_id`, where it is given, locks its conversation. Raises ApiError with the
+    invalid field.
     """
     for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
@@ -342,7 +345,8 @@ def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool that the client runs, in a chat completion's shape; the local shell is a function there.
+    """A tool that the client runs, in a chat completion's shape; the local shell is a function
+    there.
 
     A tool of another type stays as it is: it is reserved.
     """
@@ -374,7 +378,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _messages(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
-    """`instructions` and `items` as messages; `before` of the items are not of the request's own `input`.
+    """`instructions` and `items` as messages; `before` of the items are not of the request's own
+    `input`.
 
     Calls are added to the assistant's message before them, or to a new one.
     """

@@ -83,8 +83,9 @@ def _engine_of(alias: Alias) -> LocalBackend | None:
 
 
 async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
-    """The tokens of a request's prompt: of a chat as the local engine of `alias` reads it, where it has one
-    and the prompt has no tools, nor is far beyond its context; else the estimate of routing and budgets.
+    """The tokens of a request's prompt: of a chat as the local engine of `alias` reads it, where it
+    has one and the prompt has no tools, nor is far beyond its context; else the estimate of routing
+    and budgets.
 
     Raises ApiError.
     """

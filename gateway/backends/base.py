@@ -30,10 +30,10 @@ from local_engine import EngineLoad
 class Native(msgspec.Struct, frozen=True):
     """A request as a client of Anthropic's API sent it, for deployments that speak that API.
 
-    `raw` is its body; `version` and `betas` are the headers `anthropic-version` and `anthropic-beta`.
-    `media` of its parts may have more tokens than bytes. `apart` is what the chat completion that
-    stands for it does not say, and what the cache keeps apart; None: nothing. `tokens_max` replaces
-    the length of the answer.
+    `raw` is its body; `version` and `betas` are the headers `anthropic-version` and
+    `anthropic-beta`. `media` of its parts may have more tokens than bytes. `apart` is what the chat
+    completion that stands for it does not say, and what the cache keeps apart; None: nothing.
+    `tokens_max` replaces the length of the answer.
     """
 
     raw: bytes
@@ -48,7 +48,8 @@ class Native(msgspec.Struct, frozen=True):
 class Passage(msgspec.Struct, frozen=True):
     """The address of a request to a path of a provider's own, below the deployment's `base_url`.
 
-    `path`, `query` and `headers` have been checked. `is_counted`: it costs the tokens that its answer reports.
+    `path`, `query` and `headers` have been checked. `is_counted`: it costs the tokens that its
+    answer reports.
     """
 
     method: str

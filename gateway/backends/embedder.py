@@ -1,7 +1,7 @@
 """The packaged embedder, in the cache worker's process, as a backend of `/v1/embeddings`.
 
-Shapes: OpenAI API reference, "Create embeddings". Interprets no vectors. Invariant: a text that does
-not fit the model is refused, never cut.
+Shapes: OpenAI API reference, "Create embeddings". Interprets no vectors. Invariant: a text that
+does not fit the model is refused, never cut.
 """
 
 import base64

@@ -229,7 +229,8 @@ class ManagedBackend:
         """The arguments of litellm.acompletion, or of the function for a plain request.
 
         Has the known fields of the body, and of a generation unknown ones where the provider speaks
-        OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks, or that can't be sent.
+        OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks, or that can't
+        be sent.
         """
         body = request.prefilled if request.prefix else request.body
         fields = _PLAIN_FIELDS if request.kind.is_plain else _FIELDS

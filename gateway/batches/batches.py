@@ -190,7 +190,8 @@ class Batches:
 
     @uncancelled
     async def cancel(self, team_id: int, batch_id: str, row: AuditRow | None = None) -> None:
-        """Begin to cancel a team's batch, which `row` records; one that is being cancelled stays so.
+        """Begin to cancel a team's batch, which `row` records; one that is being cancelled stays
+        so.
 
         Raises NotFound, InUse.
         """
@@ -346,8 +347,8 @@ class Batches:
     async def end(
         self, work: Work, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
     ) -> bool:
-        """End a batch together with its files. Returns False, and changes nothing, if the lease was lost
-        or a chunk is not done.
+        """End a batch together with its files. Returns False, and changes nothing, if the lease was
+        lost or a chunk is not done.
         """
         status = sa.case(
             (_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "completed"

@@ -198,8 +198,9 @@ class Files:
 
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
-        """An upload of `bytes_max` bytes at most, by default those of the settings, with its room in
-        the quota. `is_own`: the gateway's own output, which the quota counts and does not refuse.
+        """An upload of `bytes_max` bytes at most, by default those of the settings, with its room
+        in the quota. `is_own`: the gateway's own output, which the quota counts and does not
+        refuse.
 
         Raises Forbidden, TooLarge, NotFound if the team is gone.
         """

@@ -149,7 +149,8 @@ class _Lease:
 
 
 class BatchRunner:
-    """`run` it until cancelled, or call `step`; `stop` it before it is closed. `routes` gives the endpoint of a path and method.
+    """`run` it until cancelled, or call `step`; `stop` it before it is closed. `routes` gives the
+    endpoint of a path and method.
 
     `on_line` is called with the outcome of each line: `ok`, the status of its response, or why it
     got none.
@@ -316,8 +317,9 @@ class BatchRunner:
     async def _lines(
         self, lease: _Lease, chunk: LineSpan, ended: Collection[int]
     ) -> AsyncIterator[tuple[int, bytes | LineRefused | None]]:
-        """The lines of a chunk that are not blank nor `ended`, with their numbers; one at a time is in
-        memory. Where the input cannot be read any more, the reason stands for each line that is left.
+        """The lines of a chunk that are not blank nor `ended`, with their numbers; one at a time is
+        in memory. Where the input cannot be read any more, the reason stands for each line that is
+        left.
         """
         number, left, why = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:

@@ -1,4 +1,5 @@
-"""A name that requests give as `model`, with its deployments: which of them may answer, in what order.
+"""A name that requests give as `model`, with its deployments: which of them may answer, in what
+order.
 
 Collects the values that `policies.routing` decides by; the decision is a pure function there. Knows
 no teams, budgets or caches. Invariant: what no deployment of an alias may get is refused before the

@@ -43,8 +43,8 @@ _NONE: frozenset[str] = frozenset()
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The facts of a deployment for routing and budgets, by the names that `Deployment` has for them.
-    Without a known price it is free.
+    """The facts of a deployment for routing and budgets, by the names that `Deployment` has for
+    them. Without a known price it is free.
     """
 
     price: Price

@@ -1,4 +1,5 @@
-"""One place where an alias can be answered: a backend with its price, its breaker and its estimates.
+"""One place where an alias can be answered: a backend with its price, its breaker and its
+estimates.
 
 It gives the values that `policies.routing` decides by, and learns from the outcome of each call.
 Knows no aliases, teams, budgets or caches. Invariant: a place that `begin` took is given back once,

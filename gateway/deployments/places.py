@@ -44,7 +44,8 @@ class Places:
             self.call()
 
     def join(self, ticket: Ticket, *, is_first: bool) -> bool:
-        """Put `ticket` at the end of the queue, or at its beginning; returns False if it is too long.
+        """Put `ticket` at the end of the queue, or at its beginning; returns False if it is too
+        long.
 
         `is_first`: it was called before, and came too late.
         """

@@ -63,7 +63,8 @@ class Tries:
         self._raced: frozenset[str] = frozenset()  # the deployment that was asked beside the first
 
     async def run(self, route: Route) -> None:
-        """Fill the flight: try each deployment of `route` until one answers; after a pause, try again.
+        """Fill the flight: try each deployment of `route` until one answers; after a pause, try
+        again.
 
         Raises ApiError if none answers, or if one fails whose answer has begun to leave.
         """
@@ -193,7 +194,8 @@ class Tries:
     async def _raced_with(
         self, first: Deployment, request: BackendRequest, progress: Progress, slow_ms: float
     ) -> tuple[Deployment, Progress, BackendError | None]:
-        """Try `first`, and a second deployment beside it where `first` has no content after `slow_ms`.
+        """Try `first`, and a second deployment beside it where `first` has no content after
+        `slow_ms`.
 
         Returns the one that answered, or `first`, with its failure.
         """
@@ -326,8 +328,8 @@ async def attempt(
 
     `deliver` gets its chunks from the first with content on, and returns True where these end the
     answer, as a whole one does. No more is read while all readers of `flight` are far behind.
-    Returns the failure, or None if the answer is complete; `progress.has_begun` tells whether chunks
-    were delivered before it.
+    Returns the failure, or None if the answer is complete; `progress.has_begun` tells whether
+    chunks were delivered before it.
     """
     answer = deployment.backend.stream(request)
     held: list[Chunk] = []

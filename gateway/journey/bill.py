@@ -35,9 +35,9 @@ class Spent(msgspec.Struct, frozen=True):
 
     `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
     tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
-    reported, where they were more than the request allowed, or none for the prompt. `baseline_microusd`: the cost without
-    Sameway, None where it is not known, and `savings` its difference to `cost_microusd` by what
-    made it.
+    reported, where they were more than the request allowed, or none for the prompt.
+    `baseline_microusd`: the cost without Sameway, None where it is not known, and `savings` its
+    difference to `cost_microusd` by what made it.
     """
 
     usage: Usage
@@ -98,8 +98,8 @@ def book(
     """The rows to settle, none if nothing is charged, and their sum.
 
     The last row settles `hold`; rows of earlier tries have ids of their own. `whole` are the tokens
-    of an answer that several deployments made, as its clients see them. No answer has more than `cut_at`
-    tokens.
+    of an answer that several deployments made, as its clients see them. No answer has more than
+    `cut_at` tokens.
     """
     rows: list[LedgerRow] = []
     costly, usage, cost_microusd, tokens, is_counted = charged(tries), _NOTHING, 0, 0, False
@@ -138,7 +138,8 @@ def book(
 
 
 def with_charges(rows: Sequence[LedgerRow], hold: Hold, at_deployments: Mapping[str, Hold]) -> list[LedgerRow]:
-    """`rows` with what each adds to the counts of budgets: those of `hold`, and of its deployment's.
+    """`rows` with what each adds to the counts of budgets: those of `hold`, and of its
+    deployment's.
 
     A request counts once, with its last row, and once at each deployment.
     """

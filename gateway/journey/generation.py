@@ -1,7 +1,7 @@
 """One generation as a value: its turn, its identity, and the outcome of each stage.
 
-It never awaits, and contains no services. Invariants: each outcome is set once, whole, by the method
-of its stage.
+It never awaits, and contains no services. Invariants: each outcome is set once, whole, by the
+method of its stage.
 """
 
 from collections.abc import Sequence

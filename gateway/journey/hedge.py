@@ -1,4 +1,5 @@
-"""Two deployments at one request: the second is asked where the first is slow, and the quicker answers.
+"""Two deployments at one request: the second is asked where the first is slow, and the quicker
+answers.
 
 The first try that brings content gives the answer; the other is cancelled at that moment, down to
 its socket. After Dean and Barroso, "The Tail at Scale" (Communications of the ACM 56(2), 2013):

@@ -1,8 +1,8 @@
 """What a request needs of its team's budgets: amounts, and the values that budgets go by.
 
 Asks nothing and holds nothing. Invariants: a field that a client leaves out is a value of its own,
-empty; a value of any JSON type is a text, the same for equal values; a team whose budgets are all on
-its own money costs none of this work.
+empty; a value of any JSON type is a text, the same for equal values; a team whose budgets are all
+on its own money costs none of this work.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """Stage 6 of the journey: a semantic hit or the reason for a miss; its error bound; drafts.
 
 Stage 4 may find an entry by a prompt's words: `follow` says whether it is such a hit. The cache
-decides which answers are hits. Invariants: a lookup that fails, or that points at an answer which is
-gone, is a miss with its reason; the least of all given error bounds holds; words find nothing that
-the cache worker's rule would refuse for now.
+decides which answers are hits. Invariants: a lookup that fails, or that points at an answer which
+is gone, is a miss with its reason; the least of all given error bounds holds; words find nothing
+that the cache worker's rule would refuse for now.
 """
 
 import asyncio
@@ -127,8 +127,8 @@ class _ColdShare:
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
-    `audited` gets the team, the alias and the trial of each audit when it is drawn.
-    `random` gives numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
+    `audited` gets the team, the alias and the trial of each audit when it is drawn. `random` gives
+    numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class SemanticLookup:
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
     def relaxed(self, found: Fingerprint, turn: Turn, team: Team, alias: Alias) -> tuple[Fingerprint, str]:
-        """The fingerprint of a request with what its last text does not rely on left out of its compat.
+        """The fingerprint of a request with what its last text does not rely on left out of its
+        compat.
 
         With it the reason for no semantic lookup, apart from cache controls; empty if there is one.
         """

@@ -20,7 +20,8 @@ from gateway.wire.types import Chunk
 
 
 def ends_as_asked(progress: Progress, body: dict[str, Any], choices: int) -> bool:
-    """Whether a chat's answer was cut exactly at the limit of `body`, by the deployment's own count.
+    """Whether a chat's answer was cut exactly at the limit of `body`, by the deployment's own
+    count.
 
     A body whose two names of the limit differ has none that is known.
     """
@@ -100,8 +101,8 @@ def answer_text(whole: bytes) -> str | None:
 
 
 def shows_left_out(fingerprint: Fingerprint, chunks: Sequence[Chunk]) -> bool:
-    """Whether an answer may be no answer to others of its compat: it acts, cannot be read as a text, or
-    shows what its compat leaves out.
+    """Whether an answer may be no answer to others of its compat: it acts, cannot be read as a
+    text, or shows what its compat leaves out.
     """
     if not fingerprint.left_out:
         return False

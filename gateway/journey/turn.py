@@ -119,7 +119,8 @@ def read_turn(
 ) -> Turn:
     """The turn of the body `raw` and of `headers`, by lower-case name.
 
-    `model` replaces the body's; `metadata` is used where the body has none. Raises BadRequest with the invalid field.
+    `model` replaces the body's; `metadata` is used where the body has none. Raises BadRequest with
+    the invalid field.
     """
     return turn_of(decode_object(raw, model), raw, headers, arrival, kind, metadata)
 

@@ -1,4 +1,5 @@
-"""A team's allowance for judging its answers: 2% of what the cache has saved it in the last 30 days.
+"""A team's allowance for judging its answers: 2% of what the cache has saved it in the last 30
+days.
 
     sameway:judging:TEAM   hash   UTC day -> µUSD reserved or spent on it
 

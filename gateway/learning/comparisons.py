@@ -117,12 +117,12 @@ class _Served:
 class Judging:
     """The comparisons of one worker.
 
-    `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the
-    worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
-    `share` says for a team's id and an alias which share of the next hits to check so. `random` gives numbers in
-    [0, 1); `note` gets every would-be hit and what was found of it, `count` every verdict. `flips`
-    has a judge's error rates, as a verdict has them. `defer` calls back when the replies that it gathers
-    for feedback are to leave.
+    `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the worth
+    that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or
+    returns None; `share` says for a team's id and an alias which share of the next hits to check
+    so. `random` gives numbers in [0, 1); `note` gets every would-be hit and what was found of it,
+    `count` every verdict. `flips` has a judge's error rates, as a verdict has them. `defer` calls
+    back when the replies that it gathers for feedback are to leave.
     """
 
     def __init__(
@@ -524,8 +524,9 @@ def _is_same(judgement: Judgement) -> bool | None:
 
 
 def _chance(trial: Trial, share: float) -> float:
-    """With which probability a would-be hit is compared: generated instead, or served and then, in a
-    `share`, checked. A trial's chance of 1 says that it was not to be served or nothing is audited.
+    """With which probability a would-be hit is compared: generated instead, or served and then, in
+    a `share`, checked. A trial's chance of 1 says that it was not to be served or nothing is
+    audited.
     """
     audited = trial.chance if trial.chance < 1.0 else 0.0
     return audited + (1.0 - audited) * share

@@ -1,4 +1,5 @@
-"""Questions with a known answer for a judge that nobody vouches for: are two unrelated answers the same?
+"""Questions with a known answer for a judge that nobody vouches for: are two unrelated answers the
+same?
 
 A model that is too small to judge says SAME to everything, in both orders, and would make the cache
 bolder. So a judge that `auto` chose is asked about a fresh answer and one to a prompt without a

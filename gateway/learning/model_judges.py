@@ -43,7 +43,8 @@ Note = Callable[[Record, int, str], None]
 
 class ModelJudges:
     """`model` is an alias, or None for the judged request's own; `allowance` bounds what is spent
-    for each team (None: the judge's budget alone). `clients` is the number of generations under way.
+    for each team (None: the judge's budget alone). `clients` is the number of generations under
+    way.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""The command `sameway reconcile`: reads the file and the ledger, prints the report, corrects if asked.
+"""The command `sameway reconcile`: reads the file and the ledger, prints the report, corrects if
+asked.
 
 Invariant: nothing is written without `--correct`, and then rows are added, never changed.
 """

@@ -60,7 +60,8 @@ class Report:
 
 
 def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tuple[str, str], str], dict[str, Price]]:
-    """The model of each alias and deployment in the ledger, and the price of each model where it is known.
+    """The model of each alias and deployment in the ledger, and the price of each model where it is
+    known.
 
     Local engines have none; a deployment that is no longer configured has its own name.
     """

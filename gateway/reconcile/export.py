@@ -67,8 +67,8 @@ class ExportError(Exception):
 class Billed:
     """What a provider bills for one UTC day and model, or what the ledger has.
 
-    `prompt` are all input tokens; `cached`, `written` and `written_1h` are parts of it. `batch_microusd`
-    is the part of the cost that batches had.
+    `prompt` are all input tokens; `cached`, `written` and `written_1h` are parts of it.
+    `batch_microusd` is the part of the cost that batches had.
     """
 
     requests: int = 0

@@ -1,10 +1,10 @@
 """Counts of would-be hits by the chance with which each was compared: the ground of the measured
 error and of the certificate.
 
-A would-be hit is audited (generated instead of served) or served; of the served some are compared in
-the background (shadow checks). Chances are counted in steps, eight to a factor of two. Each event
-has a letter, which statistics add up. Knows no Redis. Invariant: whatever was drawn to be compared
-is counted when it is drawn, so what is lost on its way to a judge stays open.
+A would-be hit is audited (generated instead of served) or served; of the served some are compared
+in the background (shadow checks). Chances are counted in steps, eight to a factor of two. Each
+event has a letter, which statistics add up. Knows no Redis. Invariant: whatever was drawn to be
+compared is counted when it is drawn, so what is lost on its way to a judge stays open.
 """
 
 from __future__ import annotations

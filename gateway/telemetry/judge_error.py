@@ -46,8 +46,9 @@ class RulingCounts(msgspec.Struct):
 
     @property
     def flips(self) -> tuple[float, float]:
-        """The error rates as a verdict has them, for the loss of a label: the share of equal answers
-        called different, taken as 0, which makes nothing likelier, and of different ones called the same.
+        """The error rates as a verdict has them, for the loss of a label: the share of equal
+        answers called different, taken as 0, which makes nothing likelier, and of different ones
+        called the same.
         """
         rate = false_same(self)
         is_known = self.pairs - self.equal >= _KNOWN

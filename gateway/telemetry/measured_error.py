@@ -84,8 +84,8 @@ def measure(counts: CheckCounts, judge_error: float = 0.0, rates: Mapping[str, R
     """Estimate the share of requests that a semantic hit answered wrongly.
 
     Reports are certain, checks cover the unreported hits: the larger of both counts. Judges miss
-    wrong answers at `rates`, where these are known (Rogan and Gladen, 1978); what they find for sure
-    of right ones lowers nothing. `judge_error` is the least that the interval allows for.
+    wrong answers at `rates`, where these are known (Rogan and Gladen, 1978); what they find for
+    sure of right ones lowers nothing. `judge_error` is the least that the interval allows for.
     """
     if not counts.requests:
         return Measured(None, 0.0, 1.0, judge_error)

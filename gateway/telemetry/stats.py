@@ -148,7 +148,8 @@ class Stats:
         """Count an event of a semantic hit by its letters (`checks`), for `certificate` or the
         current one.
 
-        Returns the certificate that it counts for: what becomes of the event later counts there too.
+        Returns the certificate that it counts for: what becomes of the event later counts there
+        too.
         """
         if certificate is None:
             certificate = self.certificates.get((team_id, model), "")
@@ -170,8 +171,8 @@ class Stats:
         )
 
     async def saved(self) -> dict[int, int]:
-        """What the cache has saved each team in the last 30 days, in µUSD: what its answers had cost
-        when they were generated. Errors of the client pass through.
+        """What the cache has saved each team in the last 30 days, in µUSD: what its answers had
+        cost when they were generated. Errors of the client pass through.
         """
         summary = await self.query(Window.MONTH)
         return {team_id: tally.avoided_microusd for team_id, tally in summary.by_team.items()}

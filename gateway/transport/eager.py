@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class Eager(Generic[T]):
-    """Await it once, one made by `done` any number of times. If it is never awaited, its coroutine is closed
-    without a warning.
+    """Await it once, one made by `done` any number of times. If it is never awaited, its coroutine
+    is closed without a warning.
     """
 
     __slots__ = ("_coroutine", "_error", "_result", "_waits_for")

@@ -1,8 +1,9 @@
-"""Forms with files (multipart/form-data, RFC 7578): read piece by piece, kept in a file, written anew.
+"""Forms with files (multipart/form-data, RFC 7578): read piece by piece, kept in a file, written
+anew.
 
-Knows no HTTP and no shapes of requests. Invariants: a file passes through memory a piece at a time; the
-file on the disk has no name, so that no exit of the process, a kill included, leaves it there; what a
-client wrote as a name cannot end a header or a part of the form that is written.
+Knows no HTTP and no shapes of requests. Invariants: a file passes through memory a piece at a time;
+the file on the disk has no name, so that no exit of the process, a kill included, leaves it there;
+what a client wrote as a name cannot end a header or a part of the form that is written.
 """
 
 import asyncio
@@ -234,8 +235,8 @@ class FormFiles:
         return body
 
     def written(self, body: dict[str, Any]) -> "tuple[str, int, AsyncIterator[bytes]]":
-        """The content type, the size and the pieces of the form with the fields of `body`, and these files; or of the
-        one without a form.
+        """The content type, the size and the pieces of the form with the fields of `body`, and
+        these files; or of the one without a form.
         """
         if self._media:
             return self._media, self.parcel.size, self.parcel.read(0, self.parcel.size)

@@ -301,8 +301,8 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
 
 
 def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_strict: bool = True) -> Any:
-    """`body` as a struct; unless `is_strict`, its numbers may be texts. Raises BadRequest with the path of the first
-    invalid field.
+    """`body` as a struct; unless `is_strict`, its numbers may be texts. Raises BadRequest with the
+    path of the first invalid field.
     """
     try:
         return msgspec.convert(body, shape, strict=is_strict)

@@ -77,10 +77,11 @@ _NO_PARTS = astuple(Usage(0, 0))[2:-1]
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain one.
+    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain
+    one.
 
-    A plain answer (`is_plain`) has no choices, and is passed on as it came: JSON, text, bytes or events.
-    A deployment needs the capability of the kind's `name`.
+    A plain answer (`is_plain`) has no choices, and is passed on as it came: JSON, text, bytes or
+    events. A deployment needs the capability of the kind's `name`.
     """
 
     name: str  # in records
@@ -154,10 +155,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer.
 
     `data` is the JSON of a `chat.completion.chunk` or of a whole `chat.completion`; for a
-    completion both are a `text_completion`.
-    A plain answer is a whole, or bytes of the type `media`. Chunks that arrived together and differ only in their
-    text are one piece: `count` of them, each on a line of `data`. The other fields are the results
-    of a light parse, so that no later step parses `data` again.
+    completion both are a `text_completion`. A plain answer is a whole, or bytes of the type
+    `media`. Chunks that arrived together and differ only in their text are one piece: `count` of
+    them, each on a line of `data`. The other fields are the results of a light parse, so that no
+    later step parses `data` again.
     """
 
     data: bytes

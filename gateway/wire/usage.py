@@ -1,9 +1,9 @@
 """Reads the tokens of an answer as its provider reports them.
 
 Sources: OpenAI's API reference ("The chat completion object", `usage`), DeepSeek's and OpenRouter's
-(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), litellm's form of Anthropic's and Bedrock's
-(`cache_creation_input_tokens`, `cache_creation_token_details`, `server_tool_use`), and Gemini's
-OpenAI-compatible endpoint, which counts thoughts in `total_tokens` alone. Knows no prices.
+(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), litellm's form of Anthropic's and
+Bedrock's (`cache_creation_input_tokens`, `cache_creation_token_details`, `server_tool_use`), and
+Gemini's OpenAI-compatible endpoint, which counts thoughts in `total_tokens` alone. Knows no prices.
 Invariants: a usage that cannot be read is no usage, and costs no answer; no part of a prompt or of
 a completion is counted twice, and the parts are at most the whole.
 """

@@ -1,10 +1,10 @@
 """Translates an answer of Anthropic's Messages API into chunks of a chat completion.
 
-Shapes: Anthropic API reference, "Messages" and "Streaming Messages"; OpenAI API reference, "The chat
-completion chunk object". `thinking_blocks` is litellm's field for what a client must send back
-unchanged: signatures and redacted thinking; `content_blocks` and `citations` carry the blocks that a
-chat completion has no field for. Knows no HTTP. Invariant: what cannot be read becomes no JSON, so
-that the stream reports it as broken.
+Shapes: Anthropic API reference, "Messages" and "Streaming Messages"; OpenAI API reference, "The
+chat completion chunk object". `thinking_blocks` is litellm's field for what a client must send back
+unchanged: signatures and redacted thinking; `content_blocks` and `citations` carry the blocks that
+a chat completion has no field for. Knows no HTTP. Invariant: what cannot be read becomes no JSON,
+so that the stream reports it as broken.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Translates a chat completion's request into one of Anthropic's Messages API.
 
-Shapes: OpenAI API reference, "Create chat completion"; Anthropic API reference, "Messages". Knows no
-HTTP. Invariant: a field that changes the answer is translated or refused by its name. Fields of
+Shapes: OpenAI API reference, "Create chat completion"; Anthropic API reference, "Messages". Knows
+no HTTP. Invariant: a field that changes the answer is translated or refused by its name. Fields of
 neither API are passed on, and the server judges them.
 """
 

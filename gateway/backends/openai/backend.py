@@ -34,8 +34,8 @@ class OpenAIBackend:
     vLLM's `cache_salt`. `unready` is the reason why it cannot be used at all, if any. For
     `tail_timeout_s` see `OpenAIStream`.
 
-    A server that differs in its shapes alone overrides `paths`, those by a kind's own path; `reader`,
-    which translates its answers; and the methods for its fields and bodies.
+    A server that differs in its shapes alone overrides `paths`, those by a kind's own path;
+    `reader`, which translates its answers; and the methods for its fields and bodies.
     """
 
     paths: Mapping[str, str] = {kind.path: kind.path for kind in KINDS}
@@ -168,7 +168,8 @@ class OpenAIBackend:
             raise BackendRejected("The body is nested too deeply") from None
 
     def _body(self, request: BackendRequest) -> dict[str, Any]:
-        """The client's body without our extensions, with the deployment's model, and usage for streams.
+        """The client's body without our extensions, with the deployment's model, and usage for
+        streams.
 
         Raises BackendRejected.
         """

@@ -29,8 +29,8 @@ class Translator:
     def refused(self, exchange: Exchange, body: bytes, *, is_passage: bool = False) -> BackendError:
         """The error of a response with another status than 200.
 
-        `is_passage`: a path or an object that is not there, or is elsewhere, is the request's fault; no
-        refusal is one of all requests.
+        `is_passage`: a path or an object that is not there, or is elsewhere, is the request's
+        fault; no refusal is one of all requests.
         """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
         after_s = retry_after_s(headers, self._wall_clock())
