@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import repeat
 from operator import contains
 
+import msgspec
+
 DONE = b"data: [DONE]\n\n"
 PAYLOAD_BYTES_MAX = 64 << 20
 
@@ -41,7 +43,7 @@ def _have_lines(payloads: Sequence[bytes]) -> bool:
     return True in map(contains, payloads, repeat(_LF))
 
 
-class Splitter:
+class Splitter(msgspec.Struct):
     """Cuts a stream of bytes into the `data` payloads of its events.
 
         splitter = Splitter()
@@ -52,13 +54,10 @@ class Splitter:
     The lines of one event are joined by LF. Line ends are LF, CRLF or CR; the buffer is bounded.
     """
 
-    __slots__ = ("_buffered_bytes", "_ends_in_cr", "_is_at_start", "_parts")
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._buffered_bytes = 0
-        self._ends_in_cr = False
-        self._is_at_start = True
+    _parts: list[bytes] = []
+    _buffered_bytes: int = 0
+    _ends_in_cr: bool = False
+    _is_at_start: bool = True
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes, in order. Raises PayloadTooLarge."""

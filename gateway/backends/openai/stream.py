@@ -68,7 +68,7 @@ class EventReader(Protocol):
         """The same for a whole answer; the body itself if it is none."""
 
 
-class OpenAIStream:
+class OpenAIStream(msgspec.Struct, eq=False):
     """One answer; see `base.ChunkStream`. One reader at a time; `aclose` from anywhere.
 
     `admit` counts a request and makes its exchange, `send` sends that and waits for the response's
@@ -76,58 +76,25 @@ class OpenAIStream:
     last finish ends the answer.
     """
 
-    __slots__ = (
-        "_admit",
-        "_error",
-        "_exchange",
-        "_finishes",
-        "_on_end",
-        "_passing",
-        "_reader",
-        "_reading_since",
-        "_ready",
-        "_request",
-        "_send",
-        "_silence",
-        "_splitter",
-        "_state",
-        "_tail_timeout_s",
-        "_template",
-        "_templates_left",
-        "_timer",
-        "_translate",
-    )
-
-    def __init__(
-        self,
-        request: BackendRequest,
-        *,
-        admit: Callable[[BackendRequest], Exchange],
-        send: Callable[[Exchange], Awaitable[None]],
-        translate: Translator,
-        on_end: Callable[[], None],
-        tail_timeout_s: float,
-        reader: EventReader | None = None,
-    ) -> None:
-        self._request = request
-        self._admit = admit
-        self._send = send
-        self._translate = translate
-        self._on_end = on_end
-        self._tail_timeout_s = tail_timeout_s
-        self._reader = reader
-        self._passing: _Passing | None = None  # of a plain answer that is no JSON
-        self._state = _NEW
-        self._ready: list[Chunk] = []
-        self._finishes = FinishTracker(request.choices, request.prompts)
-        self._splitter: Splitter  # of events
-        self._template: DeltaTemplate | None = None
-        self._templates_left = DeltaTemplate.PER_ANSWER_MAX
-        self._exchange: Exchange | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._error: BackendError | None = None  # raised after the chunks that came before it
-        self._silence = ""  # set where the timer closed the exchange
-        self._reading_since: float | None = None  # the server is silent only while this stream reads
+    request: BackendRequest
+    admit: Callable[[BackendRequest], Exchange]
+    send: Callable[[Exchange], Awaitable[None]]
+    translate: Translator
+    on_end: Callable[[], None]
+    tail_timeout_s: float
+    reader: EventReader | None = None
+    _passing: _Passing | None = None  # of a plain answer that is no JSON
+    _state: State = _NEW
+    _ready: list[Chunk] = []
+    _finishes: FinishTracker = msgspec.field(default_factory=FinishTracker)
+    _splitter: Splitter = msgspec.field(default_factory=Splitter)
+    _template: DeltaTemplate | None = None
+    _templates_left: int = DeltaTemplate.PER_ANSWER_MAX
+    _exchange: Exchange | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _error: BackendError | None = None  # raised after the chunks that came before it
+    _silence: str = ""  # set where the timer closed the exchange
+    _reading_since: float | None = None  # the server is silent only while this stream reads
 
     def __aiter__(self) -> OpenAIStream:
         return self
@@ -162,21 +129,22 @@ class OpenAIStream:
 
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
-        request = self._request
-        exchange = self._exchange = self._admit(request)
+        request = self.request
+        self._finishes = FinishTracker(request.choices, request.prompts)
+        exchange = self._exchange = self.admit(request)
         if exchange.pieces is not None:
             exchange.pieces = self._noted(exchange.pieces)
         self._state = _WAITING
         self._reading_since = asyncio.get_running_loop().time()
         self._arm(self._first_within_s)
         try:
-            await self._send(exchange)
+            await self.send(exchange)
         except TransportError as error:
-            raise (self._error and fresh(self._error)) or self._late() or self._translate.unsent(error) from None
+            raise (self._error and fresh(self._error)) or self._late() or self.translate.unsent(error) from None
         at = request.passage
         if exchange.status != 200 and (at is None or exchange.status // 100 != 2):
             refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
-            raise self._translate.refused(exchange, refused, is_passage=at is not None)
+            raise self.translate.refused(exchange, refused, is_passage=at is not None)
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
         if request.kind.is_plain and (at is not None or not is_json_or_page):
@@ -186,7 +154,6 @@ class OpenAIStream:
             or kind.startswith(b"text/event-stream")
             or (request.is_stream and not is_json_or_page)
         ):
-            self._splitter = Splitter()
             await self._fill()
         else:
             self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
@@ -213,10 +180,10 @@ class OpenAIStream:
                     now = loop.time()
                     if self._state is _WAITING and not part.isspace():
                         self._state, begun_at = _STREAMING, now
-                        self._arm(self._request.idle_timeout_s)
+                        self._arm(self.request.idle_timeout_s)
                     if self._state is _STREAMING:
                         self._reading_since = now
-                        patience_s = _DRIP_SILENCES * self._request.idle_timeout_s + size_bytes / _WHOLE_BYTES_PER_S
+                        patience_s = _DRIP_SILENCES * self.request.idle_timeout_s + size_bytes / _WHOLE_BYTES_PER_S
                         if now - begun_at > patience_s:
                             raise _dripped(now - begun_at)
                 parts.append(part)
@@ -229,21 +196,21 @@ class OpenAIStream:
             if self._error is not None:  # `aclose` was called
                 raise fresh(self._error) from None
             if not is_cut:
-                raise self._late() or self._translate.cut(error) from None
+                raise self._late() or self.translate.cut(error) from None
         return b"".join(parts)
 
     def _take_whole(self, body: bytes) -> None:
-        events = [body] if self._reader is None else self._reader.whole(body)
+        events = [body] if self.reader is None else self.reader.whole(body)
         if events != [body]:
             self._take_events(events)
             return
         try:
             body, answer = mended(body)
         except msgspec.DecodeError as error:
-            raise self._translate.not_json("answer", body, error) from None
+            raise self.translate.not_json("answer", body, error) from None
         if answer.error or answer.object == "error":
-            raise self._translate.in_band(answer.error, body)
-        if self._request.kind.is_plain:
+            raise self.translate.in_band(answer.error, body)
+        if self.request.kind.is_plain:
             self._ready.append(plain.chunk_of(body))
             self._finish()
             return
@@ -262,10 +229,10 @@ class OpenAIStream:
         while not self._ready and self._state is not _OVER:
             if self._state is _STREAMING and self._is_complete:
                 self._state = _TAIL
-                self._arm(min(self._tail_timeout_s, self._request.idle_timeout_s))
+                self._arm(min(self.tail_timeout_s, self.request.idle_timeout_s))
             if self._state is not _WAITING:
                 self._reading_since = loop.time()
-                if self._reading_since - since > _DRIP_SILENCES * self._request.idle_timeout_s:
+                if self._reading_since - since > _DRIP_SILENCES * self.request.idle_timeout_s:
                     self._at_drip(self._reading_since - since)
                     break
             try:
@@ -286,7 +253,7 @@ class OpenAIStream:
 
     def _take_passing(self, passing: _Passing, data: bytes) -> None:
         """Pass bytes on as they came; of events, those that are complete."""
-        has_content = not passing.is_events or self._request.passage is not None
+        has_content = not passing.is_events or self.request.passage is not None
         passing.keep(data)
         for payload in self._splitter.feed(data) if passing.is_events else ():
             try:
@@ -297,14 +264,14 @@ class OpenAIStream:
                 continue
             if event.error or event.type in ("error", "response.failed"):
                 told = event.response.get("error") if isinstance(event.response, dict) else event.error
-                self._fail(self._translate.in_band(told, payload))
+                self._fail(self.translate.in_band(told, payload))
                 return
             has_content = has_content or event.type not in _FIRST_OF_RESPONSES
         self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
         """Take events that came together."""
-        self._take_events(payloads if self._reader is None else self._reader.chunks(payloads))
+        self._take_events(payloads if self.reader is None else self.reader.chunks(payloads))
 
     def _take_events(self, payloads: Sequence[bytes]) -> None:
         """Take events in OpenAI's shape; those that differ only in their text at once."""
@@ -336,7 +303,7 @@ class OpenAIStream:
         try:
             payload, answer = mended(payload)
         except msgspec.DecodeError as error:
-            self._fail(self._translate.not_json("stream", payload, error))
+            self._fail(self.translate.not_json("stream", payload, error))
             return False
         if self._finishes.is_going_on(answer):
             self._ready.append(Chunk(payload, has_content=True))
@@ -345,7 +312,7 @@ class OpenAIStream:
                 self._template = DeltaTemplate.of(payload)
             return True
         if answer.error or answer.object == "error":
-            self._fail(self._translate.in_band(answer.error, payload))
+            self._fail(self.translate.in_band(answer.error, payload))
             return False
         self._finishes.add(answer)
         if self._finishes.failed_reason is not None:
@@ -381,7 +348,7 @@ class OpenAIStream:
         if self._is_complete:
             self._close()
         else:
-            self._fail(self._late() or self._translate.cut(error))
+            self._fail(self._late() or self.translate.cut(error))
 
     def _at_drip(self, waited_s: float) -> None:
         """The server sends bytes, and no event."""
@@ -427,7 +394,7 @@ class OpenAIStream:
             self._timer.cancel()
             self._timer = None
         if state is not _NEW and state is not _OVER:
-            self._on_end()
+            self.on_end()
 
     def _arm(self, timeout_s: float) -> None:
         """Set the stream's only timer, which is cheaper than a time-out around each read."""
@@ -446,7 +413,7 @@ class OpenAIStream:
             self._silence = (
                 f"sent nothing within {duration_s(self._first_within_s)}"
                 if self._state is _WAITING
-                else f"fell silent for {duration_s(self._request.idle_timeout_s)} inside its answer"
+                else f"fell silent for {duration_s(self.request.idle_timeout_s)} inside its answer"
             )
             self._exchange.close()
 
@@ -456,7 +423,7 @@ class OpenAIStream:
     @property
     def _first_within_s(self) -> float:
         """Seconds until the first chunk must be there."""
-        request = self._request
+        request = self.request
         return request.ttft_timeout_s + (0.0 if request.is_stream else request.whole_timeout_s)
 
 
