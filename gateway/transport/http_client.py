@@ -22,6 +22,7 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol, cast
 
+import msgspec
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from gateway.exceptions import fresh
@@ -48,43 +49,27 @@ class NotHTTP(TransportError):
     """The bytes from the server are no HTTP/1.1 response."""
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """One request and its response. One reader at a time; `close` from anywhere.
 
-    `request` is the head and the body, written together; `pieces` is the rest of a long body, written as the
+    `lines`, the head, and `body` are written together; `pieces` is the rest of a long body, written as the
     server takes it.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_connection",
-        "_error",
-        "_inflater",
-        "_is_complete",
-        "_is_released",
-        "_waiter",
-        "headers",
-        "is_answered",
-        "opening",
-        "pieces",
-        "request",
-        "status",
-    )
-
-    def __init__(self, *request: bytes, pieces: AsyncIterator[bytes] | None = None) -> None:
-        self.request = request
-        self.pieces = pieces
-        self.status = 0  # until the response's head has arrived
-        self.headers: Mapping[bytes, bytes] = {}  # by lower-case name; the last of repeated ones
-        self.is_answered = False  # a byte of the response has arrived
-        self.opening: asyncio.Timeout | None = None  # set while the pool connects for it
-        self._buffer: list[bytes] = []
-        self._connection: Connection | None = None
-        self._error: TransportError | None = None
-        self._inflater: Any = None
-        self._is_complete = False
-        self._is_released = False
-        self._waiter: asyncio.Future[None] | None = None
+    lines: bytes
+    body: bytes = b""
+    pieces: AsyncIterator[bytes] | None = None
+    status: int = 0  # until the response's head has arrived
+    headers: Mapping[bytes, bytes] = {}  # by lower-case name; the last of repeated ones
+    is_answered: bool = False  # a byte of the response has arrived
+    opening: asyncio.Timeout | None = None  # set while the pool connects for it
+    _buffer: list[bytes] = []
+    _connection: Connection | None = None
+    _error: TransportError | None = None
+    _inflater: Any = None
+    _is_complete: bool = False
+    _is_released: bool = False
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -275,7 +260,7 @@ class Connection(asyncio.Protocol):
         self._parts_at_end = None
         self._headers.clear()  # trailers of the last response
         exchange.begin(self)
-        self.transport.writelines(exchange.request)
+        self.transport.writelines((exchange.lines, exchange.body))
 
     def abort(self) -> None:
         """Close it now."""
