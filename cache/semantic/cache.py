@@ -133,10 +133,24 @@ class _Room:
 
 @dataclass(slots=True)
 class _Line:
-    """A line of prompts, each in its own place, and the numbers of the keys that have it."""
+    """A line of prompts, each in its own place, and the numbers of the keys that have it: a set
+    takes five times the memory of a tuple, and most lines have one key.
+    """
 
     span: Piece | None = None
-    keys: set[int] = field(default_factory=set)
+    keys: tuple[int, ...] | set[int] = ()
+
+    def add(self, number: int) -> None:
+        if isinstance(self.keys, set):
+            self.keys.add(number)
+        elif number not in self.keys:
+            self.keys = (*self.keys, number) if len(self.keys) < TEMPLATE_PROMPTS else {*self.keys, number}
+
+    def discard(self, number: int) -> None:
+        if isinstance(self.keys, set):
+            self.keys.discard(number)
+        else:
+            self.keys = tuple([one for one in self.keys if one != number])
 
 
 @dataclass(slots=True)
@@ -579,9 +593,9 @@ class SemanticCache:
         changed = {key.number}
         for digest in digests:
             line = lines.setdefault(digest, _Line())
-            line.keys.add(key.number)
+            line.add(key.number)
             if len(line.keys) == TEMPLATE_PROMPTS:
-                changed |= line.keys
+                changed.update(line.keys)
         spans = []
         for span in key.spans:
             line = lines[span.digest]
@@ -595,9 +609,9 @@ class SemanticCache:
         changed: set[int] = set()
         for digest in Split.of(key.spans).lines:
             line = lines[digest]
-            line.keys.discard(key.number)
+            line.discard(key.number)
             if len(line.keys) == TEMPLATE_PROMPTS - 1:
-                changed |= line.keys
+                changed.update(line.keys)
             if not line.keys:
                 del lines[digest]
         self._split_anew(key.namespace, changed)
