@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from bench.labelled import Labelled
 from cache import Trial
+from cache.decision.text_features import read
 from cache.encoder.types import Encoded
 from cache.verdicts import Judgement, QAPair, Ruling, equal
 from cache.verdicts.judges import agree
@@ -149,7 +150,8 @@ class Product:
         """Entry `exact` has this answer to this prompt."""
         self._answers[exact] = made
         self._sketches[exact] = sketch(made.answer, self._encode)
-        self._prose.add(exact, self._encode([made.prompt]).vectors[0], self._sketches[exact])
+        vector, asked = self._encode([made.prompt]).vectors[0], read(made.prompt).content_set
+        self._prose.add(exact, vector, asked, self._sketches[exact])
         while self._prose.settle():
             pass
 

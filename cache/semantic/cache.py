@@ -491,7 +491,9 @@ class SemanticCache:
             self._put_vectors([key], self._encoder.encode([key.asked]))
         if key.is_embedded:  # its prompt fits the encoder
             (vector,) = self._index.vectors(key.room, (key.number,))
-            self._sketches.add(key.namespace, key.answer, vector, sketch)
+            with read_for(key.partition):
+                asked = read(key.text).content_set
+            self._sketches.add(key.namespace, key.answer, vector, asked, sketch)
 
     # --- keys
 

@@ -9,7 +9,7 @@ go; the same answers give the same rulings, whatever the order in which they cam
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,13 +46,13 @@ class AnswerSketches:
         one = self._namespaces.get(namespace)
         return one is not None and name in one.names
 
-    def add(self, namespace: bytes, name: bytes, vector: NDArray[np.float32], sketch: Sketch) -> None:
-        """Keep an answer's sketch, with the vector of its prompt."""
+    def add(self, namespace: bytes, name: bytes, vector: NDArray[np.float32], asked: Set[str], sketch: Sketch) -> None:
+        """Keep an answer's sketch, with the vector and the content words of its prompt."""
         one = self._namespaces.setdefault(namespace, _Namespace())
         if name in one.names:
             return
         before = one.answers.size_bytes
-        one.answers.add(name, vector, sketch)
+        one.answers.add(name, vector, asked, sketch)
         one.names.add(name)
         self._count += 1
         self.size_bytes += _NAME_BYTES + one.answers.size_bytes - before

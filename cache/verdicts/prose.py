@@ -54,7 +54,8 @@ _SAME_LEAST = 1.75  # a lower cut would be one between answers that are no wordi
 _BELOW_LEAST, _BELOW_MOST = 0.25, 0.6  # from the mean of wordings to the cut
 _WRONG_SHARE = 0.002  # of the pairs above the cut, by the fit, before rivals and conflicts: where it can be
 _WRONG_MAX = 0.05  # the same; more of them say that the namespace can't be judged
-_APART_MIN = 3.2  # of the two parts, by Ashman's D: nearer ones say so, too
+# of the two parts, by Ashman's D, which is uncertain where there are few pairs: nearer ones say so, too
+_APART_MIN, _APART_FEW = 2.0, 240
 _NEAR = 0.45  # cosine of prompts from which on their answers are in the mixture
 _ANCHORS, _NEAREST, _PAIRS_MIN, _ANSWERS_MIN = 300, 2, 120, 60
 _CHANGES_MIN, _GROWTH = 20, 0.15  # of the answers: then it is fitted anew
@@ -72,6 +73,8 @@ _SAMPLE = 1_500  # answers from which the pairs of a fit are drawn
 _TEMPLATE = 0.45
 _COPY = 0.6  # from which on one is a copy of the other, with changes
 _LIKE, _VERY_LIKE = 0.5, 0.6  # cosines of sentences
+# of the pairs above the cut, whose answers echo their prompts: by chance a few do, more depend on them
+_ECHOES_MIN, _ECHOES = 2, 0.04
 _USUAL_MIN, _USUAL = 4, 0.01  # of the answers have a sentence that says nothing of its own
 _SLOT = 2  # words in the place of others
 
@@ -400,6 +403,7 @@ class _Answer:
     text: int
     words: tuple[int, ...]
     sentences: tuple[int, ...]
+    asked: tuple[int, ...]  # the content words of the prompt
 
     @property
     def size_bytes(self) -> int:
@@ -409,6 +413,7 @@ class _Answer:
             + self.mean.nbytes
             + 36 * len(self.words)
             + 36 * len(self.sentences)
+            + 36 * len(self.asked)
             + 1_000
         )
 
@@ -432,7 +437,7 @@ class Answers:
         self._views: OrderedDict[bytes, _View] = OrderedDict()
         self._changes = 0
         self._pairs: list[tuple[bytes, bytes]] = []  # of a fit under way
-        self._scores: list[float] = []
+        self._scores: list[tuple[float, bool]] = []  # and whether both answers echo their prompts
         self._cuts: deque[float] = deque(maxlen=_CUTS)
         self._same = math.inf
         self.size_bytes = 0
@@ -440,9 +445,10 @@ class Answers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def add(self, name: bytes, vector: NDArray[np.float32], sketch: Sketch) -> None:
+    def add(self, name: bytes, vector: NDArray[np.float32], asked: Set[str], sketch: Sketch) -> None:
         """Take in an answer. `name` is that of `answer_name`, whose end is its time; `vector` is
-        the prompt's. A name that is there and an empty sketch change nothing.
+        the prompt's, `asked` are its content words, which are kept as hashes. A name that is there
+        and an empty sketch change nothing.
         """
         if name in self._answers or sketch.is_empty:
             return
@@ -455,6 +461,7 @@ class Answers:
             text=hash((sketch.words.tobytes(), sketch.lengths.tobytes())),
             words=words,
             sentences=tuple({sentence.key for sentence in _sentences(sketch)}),
+            asked=tuple(map(_hash, asked)),
         )
         self._answers[name] = made
         self._texts[made.text] += 1
@@ -573,13 +580,27 @@ class Answers:
             self._pairs, self._scores = self._near_pairs(), []
         for one, other in self._pairs[:_PORTION]:
             if one in self._answers and other in self._answers:
-                self._scores.append(_score(self._known(one), self._known(other)))
+                score = _score(self._known(one), self._known(other))
+                if score < _VERBATIM:
+                    self._scores.append((score, self._are_echoes(one, other)))
         del self._pairs[:_PORTION]
         if not self._pairs:
-            scores = np.array([score for score in self._scores if score < _VERBATIM])
-            self._cuts.append(fitted_cut(scores) if len(scores) >= _PAIRS_MIN else math.inf)
+            cut = math.inf
+            if len(self._scores) >= _PAIRS_MIN:
+                cut = fitted_cut(np.array([score for score, _ in self._scores]))
+            above = [are_echoes for score, are_echoes in self._scores if score >= cut]
+            self._cuts.append(cut if sum(above) <= _ECHOES_MIN + _ECHOES * len(above) else math.inf)
             self._same = sorted(self._cuts)[len(self._cuts) // 2]
         return bool(self._pairs)
+
+    def _are_echoes(self, one: bytes, other: bytes) -> bool:
+        """Whether each of two answers has a word of its own prompt that neither the other prompt
+        nor the other answer has.
+        """
+        mine, theirs = self._answers[one], self._answers[other]
+        said, its = frozenset(mine.words), frozenset(theirs.words)
+        asked, its_asked = frozenset(mine.asked), frozenset(theirs.asked)
+        return bool((asked - its_asked) & (said - its)) and bool((its_asked - asked) & (its - said))
 
     def _near_pairs(self) -> list[tuple[bytes, bytes]]:
         """Answers to the nearest prompts, as a judge gets them; a sample that follows from the names."""
@@ -633,7 +654,8 @@ def fitted_cut(scores: NDArray[np.float64]) -> float:
         return (1 - share) * _above(cut, mean, deviation) / (share * _above(cut, same, _SAME_SD) + 1e-12)
 
     most = same - _BELOW_LEAST
-    is_apart = math.sqrt(2) * (same - mean) >= _APART_MIN * math.hypot(_SAME_SD, deviation)
+    least = _APART_MIN + _APART_FEW / len(scores)
+    is_apart = math.sqrt(2) * (same - mean) >= least * math.hypot(_SAME_SD, deviation)
     if not is_apart or most < _SAME_LEAST or wrong_above(most) > _WRONG_MAX:
         return math.inf
     cuts = np.arange(max(_SAME_LEAST, same - _BELOW_MOST), most, 0.02).tolist()

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from cache.decision.text_features import read
 from cache.encoder.types import Encoded
 from cache.verdicts import Ruling
 from cache.verdicts.prose import EMPTY, SKETCH_BYTES_MAX, Answers, Sketch, fitted_cut, pieces, sketch
@@ -71,9 +72,9 @@ class Namespace:
         self.answers = Answers()
         self.count = 0
 
-    def add(self, text: str, prompt: NDArray[np.float32]) -> bytes:
+    def add(self, text: str, prompt: NDArray[np.float32], asked: str = "") -> bytes:
         self.count += 1
-        self.answers.add(named(self.count), prompt, sketch(text, encode))
+        self.answers.add(named(self.count), prompt, read(asked).content_set, sketch(text, encode))
         return named(self.count)
 
     def settle(self) -> None:
@@ -87,8 +88,9 @@ class Namespace:
 Taught = tuple[Namespace, list[Subject], dict[int, bytes]]
 
 
-def taught(pairs: int = 24, wordings: int = 5) -> Taught:
-    """A namespace of pairs of subjects whose prompts are near and whose answers share a few words."""
+def taught(pairs: int = 24, wordings: int = 5, *, are_echoed: bool = False) -> Taught:
+    """A namespace of pairs of subjects whose prompts are near and whose answers share a few words; `are_echoed`: each answer
+    says a detail of its prompt."""
     made, subjects, firsts = Namespace(), [], {}
     for pair in range(pairs):
         one, other = Subject(2 * pair), Subject(2 * pair + 1)
@@ -97,7 +99,8 @@ def taught(pairs: int = 24, wordings: int = 5) -> Taught:
         subjects += [one, other]
     for _ in range(wordings):
         for number, subject in enumerate(subjects):
-            name = made.add(subject.answer(), subject.asked())
+            detail = syllables(subject.draw) if are_echoed else ""
+            name = made.add(f"{subject.answer()} {detail}", subject.asked(), detail)
             firsts.setdefault(number, name)
         made.settle()
     return made, subjects, firsts
@@ -143,6 +146,21 @@ def test_abstains_where_answers_to_near_prompts_are_as_alike_as_wordings() -> No
     made.settle()
     rulings = [made.ruling(other.answer(), name) for name, (_, other) in zip(names, subjects, strict=True)]
     assert rulings.count(SAME) == 0
+
+
+def test_abstains_where_answers_say_what_their_prompts_differ_in() -> None:
+    """Where answers to near prompts differ in a word that each has from its prompt, nothing is the same, however near they are."""
+    made, subjects, firsts = taught(are_echoed=True)
+    rulings = [made.ruling(subject.answer(), firsts[number]) for number, subject in enumerate(subjects)]
+    assert rulings.count(SAME) == 0
+
+
+def test_few_pairs_must_be_further_apart() -> None:
+    """What 130 pairs show may be chance; 500 with the same distribution have a cut."""
+    draw = np.random.default_rng(3)
+    for count, has_cut in ((130, False), (500, True)):
+        own, others = draw.normal(2.3, 0.36, 6 * count // 10), draw.normal(1.05, 0.38, 4 * count // 10)
+        assert (fitted_cut(np.concatenate([own, others])) < np.inf) is has_cut
 
 
 @pytest.mark.parametrize("wordings", [2.2, 2.33, 2.6])

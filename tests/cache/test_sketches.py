@@ -275,12 +275,14 @@ def test_all_namespaces_stay_within_a_bound() -> None:
     encode = FakeEmbedder(tokens_max=200).encode
     made, vector = sketch(LONG, encode), encode(["x"]).vectors[0]
     one = AnswerSketches()
-    one.add(b"n", answer_name(b"e" * 16, 1.0), vector, made)
+    one.add(b"n", answer_name(b"e" * 16, 1.0), vector, frozenset(), made)
     kept = []
     for order in (range(12), range(11, -1, -1)):
         sketches = AnswerSketches(6 * one.size_bytes)
         for number in order:
-            sketches.add(b"n%d" % (number % 4), answer_name(bytes([number]) * 16, 1.0 + number), vector, made)
+            sketches.add(
+                b"n%d" % (number % 4), answer_name(bytes([number]) * 16, 1.0 + number), vector, frozenset(), made
+            )
         kept.append([sketches.has(b"n%d" % (n % 4), answer_name(bytes([n]) * 16, 1.0 + n)) for n in range(12)])
         assert sketches.size_bytes <= 6 * one.size_bytes
     assert kept[0] == kept[1]
@@ -298,7 +300,7 @@ def test_what_is_kept_is_what_was_added_and_not_dropped(steps: list[tuple[bool, 
     for is_added, namespace, number in steps:
         one = (b"n%d" % namespace, answer_name(bytes([number]) * 16, 1.0))
         if is_added:
-            sketches.add(*one, vector, made[number % 3])
+            sketches.add(*one, vector, frozenset(), made[number % 3])
             kept.add(one)
         else:
             sketches.drop(*one)
