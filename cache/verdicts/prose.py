@@ -56,6 +56,7 @@ _WRONG_SHARE = 0.002  # of the pairs above the cut, by the fit, before rivals an
 _WRONG_MAX = 0.05  # the same; more of them say that the namespace can't be judged
 # of the two parts, by Ashman's D, which is uncertain where there are few pairs: nearer ones say so, too
 _APART_MIN, _APART_FEW = 2.0, 240
+_APART_HELD = 0.5  # less is enough while the judge rules: a fit goes by a sample, and one may miss
 _NEAR = 0.45  # cosine of prompts from which on their answers are in the mixture
 _ANCHORS, _NEAREST, _PAIRS_MIN, _ANSWERS_MIN = 300, 2, 120, 60
 _CHANGES_MIN, _GROWTH = 20, 0.15  # of the answers: then it is fitted anew
@@ -587,7 +588,7 @@ class Answers:
         if not self._pairs:
             cut = math.inf
             if len(self._scores) >= _PAIRS_MIN:
-                cut = fitted_cut(np.array([score for score, _ in self._scores]))
+                cut = fitted_cut(np.array([score for score, _ in self._scores]), is_held=self._same < math.inf)
             above = [are_echoes for score, are_echoes in self._scores if score >= cut]
             self._cuts.append(cut if sum(above) <= _ECHOES_MIN + _ECHOES * len(above) else math.inf)
             self._same = sorted(self._cuts)[len(self._cuts) // 2]
@@ -632,7 +633,7 @@ class Answers:
         return view
 
 
-def fitted_cut(scores: NDArray[np.float64]) -> float:
+def fitted_cut(scores: NDArray[np.float64], *, is_held: bool = False) -> float:
     """The score from which on two answers to near prompts are the same: a mixture of two normal
     distributions, fitted by expectation maximisation, of which that of wordings has a known
     deviation. Infinity where the two are not apart (Ashman, Bird and Zepf, 1994).
@@ -654,7 +655,7 @@ def fitted_cut(scores: NDArray[np.float64]) -> float:
         return (1 - share) * _above(cut, mean, deviation) / (share * _above(cut, same, _SAME_SD) + 1e-12)
 
     most = same - _BELOW_LEAST
-    least = _APART_MIN + _APART_FEW / len(scores)
+    least = _APART_MIN + _APART_FEW / len(scores) - (_APART_HELD if is_held else 0.0)
     is_apart = math.sqrt(2) * (same - mean) >= least * math.hypot(_SAME_SD, deviation)
     if not is_apart or most < _SAME_LEAST or wrong_above(most) > _WRONG_MAX:
         return math.inf

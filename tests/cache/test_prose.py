@@ -163,6 +163,20 @@ def test_few_pairs_must_be_further_apart() -> None:
         assert (fitted_cut(np.concatenate([own, others])) < np.inf) is has_cut
 
 
+def test_less_is_enough_to_go_on_judging_than_to_begin() -> None:
+    """Where the two parts are just too near for a judge to begin, one that rules keeps its cut; nearer ones silence it, too."""
+    draw = np.random.default_rng(3)
+    own, others = draw.normal(2.3, 0.36, 300), draw.normal(0.0, 1.0, 200)
+    for mean, deviation, begins, goes_on in (
+        (1.05, 0.36, True, True),
+        (1.4, 0.36, False, True),
+        (1.6, 0.5, False, False),
+    ):
+        scores = np.concatenate([own, mean + deviation * others])
+        found = (fitted_cut(scores) < np.inf, fitted_cut(scores, is_held=True) < np.inf)
+        assert found == (begins, goes_on)
+
+
 @pytest.mark.parametrize("wordings", [2.2, 2.33, 2.6])
 def test_the_cut_goes_with_what_wordings_score_here(wordings: float) -> None:
     """Another writer's wordings are nearer to each other, or farther; most of them are above the cut, and hardly another answer."""
