@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from redis.asyncio import Redis
 
 from gateway import app as app_module
 from gateway.admin import forms as forms_module
-from gateway.admin.guard import COOKIE
+from gateway.admin.guard import COOKIE, Guard
 from gateway.admin.guesses import Guesses, network_of
 from gateway.app import create_app
 from gateway.settings import Settings
@@ -210,9 +211,12 @@ async def test_two_hosts_in_one_request_are_none(start: Open) -> None:
 
 @pytest.mark.parametrize("endpoint", ["login", "admin_api", "metrics", "readyz"])
 async def test_guesses_are_slowed_counted_and_logged(
-    start: Open, endpoint: str, capfd: pytest.CaptureFixture[str]
+    start: Open, endpoint: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After five wrong keys the next is not read, be it right, wherever it comes; another address is not affected."""
+    monkeypatch.setattr(
+        app_module, "Guard", partial(Guard, clock=lambda: 100.0)
+    )  # forty guesses may take over a second
     app = await start(log_format="json")
 
     async def guess(client: httpx.AsyncClient, key: str) -> httpx.Response:
