@@ -151,7 +151,7 @@ class _Demo:
         raise DemoFailed(f"{path} does not show what happened: {found}")
 
     async def _streamed_answer(self) -> None:
-        _step("A question nobody has asked before: the local model answers, streamed")
+        _step("A question that is new here: the local model answers, streamed")
         started = time.perf_counter()
         stream = await self._client.chat.completions.create(
             model=_LOCAL,

@@ -42,9 +42,7 @@ def read_options(argv: list[str] | None) -> Options:
     parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"), help="of the encoder")
     parser.add_argument("--threads", type=int, default=min(_THREADS, _cores()), help="for the encoder on a CPU")
     parser.add_argument("--error-max", type=float, default=0.01, help="share of requests that may be answered wrongly")
-    parser.add_argument(
-        "--audit", action="store_true", help="have some would-be hits generated, for somebody who judges"
-    )
+    parser.add_argument("--audit", action="store_true", help="have some would-be hits generated, for judges to compare")
     parser.add_argument("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
     parser.add_argument(
         "--size-bytes-max", type=int, default=256 << 20, help="of a team's entries, with their sketches"

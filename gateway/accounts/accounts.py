@@ -58,7 +58,7 @@ BUDGETS_MAX = 50
 """The budgets that a team may have: each that applies is checked with every generation."""
 
 
-async def _tell_nobody() -> None:
+async def _notify_none() -> None:
     """The default `notify`, for a single process."""
 
 
@@ -69,7 +69,7 @@ class Accounts:
         self,
         database_url: str,
         *,
-        notify: Callable[[], Awaitable[None]] = _tell_nobody,
+        notify: Callable[[], Awaitable[None]] = _notify_none,
         clock: Callable[[], float] = time.time,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Questions with a known answer for a judge that nobody vouches for: are two unrelated answers the
+"""Questions with a known answer for a judge that no operator named: are two unrelated answers the
 same?
 
 A model that is too small to judge says SAME to everything, in both orders, and would make the cache

@@ -188,7 +188,7 @@ BACKGROUND_RESPONSES = _counter(
 )
 LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
 SERIES_DROPPED = _counter(
-    "sameway_metric_series_dropped_total", "Series that found no room: label values that nobody bounded."
+    "sameway_metric_series_dropped_total", "Series that found no room: label values without a bound."
 )
 DURATION = _histogram(
     "gen_ai_server_request_duration_seconds",

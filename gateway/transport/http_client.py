@@ -169,7 +169,7 @@ class Exchange(msgspec.Struct, eq=False):
         if coding in (b"gzip", b"x-gzip"):
             self._inflater = zlib.decompressobj(wbits=31)
         elif coding not in (b"identity", b""):
-            self._error = NotHTTP(f"the body is coded as {coding[:40]!r}, which nobody asked for")
+            self._error = NotHTTP(f"the body is coded as {coding[:40]!r}, which the request does not accept")
             self._is_released = True
 
     def arrive(self, data: bytes) -> bool:
