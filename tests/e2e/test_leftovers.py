@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache import Miss, MissReason
 from cache.worker import messages as cache_wire
@@ -153,8 +154,7 @@ class Sender:
         link = self.worker.parts.link
         url, link.url = link.url, "unix:///nonexistent"
         assert link._wire is not None
-        link._wire.close()
-        link._wire = None
+        link._wire.end(RedisConnectionError("cut"))  # what the request before still waits for fails, too
         try:
             return await ask
         finally:
