@@ -9,9 +9,10 @@ from policies.budgets import Budgets, NotReady, Refused
 from policies.estimate import Estimate
 from policies.holds import Hold
 from policies.leased_limits import LeasedRateLimits, LocalRateLimits
-from policies.prices import Price, Tokens
+from policies.prices import Price
 from policies.rate_limits import RateLimit, RateLimits
 from policies.routing import Candidate, Cause, Demand, Route, RoutingPolicy, route
+from policies.usage import Usage
 from policies.windows import Budget, WindowKind
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
     "Refused",
     "Route",
     "RoutingPolicy",
-    "Tokens",
+    "Usage",
     "WindowKind",
     "route",
 ]

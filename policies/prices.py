@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-import msgspec
-from msgspec.structs import astuple
+from policies.usage import Usage
 
 MicroUSD = int
 """A millionth of a US dollar, always a whole number."""
@@ -23,51 +22,6 @@ _PER_MTOK = 1_000_000
 def dollars(microusd: MicroUSD) -> str:
     """`microusd` in dollars, exact, with six decimals: 0.000120."""
     return f"{microusd // _PER_MTOK}.{microusd % _PER_MTOK:06d}"
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    """Tokens of one generation, as its provider bills them.
-
-    Parts of `prompt`, none counted twice: `cached` were read from the provider's prompt cache, of
-    which `cached_audio` are sounds, `cache_write` were written to it for its usual life and
-    `cache_write_1h` for an hour, `audio_prompt` and `image_prompt` were sounds and images. Parts of
-    `completion`: `reasoning`, `audio_completion` and `image_completion`. `tool_calls` counts the
-    calls of tools that the provider ran, and `units` the images or seconds that it reported instead
-    of tokens; 0: none.
-
-    Raises ValueError for negative numbers and for parts above their whole.
-    """
-
-    prompt: int
-    completion: int
-    cached: int = 0
-    cache_write: int = 0
-    cache_write_1h: int = 0
-    audio_prompt: int = 0
-    image_prompt: int = 0
-    reasoning: int = 0
-    audio_completion: int = 0
-    image_completion: int = 0
-    tool_calls: int = 0
-    units: int = 0
-    cached_audio: int = 0
-
-    def __post_init__(self) -> None:
-        if self.prompt >= 0 <= self.completion and astuple(self)[2:] == _NO_PARTS:
-            return
-        inside = self.cached + self.cache_write + self.cache_write_1h + self.audio_prompt + self.image_prompt
-        inside_completion = self.reasoning + self.audio_completion + self.image_completion
-        is_over = inside > self.prompt or self.cached_audio > self.cached or inside_completion > self.completion
-        if is_over or min(astuple(self)) < 0:
-            raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {self}")
-
-    def unread(self) -> Tokens:
-        """As if nothing had been read from the provider's prompt cache."""
-        sounds = self.audio_prompt + self.cached_audio
-        return msgspec.structs.replace(self, cached=0, cached_audio=0, audio_prompt=sounds)
-
-
-_NO_PARTS = (0,) * len(Tokens.__struct_fields__[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +67,28 @@ class Price:
             dearer = max(usual, self.audio_input_microusd_per_mtok)
             object.__setattr__(self, "cached_audio_input_microusd_per_mtok", dearer)
 
-    def cost(self, tokens: Tokens) -> MicroUSD:
-        """The cost of `tokens`, rounded up to a whole µUSD once, after the sum."""
+    def cost(self, usage: Usage) -> MicroUSD:
+        """The cost of `usage`, rounded up to a whole µUSD once, after the sum.
+
+        Raises ValueError for a sum or a part below 0, and for parts above their whole.
+        """
         plain, answer = self.input_microusd_per_mtok, self.output_microusd_per_mtok
-        scaled, calls = tokens.prompt * plain + tokens.completion * answer, 0
-        if astuple(tokens)[2:] != _NO_PARTS:
-            calls = tokens.tool_calls * (self.tool_call_microusd or 0)
+        scaled, calls = usage.prompt_tokens * plain + usage.completion_tokens * answer, 0
+        if scaled < 0 or not usage.is_plain:
+            if not usage.is_sound:
+                raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {usage}")
+            calls = usage.tool_calls * (self.tool_call_microusd or 0)
             read = plain if self.cached_input_microusd_per_mtok is None else self.cached_input_microusd_per_mtok
             for count, price, usual in (
-                (tokens.cached, read, plain),
-                (tokens.cached_audio, self.cached_audio_input_microusd_per_mtok, read),
-                (tokens.cache_write, self.cache_write_microusd_per_mtok, plain),
-                (tokens.cache_write_1h, self.cache_write_1h_microusd_per_mtok, plain),
-                (tokens.audio_prompt, self.audio_input_microusd_per_mtok, plain),
-                (tokens.image_prompt, self.image_input_microusd_per_mtok, plain),
-                (tokens.reasoning, self.reasoning_microusd_per_mtok, answer),
-                (tokens.audio_completion, self.audio_output_microusd_per_mtok, answer),
-                (tokens.image_completion, self.image_output_microusd_per_mtok, answer),
+                (usage.cached_tokens, read, plain),
+                (usage.cached_audio_tokens, self.cached_audio_input_microusd_per_mtok, read),
+                (usage.cache_write_tokens, self.cache_write_microusd_per_mtok, plain),
+                (usage.cache_write_1h_tokens, self.cache_write_1h_microusd_per_mtok, plain),
+                (usage.audio_prompt_tokens, self.audio_input_microusd_per_mtok, plain),
+                (usage.image_prompt_tokens, self.image_input_microusd_per_mtok, plain),
+                (usage.reasoning_tokens, self.reasoning_microusd_per_mtok, answer),
+                (usage.audio_completion_tokens, self.audio_output_microusd_per_mtok, answer),
+                (usage.image_completion_tokens, self.image_output_microusd_per_mtok, answer),
             ):
                 if count and price is not None:
                     scaled += count * (price - usual)

@@ -39,7 +39,8 @@ from statistics import median
 import msgspec
 
 from policies.durations import duration_ms
-from policies.prices import MicroUSD, Price, Tokens
+from policies.prices import MicroUSD, Price
+from policies.usage import Usage
 
 _COST_FLOOR_MICROUSD = 100
 _TIME_FLOOR_MS = 100.0
@@ -262,7 +263,7 @@ def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_p
         ttft_ms = max(ttft_ms - warm * candidate.prefill_ms_per_token, ttft_ms * _WARM_TTFT_SHARE_MIN)
     tpot_ms = tpot_prior_ms if candidate.tpot_ms is None else candidate.tpot_ms
     price = candidate.price
-    cost = price.cost(Tokens(demand.prompt_tokens, expected * demand.choices, warm))
+    cost = price.cost(Usage(demand.prompt_tokens, expected * demand.choices, warm))
     if demand.measure and cost <= price.request_microusd:  # tokens without a price leave that of the units
         cost -= -demand.units * (price.unit(demand.measure) or 0) // 1_000_000
     if demand.is_batch:

@@ -35,7 +35,8 @@ ROOMS = {
     ),
     "policies": (
         "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
-        "budgets", "settle_batch", "scripts", "counters", "pace", "holds", "lease", "redis", "windows", "prices", "durations",
+        "budgets", "settle_batch", "scripts", "counters", "pace", "holds", "lease", "redis", "windows", "prices", "usage",
+        "durations",
     ),
     "local_engine": (
         "local_engine", "__main__", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",

@@ -74,8 +74,8 @@ from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.model_judges import ModelJudges
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
-from gateway.wire.types import KINDS, Chunk, Usage
-from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, WindowKind
+from gateway.wire.types import KINDS, Chunk
+from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 

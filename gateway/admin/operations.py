@@ -25,12 +25,11 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
 from gateway.journey.attempt import attempt
-from gateway.journey.bill import tokens_of
-from gateway.journey.savings import CHECKING, compare_other
+from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
 from gateway.wire.fold import fold
-from gateway.wire.types import CHAT, Chunk, Usage
-from policies import Hold
+from gateway.wire.types import CHAT, Chunk
+from policies import Hold, Usage
 
 _ACTIONS = {"drain": DRAINED, "disable": DISABLED, "enable": ENABLED, "reset": RESET}
 _QUESTION = "Say: ok"
@@ -80,7 +79,7 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
         is_charged = progress.has_begun or progress.is_abandoned
         usage = progress.usage or Usage(_PROMPT_TOKENS if is_charged else 0, progress.content_chunks)
         usage = usage.within(_PROMPT_TOKENS_MAX, max(_ANSWER_TOKENS, progress.content_chunks))
-        cost = deployment.price.cost(tokens_of(usage))
+        cost = deployment.price.cost(usage)
         if is_charged:
             await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))
     return models.TriedOut(
@@ -114,8 +113,7 @@ def _find(parts: AdminParts, name: str) -> tuple[Alias, Deployment]:
 def _bill(
     hold: Hold, alias: Alias, deployment: Deployment, usage: Usage, cost_microusd: int, *, is_counted: bool
 ) -> LedgerRow:
-    compared = compare_other(deployment, CHECKING)
-    return LedgerRow(
+    row = LedgerRow(
         id=hold.id,
         at_ms=hold.at_ms,
         request_id=hold.id,
@@ -130,10 +128,9 @@ def _bill(
         kind=_KIND,
         usage_estimated=not is_counted,
         reasoning_tokens=usage.reasoning_tokens,
-        baseline_microusd=compared.baseline_microusd,
-        mechanism=compared.mechanism,
         provider_cost_microusd=usage.provider_cost_microusd,
     )
+    return beside(row, CHECKS, is_known=deployment.is_price_known)
 
 
 def _question(alias: Alias, deployment: Deployment) -> BackendRequest:

@@ -15,8 +15,9 @@ from gateway.api.chat import EventRenderer, call_index, event_of
 from gateway.journey.storing import chunks_of
 from gateway.wire.chunks import UNREADABLE, read
 from gateway.wire.errors import ApiError
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk
 from gateway.wire.usage import usage_of
+from policies import Usage
 
 _STOPS = {
     "stop": "end_turn",

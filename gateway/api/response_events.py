@@ -21,7 +21,8 @@ from gateway.journey.turn import Arrival
 from gateway.wire.chunks import UNREADABLE, read
 from gateway.wire.errors import ApiError
 from gateway.wire.sse import Splitter
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk
+from policies import Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from gateway.loggers import get_logger
 from gateway.reserved import PAID
 from gateway.settings import DeploymentSettings
 from gateway.wire.types import CHAT, Kind
-from policies import Breaker, Candidate, Demand, Estimate, Price, Tokens
+from policies import Breaker, Candidate, Demand, Estimate, Price, Usage
 from policies.prices import MicroUSD
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
@@ -78,12 +78,12 @@ class Deployment:
         facts = describe(self.settings.model_copy(update={"model": model}))
         return dataclasses.replace(self, model=model, **msgspec.structs.asdict(facts))
 
-    def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
+    def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
-        cost = (self._price(demand) if demand.tier else self.price).cost(tokens)
+        cost = (self._price(demand) if demand.tier else self.price).cost(usage)
         if demand.units > 1 or demand.measure:
             has_tokens = cost > self.price.request_microusd  # tokens without a price leave that of the units
-            cost += 0 if demand.measure and has_tokens else self._of_units(demand, tokens.units)
+            cost += 0 if demand.measure and has_tokens else self._of_units(demand, usage.units)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:

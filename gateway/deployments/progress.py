@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 
 from gateway.wire.fold import text_bytes
-from gateway.wire.types import Chunk, Usage, size_of
+from gateway.wire.types import Chunk, size_of
+from policies import Usage
 
 _BYTES_PER_TOKEN = 3  # fewer than in most languages' texts
 

@@ -5,6 +5,7 @@ and the last row settles the hold; no count is above what the request allowed.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,11 +14,10 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
 from gateway.journey.needs import booked_labels
-from gateway.journey.savings import CHECKING, Compared, compare, compare_other, joined
+from gateway.journey.savings import CHECKING, CHECKS, TRIES, beside, compared, joined
 from gateway.journey.turn import Turn
-from gateway.wire.types import Usage
 from gateway.wire.usage import usage_at_start
-from policies import Demand, Hold, Tokens
+from policies import Demand, Hold, Usage
 from policies.windows import Unit
 
 _NOTHING = Usage(0, 0)
@@ -83,7 +83,7 @@ def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) 
 
 def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
     """The cost of a try that is charged, in µUSD."""
-    return one.deployment.cost(demand, tokens_of(usage_of(one, alias, demand, cut_at)))
+    return one.deployment.cost(demand, usage_of(one, alias, demand, cut_at))
 
 
 def book(
@@ -104,20 +104,18 @@ def book(
     rows: list[LedgerRow] = []
     costly, usage, cost_microusd, tokens, is_counted = charged(tries), _NOTHING, 0, 0, False
     for one in costly:
-        is_last = one is costly[-1]
+        is_last, deployment = one is costly[-1], one.deployment
         usage = usage_of(one, alias, turn.demand, cut_at)
-        used = tokens_of(usage)
-        cost = one.deployment.cost(turn.demand, used)
-        if is_last and turn.arrival.operation != CHECKING:
-            seen = used if whole is None else tokens_of(whole)
-            compared = compare(
-                alias.baseline, one.deployment, turn.demand, used, seen, cost, is_joint=whole is not None
-            )
-        else:
-            compared = compare_other(one.deployment, turn.arrival.operation, is_known=alias.baseline.is_price_known)
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
-        rows.append(_row(row_id, one, usage, cost, compared, hold, turn, identity))
-        cost_microusd += cost
+        row = _row(row_id, one, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
+        is_check = row.kind == CHECKING
+        if is_last and not is_check:
+            row = compared(row, alias.baseline, deployment, turn.demand, usage, whole)
+        else:
+            is_known = alias.baseline.is_price_known and deployment.is_price_known
+            row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
+        rows.append(row)
+        cost_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
         is_counted = is_counted or one.progress.has_begun
     reported = tries[-1].progress.usage if tries else None
@@ -153,19 +151,10 @@ def with_charges(rows: Sequence[LedgerRow], hold: Hold, at_deployments: Mapping[
 
 
 def _row(
-    row_id: str,
-    one: Try,
-    usage: Usage,
-    cost_microusd: int,
-    compared: Compared,
-    hold: Hold,
-    turn: Turn,
-    identity: Identity,
+    row_id: str, one: Try, usage: Usage, cost_microusd: int, hold: Hold, turn: Turn, identity: Identity
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
-    user, tags = booked_labels(turn.body, turn.labels)
-    parts = usage.parts()
-    return LedgerRow(
+    row = LedgerRow(
         id=row_id,
         # decision: hold-keeps-its-moment
         at_ms=hold.at_ms,
@@ -180,20 +169,11 @@ def _row(
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=one.progress.usage is None,
-        baseline_microusd=compared.baseline_microusd,
-        prefix_read_microusd=compared.prefix_read_microusd,
-        prefix_write_microusd=compared.prefix_write_microusd,
-        mechanism=compared.mechanism,
-        user=user,
-        tags=tags,
-        **{name: parts[name] for name in _BOOKED} if parts else {},
     )
+    more: dict[str, Any] = booked_labels(turn.body, turn.labels)
+    if parts := usage.parts():
+        more |= {name: parts[name] for name in _BOOKED}
+    return msgspec.structs.replace(row, **more) if more else row
 
 
 _BOOKED = tuple(name for name in Usage.__struct_fields__[3:] if name in LedgerRow.__struct_fields__)
-_COMMON = Usage.__struct_fields__.index("tool_calls") + 1  # up to it both have the same counts
-
-
-def tokens_of(usage: Usage) -> Tokens:
-    """`usage` as prices count it."""
-    return Tokens(*msgspec.structs.astuple(usage)[:_COMMON], *[usage.units, usage.cached_audio_tokens])

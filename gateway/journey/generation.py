@@ -22,8 +22,8 @@ from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, ends_as_asked, entry_of
 from gateway.journey.turn import Turn
 from gateway.wire.errors import ApiError
-from gateway.wire.types import Chunk, Usage, opened
-from policies import Demand, Hold, Route
+from gateway.wire.types import Chunk, opened
+from policies import Demand, Hold, Route, Usage
 
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
 

@@ -63,18 +63,19 @@ def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: L
     return values
 
 
-def booked_labels(body: Mapping[str, Any], labels: Labels) -> tuple[str, str]:
-    """The end user and the tags of a request as its rows of the ledger have them: texts of bounded
-    length, the tags as a JSON object. Both are empty without any.
+def booked_labels(body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
+    """The `user` and the `tags` of a request as its rows of the ledger have them, where it names
+    any: texts of bounded length, the tags as a JSON object.
     """
-    user = "" if _USERS.isdisjoint(body) else _user(body)
-    if user:
-        user = _kept(user)
-    if labels is NO_LABELS:
-        return user, ""
-    tags = {_kept(name): _kept(value) for name, value in islice(_tags(labels).items(), TAGS_MAX)}
-    tags = {name: value for name, value in tags.items() if name and value}
-    return user, msgspec.json.encode(tags, order="deterministic").decode() if tags else ""
+    booked = {}
+    if not _USERS.isdisjoint(body) and (user := _user(body)):
+        booked["user"] = _kept(user)
+    if labels is not NO_LABELS:
+        tags = {_kept(name): _kept(value) for name, value in islice(_tags(labels).items(), TAGS_MAX)}
+        tags = {name: value for name, value in tags.items() if name and value}
+        if tags:
+            booked["tags"] = msgspec.json.encode(tags, order="deterministic").decode()
+    return booked
 
 
 def _kept(text: str) -> str:

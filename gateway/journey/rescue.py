@@ -15,8 +15,9 @@ import msgspec
 from gateway.backends.base import BackendBroken
 from gateway.journey.turn import Turn
 from gateway.wire.chunks import is_text, parse, to_chunk, unfold
-from gateway.wire.types import CHAT, Chunk, Usage, prompts_of
+from gateway.wire.types import CHAT, Chunk, prompts_of
 from gateway.wire.usage import usage_of
+from policies import Usage
 
 PREFILL = frozenset({"prefill"})
 _RESTATED_MIN = 12  # characters at which an equal beginning is no coincidence

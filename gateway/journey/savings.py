@@ -8,11 +8,11 @@ price that is not known makes the comparison unknown, never 0.
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from gateway.accounts import LedgerRow
 from gateway.deployments.deployment import Deployment
-from policies import Demand, Tokens
+from policies import Demand, Usage
 
 TRIES = "tries"
 """Tries beside the one that answered: failed ones, hedges, and streams that another one went on with."""
@@ -20,63 +20,41 @@ CHECKS = "checks"
 """Requests of the gateway's own: a judge's questions, and answers generated afresh to check a hit."""
 CHEAPER_ROUTE, DEARER_ROUTE, LOCAL_ENGINE = "cheaper_route", "dearer_route", "local_engine"
 CHECKING = "judge"  # the operation of the gateway's own requests
-
-
-class Compared(msgspec.Struct, frozen=True):
-    """What one ledger row would have cost, µUSD; None where it is not known.
-
-    `prefix_read_microusd` was saved by reading the provider's prompt cache, and
-    `prefix_write_microusd` paid for writing it. `mechanism` names what explains the rest.
-    """
-
-    baseline_microusd: int | None = None
-    prefix_read_microusd: int = 0
-    prefix_write_microusd: int = 0
-    mechanism: str = ""
-
-
-UNKNOWN = Compared()
 _NOTHING: dict[str, int] = {}
-_BESIDE = Compared(0, mechanism=TRIES)
-_CHECKED = Compared(0, mechanism=CHECKS)
 
 
-def compare(
-    baseline: Deployment,
-    answered: Deployment,
-    demand: Demand,
-    used: Tokens,
-    seen: Tokens,
-    cost_microusd: int,
-    *,
-    is_joint: bool = False,
-) -> Compared:
-    """The comparison of the try that answered.
+def compared(
+    row: LedgerRow, baseline: Deployment, answered: Deployment, demand: Demand, used: Usage, whole: Usage | None = None
+) -> LedgerRow:
+    """`row`, of the try that answered and of its tokens `used`, with its comparison.
 
-    `used` are its tokens and `cost_microusd` their cost, `seen` those that the client got, also
-    from other deployments (`is_joint`).
+    `whole`: the tokens that the client got, where other deployments made some of them.
     """
     if not (baseline.is_price_known and answered.is_price_known) or (
         demand.measure and (baseline.lacks_price(demand) or answered.lacks_price(demand))
     ):
-        return UNKNOWN
-    read, listed = cost_microusd, cost_microusd
-    if used.cached or used.cache_write or used.cache_write_1h:
+        return row
+    cost = read = listed = row.cost_microusd
+    if used.cached_tokens or used.cache_write_tokens or used.cache_write_1h_tokens:
         read = answered.cost(demand, used.unread())
         listed = answered.cost(demand, _uncached(used))
-    would = listed if baseline is answered and not is_joint else baseline.cost(demand, _uncached(seen))
-    if would == cost_microusd == listed == read:
-        return Compared(would)
-    return Compared(would, read - cost_microusd, read - listed, _mechanism(answered, would - listed, is_joint))
+    is_listed = baseline is answered and whole is None
+    would = listed if is_listed else baseline.cost(demand, _uncached(whole or used))
+    if would == cost == listed == read:
+        return replace(row, baseline_microusd=would)
+    mechanism = TRIES if whole is not None else _mechanism(answered, would - listed)
+    return replace(
+        row,
+        baseline_microusd=would,
+        prefix_read_microusd=read - cost,
+        prefix_write_microusd=read - listed,
+        mechanism=mechanism,
+    )
 
 
-def compare_other(answered: Deployment, operation: str, *, is_known: bool = True) -> Compared:
-    """The comparison of a row that has no baseline of its own: a try beside the one that answered,
-    or any try of the gateway's own requests.
-    """
-    if not (is_known and answered.is_price_known):
-        return UNKNOWN
-    return _CHECKED if operation == CHECKING else _BESIDE
+def beside(row: LedgerRow, mechanism: str, *, is_known: bool) -> LedgerRow:
+    """`row` as one without a baseline of its own: `mechanism` is TRIES or CHECKS. `is_known`: its price is."""
+    return replace(row, baseline_microusd=0, mechanism=mechanism) if is_known else row
 
 
 def joined(rows: Sequence[LedgerRow]) -> tuple[int | None, dict[str, int]]:
@@ -96,13 +74,11 @@ def joined(rows: Sequence[LedgerRow]) -> tuple[int | None, dict[str, int]]:
     return baseline if rows else None, saved
 
 
-def _uncached(tokens: Tokens) -> Tokens:
-    return msgspec.structs.replace(tokens.unread(), cache_write=0, cache_write_1h=0)
+def _uncached(usage: Usage) -> Usage:
+    return replace(usage.unread(), cache_write_tokens=0, cache_write_1h_tokens=0)
 
 
-def _mechanism(answered: Deployment, rest: int, is_joint: bool) -> str:
-    if is_joint:
-        return TRIES
+def _mechanism(answered: Deployment, rest: int) -> str:
     if rest < 0:
         return DEARER_ROUTE
     return "" if rest == 0 else LOCAL_ENGINE if answered.settings.engine is not None else CHEAPER_ROUTE

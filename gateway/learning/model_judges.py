@@ -27,14 +27,14 @@ from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.llm_judge import LlmJudge
 from gateway.loggers import get_logger
 from gateway.wire.errors import ApiError
-from policies import Breaker, Estimate, Tokens
+from policies import Breaker, Estimate, Usage
 
 _AT_ONCE = 2  # questions of one worker
 _BUSY = 64  # generations under way from which on nothing is asked
 _WITHIN_S = 30.0
 _POOR_S = 10.0  # after a question that could not be paid
 _COPIES_MAX = 200
-_TYPICAL = Tokens(prompt=1_000, completion=2, cached=0)
+_TYPICAL = Usage(1_000, 2)
 _log = get_logger()
 
 Note = Callable[[Record, int, str], None]

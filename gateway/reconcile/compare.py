@@ -16,7 +16,7 @@ from gateway.deployments.build import describe
 from gateway.deployments.fleet import EMBEDDER
 from gateway.reconcile.export import Billed, Export, normal_model
 from gateway.settings import Settings, deployment_name, is_pattern
-from policies import Price, Tokens
+from policies import Price, Usage
 
 _CENT = 10_000
 
@@ -138,14 +138,14 @@ def compare(
 def _priced(billed: Billed, price: Price | None) -> int:
     if price is None:
         return 0
-    tokens = Tokens(
-        prompt=billed.prompt,
-        completion=billed.completion,
-        cached=billed.cached,
-        cache_write=billed.written,
-        cache_write_1h=billed.written_1h,
+    usage = Usage(
+        billed.prompt,
+        billed.completion,
+        billed.cached,
+        cache_write_tokens=billed.written,
+        cache_write_1h_tokens=billed.written_1h,
     )
-    return price.cost(tokens)
+    return price.cost(usage)
 
 
 def _reasons(one: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:

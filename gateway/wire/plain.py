@@ -28,10 +28,9 @@ from gateway.wire.types import (
     VARIATION,
     Chunk,
     Kind,
-    Usage,
 )
 from gateway.wire.usage import TOKENS_MAX, usage_of
-from policies import Demand
+from policies import Demand, Usage
 
 INPUTS_MAX = 2048
 _BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds

@@ -1,4 +1,4 @@
-"""Values that all rooms of the gateway share: a piece of an answer, its tokens, a request's kind.
+"""Values that all rooms of the gateway share: a piece of an answer, a request's kind.
 
 Shapes: OpenAI API reference, "Create chat completion" and "Create completion". It contains no
 services and no sockets.
@@ -9,71 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
-
-class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one generation, as its backend counted them.
-
-    Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
-    for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
-    images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
-    by source. `units`: the images or seconds that a provider counts instead of tokens.
-    `cached_audio_tokens`: those of `cached_tokens` that are sounds.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
-    cache_write_1h_tokens: int = 0
-    audio_prompt_tokens: int = 0
-    image_prompt_tokens: int = 0
-    reasoning_tokens: int = 0
-    audio_completion_tokens: int = 0
-    image_completion_tokens: int = 0
-    tool_calls: int = 0
-    provider_cost_microusd: int | None = None  # as the provider says itself
-    drafted_tokens: dict[str, int] | None = None
-    accepted_tokens: dict[str, int] | None = None
-    cached_audio_tokens: int = 0
-    units: int = 0
-
-    def parts(self) -> dict[str, Any]:
-        """The fields of tokens beside the prompt and the completion by name; empty where none is set."""
-        rest = astuple(self)[2:-1]
-        return {} if rest == _NO_PARTS else dict(zip(_PARTS, rest, strict=True))
-
-    def within(self, prompt_tokens: int, completion_tokens: int) -> "Usage":
-        """This usage with a prompt and a completion of at most these sizes, each part cut to what
-        is left of its whole; itself where nothing is above them.
-        """
-        is_within = self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens
-        if is_within and astuple(self)[2:-1] == _NO_PARTS:
-            return self
-        sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        cut = {}
-        for whole, parts in PARTS.items():
-            rest = cut[whole] = max(0, min(getattr(self, whole), sizes[whole]))
-            for part in parts:
-                cut[part] = max(0, min(getattr(self, part), rest))
-                rest -= cut[part]
-        cut["cached_audio_tokens"] = max(0, min(self.cached_audio_tokens, cut["cached_tokens"]))
-        made = msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
-        return self if made == self else made
-
-
-PARTS = {
-    "prompt_tokens": (
-        "cached_tokens", "cache_write_1h_tokens", "cache_write_tokens", "audio_prompt_tokens", "image_prompt_tokens",
-    ),
-    "completion_tokens": ("audio_completion_tokens", "image_completion_tokens", "reasoning_tokens"),
-}  # fmt: skip
-"""The fields of a `Usage` that are parts of another one."""
-
-_TOOL_CALLS_MAX = 10_000
-_PARTS = Usage.__struct_fields__[2:-1]
-_NO_PARTS = astuple(Usage(0, 0))[2:-1]
+from policies import Usage
 
 
 class Kind(msgspec.Struct, frozen=True):

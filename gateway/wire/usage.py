@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from gateway.wire.types import Usage
+from policies import Usage
 
 # a larger claim is the server's error; sums of claims must not overflow
 TOKENS_MAX = 1_000_000_000

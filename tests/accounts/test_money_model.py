@@ -283,7 +283,7 @@ class Money(RuleBasedStateMachine):
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            cost_microusd=price.cost(bill.tokens_of(usage)),
+            cost_microusd=price.cost(usage),
             kind="generation",
         )
         return msgspec.structs.replace(row, charges=charges_of(row, asked.hold.more))

@@ -22,7 +22,6 @@ from gateway.backends.base import Backend
 from gateway.backends.managed import ManagedBackend
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.build import describe
-from gateway.journey.bill import tokens_of
 from gateway.settings import DeploymentSettings
 from gateway.wire.usage import usage_of
 from tests.backends.conftest import ask, collect
@@ -276,7 +275,7 @@ async def test_an_answer_costs_what_its_provider_bills(
     named = {"price": {"input_usd_per_mtok": 3, "output_usd_per_mtok": 15, "cached_input_usd_per_mtok": 0.3}}
     given = {"backend": kind, "model": model, "base_url": "https://openrouter.ai/api/v1" if kind == "openai" else None}
     price = describe(DeploymentSettings.model_validate({**given, **(named if "sonnet-4.5" in model else {})})).price
-    assert price.cost(tokens_of(usage)) == microusd, usage
+    assert price.cost(usage) == microusd, usage
     # as the provider says itself, and no library
     assert usage.provider_cost_microusd == (4_200 if recorded == openai(OPENROUTER) else None)
 

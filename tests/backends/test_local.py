@@ -29,7 +29,7 @@ from gateway.backends.local.backend import LocalBackend
 from gateway.backends.local.request import engine_requests
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
-from gateway.wire.types import COMPLETION, Chunk, Usage
+from gateway.wire.types import COMPLETION, Chunk
 from local_engine import EngineLoad, GenerateRequest, Grammar, InvalidRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
 from local_engine.messages import (
@@ -44,6 +44,7 @@ from local_engine.messages import (
     error_to_wire,
     write_ended,
 )
+from policies import Usage
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
 

@@ -25,7 +25,8 @@ from gateway.backends.base import (
 )
 from gateway.backends.managed import ManagedBackend
 from gateway.wire.fold import fold
-from gateway.wire.types import EMBEDDING, RERANK, Chunk, Kind, Usage
+from gateway.wire.types import EMBEDDING, RERANK, Chunk, Kind
+from policies import Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, until
 from tests.e2e.upstream import Upstream, run_upstream
 

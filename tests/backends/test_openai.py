@@ -26,7 +26,8 @@ from gateway.backends.openai.backend import OpenAIBackend
 from gateway.backends.refusals import Refused, refusal, scrubbed
 from gateway.wire.chunks import read, unfold
 from gateway.wire.fold import fold
-from gateway.wire.types import COMPLETION, Chunk, Usage
+from gateway.wire.types import COMPLETION, Chunk
+from policies import Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, make_backend, until
 from tests.e2e.upstream import Upstream, run_upstream
 from tests.transport.servers import Wire, serve

@@ -8,22 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.journey.bill import tokens_of
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World, deployment
 
 SECOND = 1_000_000
-
-
-def test_each_count_is_priced_as_what_it_is() -> None:
-    """Prices get every count of a usage under its own name."""
-    others = {"provider_cost_microusd", "drafted_tokens", "accepted_tokens"}
-    names = [name for name in Usage.__struct_fields__ if name not in others]
-    counts = {name: 1_000 - place for place, name in enumerate(names[:2])}
-    counts |= {name: 100 - place for place, name in enumerate(names[2:])}
-    priced = tokens_of(Usage(**counts))
-    assert {name: getattr(priced, name.removesuffix("_tokens")) for name in names} == counts
 
 
 async def test_a_reader_who_leaves_before_the_count_pays_for_the_bytes(world: World) -> None:

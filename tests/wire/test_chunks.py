@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, read, unfold
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk
+from policies import Usage
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=120)
 anything = st.recursive(

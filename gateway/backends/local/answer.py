@@ -15,9 +15,10 @@ import msgspec
 
 import local_engine
 from gateway.backends.base import BackendRequest
-from gateway.wire.types import Chunk, Usage, prompts_of
+from gateway.wire.types import Chunk, prompts_of
 from local_engine import ModelInfo, Output, TokenLogprob
 from local_engine.messages import CallPart, together
+from policies import Usage
 
 _LOGPROB_MIN = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 

@@ -33,7 +33,8 @@ from gateway.transport.http_client import Exchange, TransportError
 from gateway.wire import plain
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk
+from policies import Usage
 from policies.durations import duration_s
 
 _ERROR_BYTES_MAX = 64 << 10

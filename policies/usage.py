@@ -1,0 +1,100 @@
+"""The tokens of one generation, as its backend counted them and as its provider bills them.
+
+Knows no prices. Invariant: what `within` returns has no count below 0, and no parts above their
+whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import astuple
+
+_TOOL_CALLS_MAX = 10_000
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of one generation, as its backend counted them.
+
+    Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
+    for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
+    images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
+    by source. `units`: the images or seconds that a provider counts instead of tokens.
+    `cached_audio_tokens`: those of `cached_tokens` that are sounds.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    cached_audio_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    audio_prompt_tokens: int = 0
+    image_prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+    audio_completion_tokens: int = 0
+    image_completion_tokens: int = 0
+    tool_calls: int = 0
+    provider_cost_microusd: int | None = None  # as the provider says itself
+    drafted_tokens: dict[str, int] | None = None
+    accepted_tokens: dict[str, int] | None = None
+    units: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing beside its prompt and its completion."""
+        return astuple(self)[2:] == _NO_PARTS
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no count is below 0, and the parts are at most their wholes."""
+        if self.is_plain:
+            return self.prompt_tokens >= 0 <= self.completion_tokens
+        written = self.cache_write_tokens + self.cache_write_1h_tokens
+        return (
+            min(*astuple(self)[:_COUNTS], self.units) >= 0
+            and self.cached_audio_tokens <= self.cached_tokens
+            and self.cached_tokens + written + self.audio_prompt_tokens + self.image_prompt_tokens <= self.prompt_tokens
+            and self.reasoning_tokens + self.audio_completion_tokens + self.image_completion_tokens
+            <= self.completion_tokens
+        )
+
+    def parts(self) -> dict[str, Any]:
+        """The fields beside the prompt, the completion and units by name; empty where none is set."""
+        return {} if self.is_plain else dict(zip(_PARTS, astuple(self)[2:-1], strict=True))
+
+    def within(self, prompt_tokens: int, completion_tokens: int) -> Usage:
+        """This usage with a prompt and a completion of at most these sizes, each part cut to what
+        is left of its whole; itself where nothing is above them.
+        """
+        is_within = self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens
+        if is_within and self.is_sound and self.tool_calls <= _TOOL_CALLS_MAX:
+            return self
+        sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        cut = {}
+        for whole, parts in PARTS.items():
+            rest = cut[whole] = max(0, min(getattr(self, whole), sizes[whole]))
+            for part in parts:
+                cut[part] = max(0, min(getattr(self, part), rest))
+                rest -= cut[part]
+        cut["cached_audio_tokens"] = max(0, min(self.cached_audio_tokens, cut["cached_tokens"]))
+        return msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
+
+    def unread(self) -> Usage:
+        """As if nothing had been read from the provider's prompt cache."""
+        sounds = self.audio_prompt_tokens + self.cached_audio_tokens
+        return msgspec.structs.replace(self, cached_tokens=0, cached_audio_tokens=0, audio_prompt_tokens=sounds)
+
+
+PARTS = {
+    "prompt_tokens": (
+        "cached_tokens", "cache_write_1h_tokens", "cache_write_tokens", "audio_prompt_tokens", "image_prompt_tokens",
+    ),
+    "completion_tokens": ("audio_completion_tokens", "image_completion_tokens", "reasoning_tokens"),
+}  # fmt: skip
+"""The fields of a `Usage` that are parts of another one."""
+
+_COUNTS = Usage.__struct_fields__.index("tool_calls") + 1
+_PARTS = Usage.__struct_fields__[2:-1]
+_NO_PARTS = astuple(Usage(0, 0))[2:]
