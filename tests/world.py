@@ -36,7 +36,7 @@ from cache.query import Near, Trial
 from cache.redis_link import RedisLink
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
-from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, schema
+from gateway.accounts import Accounts, Identity, LedgerRow, decode_row, partition_of, schema
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.spool import Spool
@@ -542,6 +542,7 @@ class World:
     records: list[Record]
     _pipeline: Pipeline
     _accounts: Accounts
+    _first: Identity
     _budgets: Budgets
     _exact: ExactCache
     _money: Money
@@ -606,7 +607,7 @@ class World:
 
     async def ask_internally(self, content: str, *, model: str = "mock") -> bytes | None:
         """The answer to a request of the gateway's own, once it is recorded."""
-        identity = self._accounts.identify(KEY)
+        identity = await self._accounts.find(KEY)
         assert identity is not None
         requests = InternalRequests(identity)
         requests.connect(self._pipeline)
@@ -616,8 +617,7 @@ class World:
 
     def judge(self, alias: str, *, model: str | None = None, saved: int = 10**9) -> Judge | None:
         """The judge of an answer of this alias, past its exam: `model`, or the alias's own; `saved` is in µUSD."""
-        identity = self._accounts.identify(KEY)
-        assert identity is not None
+        identity = self._first
         key = (model, saved)
         if key not in self._judges:
             own = InternalRequests(identity)
@@ -641,7 +641,7 @@ class World:
 
     async def partition(self) -> Partition:
         """Of the first team."""
-        identity = self._accounts.identify(KEY)
+        identity = await self._accounts.find(KEY)
         assert identity is not None
         return partition_of(self._pipeline.settings.secret, identity.team.id)
 
@@ -749,7 +749,7 @@ class World:
 
     async def chain_of(self, turns: int, text: str) -> str:
         """The id of the last of so many responses, each of which continues the one before with `text`."""
-        identity = self._accounts.identify(KEY)
+        identity = await self._accounts.find(KEY)
         assert identity is not None
         item = {"type": "message", "id": "msg_x", "role": "user", "content": [{"type": "input_text", "text": text}]}
         said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]}
@@ -992,6 +992,8 @@ async def _build(settings: Settings, redis: Redis) -> World:
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     accounts = Accounts(settings.sql_url, clock=clock.unix)
     await accounts.open()
+    first = await accounts.find(KEY)
+    assert first is not None
     budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets, Spool(settings.data_dir / "spool"))
     await redis.set(LEDGER_LOCK, "tests")
@@ -1040,6 +1042,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         records=records,
         _pipeline=pipeline,
         _accounts=accounts,
+        _first=first,
         _budgets=budgets,
         _exact=exact,
         _money=money,

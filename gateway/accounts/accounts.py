@@ -4,13 +4,13 @@ No HTTP, no Redis, no spend. Invariant: `identify` never awaits and reads one co
 the database. A change commits and is in this process's snapshot when its method returns. `notify`
 then asks the other processes to `reload`; `refresh` finds a change whose message was lost. A key
 that the snapshot lacks makes `find` look whether the database has changed, within a bound on the
-rate and on the memory of such keys.
+rate and on the memory of such keys. So does a snapshot that `refresh` has not confirmed for
+`_HOLDS_S`, as after a pause of the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import secrets
 import time
@@ -54,6 +54,8 @@ _LOOKS_PER_S = 10.0
 _LOOKS_AT_ONCE = 20.0
 _LOOK_TIMEOUT_S = 1.0
 _UNKNOWN_MAX = 1_024
+# four times as long as a worker takes to look again, on the clock that a pause of the host moves, too
+_HOLDS_S = 2.0
 BUDGETS_MAX = 50
 """The budgets that a team may have: each that applies is checked with every generation."""
 
@@ -82,6 +84,7 @@ class Accounts:
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
+        self._told_at_s = 0.0  # when the database was asked for what the snapshot has, or failed to answer
         self._reading = asyncio.Lock()
         self._used_at_s: dict[int, float] = {}
         self._unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
@@ -103,19 +106,25 @@ class Accounts:
     def identify(self, bearer: str) -> Identity | None:
         """The identity of a key, from memory.
 
-        Returns None where the key is unknown, revoked or expired, or its team is inactive.
+        Returns None where the key is unknown, revoked or expired, or its team is inactive, and where
+        the snapshot is too old to tell: `find` asks the database then.
         """
-        found = self._identities.get(digest(bearer))
-        if found is None:
+        found, now_s = self._identities.get(digest(bearer)), self._clock()
+        if found is None or not 0.0 <= now_s - self._told_at_s <= _HOLDS_S:
             return None
-        now_s = self._clock()
-        if found.key.expires_at_s is not None and found.key.expires_at_s <= now_s:
+        return self._valid(found, now_s)
+
+    def _valid(self, found: Identity | None, now_s: float) -> Identity | None:
+        """The identity, if its key has not expired; notes its use."""
+        if found is None or (found.key.expires_at_s is not None and found.key.expires_at_s <= now_s):
             return None
         self._used_at_s[found.key.id] = now_s
         return found
 
-    def of_key(self, key_id: int) -> Identity | None:
-        """The identity of a key by its id, from memory; None like `identify`."""
+    async def of_key(self, key_id: int) -> Identity | None:
+        """The identity of a key by its id, from memory like `find`; None like `identify`."""
+        if self._is_old():
+            await self._look(is_old=True)
         found = next((one for one in self._identities.values() if one.key.id == key_id), None)
         expires_at_s = found.key.expires_at_s if found is not None else None
         return None if expires_at_s is not None and expires_at_s <= self._clock() else found
@@ -124,24 +133,42 @@ class Accounts:
         """The identity of a key: from memory, else from a database that has changed since.
 
         Returns None like `identify`, and where too many unknown keys came lately, or the database
-        does not answer in time.
+        does not answer in time. A key of an old snapshot is served from memory in that case.
         """
-        found = self.identify(bearer)
-        if found is not None or (of := digest(bearer)) in self._unknown or not self._may_look():
+        found, of = self.identify(bearer), digest(bearer)
+        is_old = of in self._identities and self._is_old()
+        if found is not None or (not is_old and (of in self._unknown or not self._may_look())):
             return found
-        with contextlib.suppress(TimeoutError, SQLAlchemyError):
+        is_told = await self._look(is_old=is_old)
+        found = self._valid(self._identities.get(of), self._clock())
+        if found is None and is_told:
+            if len(self._unknown) >= _UNKNOWN_MAX:
+                del self._unknown[next(iter(self._unknown))]
+            self._unknown[of] = None
+        return found
+
+    def _is_old(self) -> bool:
+        """Whether a change of the last `_HOLDS_S` or more may be missing, or the clock was set back."""
+        return not 0.0 <= self._clock() - self._told_at_s <= _HOLDS_S
+
+    async def _look(self, *, is_old: bool) -> bool:
+        """Ask the database for a change, one request at a time; False where it does not answer in time.
+
+        With `is_old` only until one has asked.
+        """
+        try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S), self._look_in_turn:
+                if is_old and not self._is_old():
+                    return True
                 if self._looking is not None and not self._looking.done():
-                    return None  # one that timed out still waits for the database
+                    raise TimeoutError  # one that timed out still waits for the database
                 self._looking = asyncio.ensure_future(self.refresh())
                 self._looking.add_done_callback(_retrieved)
                 await asyncio.shield(self._looking)
-            found = self.identify(bearer)
-            if found is None:
-                if len(self._unknown) >= _UNKNOWN_MAX:
-                    del self._unknown[next(iter(self._unknown))]
-                self._unknown[of] = None
-        return found
+                return True
+        except (TimeoutError, SQLAlchemyError):
+            self._told_at_s = self._clock()  # memory serves while the database is away
+            return False
 
     def _may_look(self) -> bool:
         """Take one look from the bucket, which refills with time; False if it is empty."""
@@ -157,6 +184,7 @@ class Accounts:
     async def reload(self) -> None:
         """Take a new snapshot of the database."""
         async with self._reading:
+            asked_at_s = self._clock()
             async with self.database.reading() as connection:
                 if not self.database.is_sqlite:  # one snapshot for all reads, as SQLite has
                     await connection.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
@@ -175,7 +203,7 @@ class Accounts:
             self._uses = {name: USES[action] for name, action in acts if USES[action]}
             if self._on_uses is not None:
                 self._on_uses(self._uses)
-            self._version = version
+            self._version, self._told_at_s = version, asked_at_s
             self._unknown.clear()
 
     @uncancelled
@@ -184,9 +212,15 @@ class Accounts:
 
         Reads one row.
         """
-        async with self.database.reading() as connection:
-            version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
+        asked_at_s = self._clock()
+        try:
+            async with self.database.reading() as connection:
+                version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
+        except SQLAlchemyError:
+            self._told_at_s = self._clock()  # memory serves while the database is away
+            raise
         if version == self._version:
+            self._told_at_s = asked_at_s
             return False
         await self.reload()
         return True

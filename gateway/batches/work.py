@@ -368,7 +368,7 @@ class BatchRunner:
         while True:
             if not await self._room(lease, line, model):
                 return None
-            identity = self._accounts.of_key(lease.batch.key_id)
+            identity = await self._accounts.of_key(lease.batch.key_id)
             if identity is None:
                 words = "The key that made the batch was revoked, or has expired"
                 raise LineRefused("invalid_api_key", words, line.custom_id)

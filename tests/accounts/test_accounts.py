@@ -137,6 +137,59 @@ async def test_an_unknown_key_waits_for_no_database_that_hangs(tmp_path: Path, m
     await accounts.close()
 
 
+async def test_a_process_that_was_paused_asks_before_it_accepts_a_key(database_url: str) -> None:
+    """After a pause the snapshot serves nobody before the database was asked once: a revoked key is refused, others pass."""
+    now_s = [1_000.0]
+    here, there = Accounts(database_url), _Counting(database_url, clock=lambda: now_s[0])
+    await here.open()
+    team = await here.create_team("t")
+    revoked, kept = await here.create_key(team.id, "revoked"), await here.create_key(team.id, "kept")
+    await there.open()
+    await here.revoke_key(revoked.key.id)
+    await here.update_key(kept.key.id, models=("small",))
+    now_s[0] += 1.9
+    assert await there.find(revoked.plaintext)
+    assert there.looks == 0
+    for pause_s in (0.2, -3_600.0):
+        now_s[0] += pause_s
+        found = await asyncio.gather(*(there.find(key.plaintext) for key in (revoked, kept) for _ in range(30)))
+        assert [one and one.key.models for one in found] == [None] * 30 + [("small",)] * 30
+        assert there.looks == 1
+        there.looks = 0
+    now_s[0] += 60.0
+    await here.revoke_key(kept.key.id)
+    assert await there.of_key(kept.key.id) is None
+    await here.close()
+    await there.close()
+
+
+async def test_a_pause_while_the_database_is_away_refuses_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it hangs, the first requests wait for one look and later ones not at all; memory answers them."""
+    now_s = [1_000.0]
+    accounts = Accounts(f"sqlite:///{tmp_path / 'sameway.db'}", clock=lambda: now_s[0])
+    await accounts.open()
+    key = await accounts.ensure_first()
+    assert key is not None
+    monkeypatch.setattr("gateway.accounts.accounts._LOOK_TIMEOUT_S", 0.05)
+    hangs, looks = asyncio.Event(), []
+
+    async def refresh() -> bool:
+        looks.append(now_s[0])
+        await hangs.wait()
+        raise NoAnswer("gone")
+
+    monkeypatch.setattr(accounts, "refresh", refresh)
+    for _ in range(3):
+        now_s[0] += 10.0
+        assert all(await asyncio.gather(*(accounts.find(key) for _ in range(30))))
+    assert looks == [1_010.0]
+    hangs.set()
+    await asyncio.sleep(0)
+    await accounts.close()
+
+
 async def test_changes_are_made_listed_and_heard_of(database_url: str) -> None:
     """Each change is seen by this process at once, by another after its message or its next look, and notified once."""
     heard: list[int] = []
@@ -152,14 +205,14 @@ async def test_changes_are_made_listed_and_heard_of(database_url: str) -> None:
     assert len(heard) == 2
     assert there.identify(made.plaintext) is None
     assert await there.refresh()
-    assert there.identify(made.plaintext)
+    assert await there.find(made.plaintext)
     assert not await there.refresh()
     budget = await here.create_budget(team.id, WindowKind.TOTAL, 1, is_hard=False)
     await here.update_budget(budget.id, limit=2, is_hard=True)
     await here.update_key(made.key.id, name="k2", models=("m",), requests_per_min=3)
     renamed = await here.update_team(team.id, name="b", tokens_per_min=10)
     await there.reload()
-    found = there.identify(made.plaintext)
+    found = await there.find(made.plaintext)
     assert found is not None
     assert (found.team, found.key.name, found.key.models, found.key.requests_per_min) == (renamed, "k2", ("m",), 3)
     assert found.budgets == (Budget(budget.id, team.id, WindowKind.TOTAL, 2, True),)
@@ -293,7 +346,7 @@ async def test_the_first_key_is_made_once(database_url: str) -> None:
     made = [key for key in await asyncio.gather(*(accounts.ensure_first() for accounts in several)) if key]
     assert len(made) == 1
     await several[0].reload()
-    found = several[0].identify(made[0])
+    found = await several[0].find(made[0])
     assert found is not None
     assert found.team.name == "default"
     await several[0].delete_team(found.team.id)
@@ -310,7 +363,7 @@ async def test_the_first_key_may_be_given(accounts: Accounts) -> None:
             await accounts.ensure_first(plaintext=weak)
     preset = "sk-preset-0123456789"
     assert await accounts.ensure_first(preset) == preset
-    found = accounts.identify(preset)
+    found = await accounts.find(preset)
     assert found is not None
     assert (found.team.name, found.key.prefix) == ("default", "sk-preset-")
 
@@ -323,9 +376,9 @@ async def test_last_use_is_written_now_and_then(database_url: str) -> None:
     key = await one.ensure_first()
     assert key is not None
     await other.open()
-    assert other.identify(key)
+    assert await other.find(key)
     now_s = 70.0
-    assert one.identify(key)
+    assert await one.find(key)
     await one.save_last_used()
     await other.save_last_used()
     await other.save_last_used()

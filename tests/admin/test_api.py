@@ -161,7 +161,7 @@ async def test_a_keys_plaintext_is_shown_once_and_works(world: World, client: ht
     assert made.headers["cache-control"] == "no-store"
     plaintext, key = made.json()["plaintext"], made.json()["key"]
     assert plaintext.startswith(key["prefix"])
-    identity = world.accounts.identify(plaintext)
+    identity = await world.accounts.find(plaintext)
     assert identity is not None
     assert identity.team.id == team["id"]
     for path in ("/admin/api/keys", f"/admin/api/teams/{team['id']}/keys", f"/admin/api/teams/{team['id']}"):
@@ -172,7 +172,7 @@ async def test_a_keys_plaintext_is_shown_once_and_works(world: World, client: ht
     renamed = await client.patch(f"/admin/api/keys/{key['id']}", json={"name": "production"})
     assert renamed.json()["name"] == "production"
     assert (await client.delete(f"/admin/api/keys/{key['id']}")).json()["is_active"] is False
-    assert world.accounts.identify(plaintext) is None
+    assert await world.accounts.find(plaintext) is None
 
 
 async def test_a_budget_shows_what_counts_against_it(world: World, client: httpx.AsyncClient) -> None:

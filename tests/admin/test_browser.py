@@ -65,7 +65,7 @@ async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None
         await page.locator("#keys").get_by_label("Name").fill("production")
         await page.get_by_role("button", name="Make a key").click()
         plaintext = await page.locator("#plaintext").inner_text()
-        identity = world.accounts.identify(plaintext)
+        identity = await world.accounts.find(plaintext)
         assert identity is not None
         assert identity.key.name == "production"
         await page.goto(f"{base}/admin/teams/{team.id}")
@@ -74,7 +74,7 @@ async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None
         await page.get_by_text("Revoke", exact=True).click()
         await page.get_by_role("button", name="Revoke production now").click()
         await page.get_by_text("The key has stopped working.").wait_for()
-        assert world.accounts.identify(plaintext) is None
+        assert await world.accounts.find(plaintext) is None
         assert visitor.complaints == []
 
 

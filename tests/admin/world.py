@@ -202,7 +202,6 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     shutil.copy(_migrated(), folder / "sameway.db")
     settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret=SECRET)
     accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
-    await accounts.open()
     known_texts: dict[str, bytes] = {}
     socket_path = folder / "cache.sock"
     worker = await asyncio.start_unix_server(lambda r, w: _answer(r, w, known_texts), str(socket_path))
@@ -262,6 +261,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         known_texts=known_texts,
         session="",
     )
+    await accounts.open()
     world.session = await guard.new_session()
     world.app.router.routes.extend(admin_routes(admin))
     while not (await semantic.status()).is_ready:  # noqa: ASYNC110
