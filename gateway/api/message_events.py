@@ -13,7 +13,7 @@ import msgspec
 from cache import Entry
 from gateway.api.chat import EventRenderer, call_index, event_of
 from gateway.journey.storing import chunks_of
-from gateway.wire.chunks import UNREADABLE, read
+from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk
 from gateway.wire.usage import usage_of
@@ -257,7 +257,7 @@ def _input(arguments: str) -> dict[str, Any]:
     guide gives to them ("Fine-grained tool streaming").
     """
     try:
-        given = msgspec.json.decode(arguments or "{}")
+        given = decoded(arguments.encode() or b"{}")
     except UNREADABLE:
         given = None
     return given if isinstance(given, dict) else {"INVALID_JSON": arguments}

@@ -18,7 +18,7 @@ from gateway.api.chat import EventRenderer, call_index, event_of
 from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
-from gateway.wire.chunks import UNREADABLE, read
+from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.sse import Splitter
 from gateway.wire.types import Chunk
@@ -302,13 +302,13 @@ class PassedResponse(Response):
         body = b"".join([one.data for one in (chunks if entry is None else chunks_of(entry))])
         if not self.is_kept:
             return body
-        self._response = self._own(msgspec.json.decode(body))
+        self._response = self._own(decoded(body))
         return self.body()
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
         data = b"".join([one.data for one in chunks])
         if chunks[0].is_whole:
-            whole = msgspec.json.decode(data)
+            whole = decoded(data)
             self._tell("response.created", response={**self._own(whole), "status": "in_progress", "output": []})
             self._take(msgspec.json.encode({"type": f"response.{whole.get('status')}", "response": whole}))
         elif not self.is_kept:
@@ -332,7 +332,7 @@ class PassedResponse(Response):
 
     def _take(self, payload: bytes) -> None:
         try:
-            event = msgspec.json.decode(payload, type=dict[str, Any])
+            event = decoded(payload, dict[str, Any])
         except UNREADABLE:  # no event of this API
             return
         kind = str(event.pop("type", ""))
@@ -397,7 +397,7 @@ def framed(event: str, number: int, **fields: Any) -> bytes:
 def _shell_action(arguments: str) -> dict[str, Any]:
     """The command in the arguments of a call of the local shell; arguments that are none are its text."""
     try:
-        given = msgspec.json.decode(arguments)
+        given = decoded(arguments.encode())
         command = given["command"]
     except (msgspec.DecodeError, KeyError, TypeError):
         given, command = {}, arguments

@@ -14,6 +14,7 @@ those are requested whole.
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import os
 import socket
@@ -28,7 +29,7 @@ import msgspec
 from gateway.backends import base
 from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
-from gateway.wire.chunks import FinishTracker, parse, to_chunk
+from gateway.wire.chunks import FinishTracker, parse, to_chunk, with_pairs
 from gateway.wire.plain import chunk_of
 from gateway.wire.types import EMBEDDING, RERANK, Chunk
 from gateway.wire.usage import count_of
@@ -356,7 +357,7 @@ class ManagedStream:
         if self._is_stream:
             self._source = reply
         elif self._request.kind.is_plain:
-            self._whole = chunk_of(msgspec.json.encode(reply.model_dump(exclude_none=True), enc_hook=str))
+            self._whole = chunk_of(_encoded(reply.model_dump(exclude_none=True)))
         else:
             self._whole = _whole(reply, self._finishes)
 
@@ -425,7 +426,7 @@ def _chunk(piece: Any, finishes: FinishTracker, provider: str) -> Chunk:
         choice.setdefault("finish_reason", None)
     if "usage" in fields and not any(c["delta"] or c["finish_reason"] for c in fields["choices"]):
         fields["choices"] = []
-    data = msgspec.json.encode(fields, enc_hook=str)
+    data = _encoded(fields)
     answer = parse(data)
     finishes.add(answer)
     return to_chunk(data, answer)
@@ -439,12 +440,19 @@ def _whole(reply: Any, finishes: FinishTracker) -> Chunk:
         _tidy(message)
         message.setdefault("content", None)
         choice.setdefault("logprobs", None)
-    data = msgspec.json.encode(fields, enc_hook=str)
+    data = _encoded(fields)
     answer = parse(data)
     finishes.add(answer)
     if not finishes.is_finished:
         raise base.BackendBroken("The deployment's answer ended before its finish")
     return to_chunk(data, answer, is_whole=True)
+
+
+def _encoded(fields: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(fields, enc_hook=str)
+    except UnicodeEncodeError:
+        return with_pairs(json.dumps(fields, default=str).encode())
 
 
 def _tidy(fields: dict[str, Any]) -> None:

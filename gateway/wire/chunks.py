@@ -94,14 +94,33 @@ _NO_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity|nan|inf)\b|-?\d[\
 _MAY_BE_NO_NUMBER = re.compile(rb"[eE]\+?\d{3}")
 
 
+# a pair of surrogates, or an escape of another character; else a surrogate without its pair
+_SURROGATE = re.compile(
+    rb"(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|\\[^u])|\\u[dD][89a-fA-F][\da-fA-F]{2}"
+)
+
+
+def with_pairs(data: bytes) -> bytes:
+    """JSON with U+FFFD in place of each escape of half a character, which UTF-8 does not have."""
+    return _SURROGATE.sub(lambda found: found[1] or b"\\ufffd", data)
+
+
+def decoded(data: bytes, kind: Any = Any) -> Any:
+    """The value of a server's JSON, `with_pairs` where it needs that. Raises msgspec.DecodeError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError:
+        return msgspec.json.decode(with_pairs(data), type=kind)
+
+
 def mended(data: bytes) -> tuple[bytes, Answer]:
-    """`data` and its light parse, with null in place of numbers that JSON does not have (NaN) or
-    that no float holds (1e400). Raises msgspec.DecodeError.
+    """`data` and its light parse, `with_pairs`, and with null in place of numbers that JSON does not
+    have (NaN) or that no float holds (1e400). Raises msgspec.DecodeError.
     """
     try:
         answer = parse(data)
     except msgspec.DecodeError:
-        other = _without_odd_numbers(data)
+        other = with_pairs(_without_odd_numbers(data))
         if other == data:
             raise
         return other, parse(other)

@@ -29,6 +29,7 @@ from gateway.wire.types import EMBEDDING, RERANK, Chunk, Kind
 from policies import Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, until
 from tests.e2e.upstream import Upstream, run_upstream
+from tests.transport.servers import Wire, serve
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "find")]
 
@@ -140,6 +141,30 @@ async def test_a_stream_tells_what_a_whole_tells(
     assert whole.usage.cached_tokens > 0
     assert chunks[-1].is_usage_only or chunks[-1].is_whole
     assert told["model"] == "mock"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_half_a_character_costs_no_answer(is_stream: bool) -> None:
+    """A surrogate without its pair in a provider's answer is U+FFFD."""
+    said = {"role": "assistant", "content": "a\ud800"}
+    choice = {"index": 0, "delta" if is_stream else "message": said, "finish_reason": "stop"}
+    body = json.dumps(
+        {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    ).encode()
+    body = b"data: %b\n\ndata: [DONE]\n\n" % body if is_stream else body
+    kind = b"text/event-stream" if is_stream else b"application/json"
+
+    async def script(wire: Wire) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body))
+        await wire.send(head + body)
+
+    async with serve(script) as served:
+        backend = make_managed(served.url)
+        await backend.start()
+        await backend.library()
+        chunks = await collect(backend.stream(ask(is_stream=is_stream)))
+        await backend.aclose()
+    assert json.loads(fold(chunks))["choices"][0]["message"]["content"] == "a\ufffd"
 
 
 async def test_what_is_sent(upstream: Upstream, managed: ManagedBackend) -> None:

@@ -741,6 +741,40 @@ async def test_a_beginning_is_the_last_message(upstream: Upstream, backend: Open
     assert len(body["messages"]) == 2
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_half_a_character_costs_no_answer(is_stream: bool) -> None:
+    """An escape of a surrogate without its pair is read as U+FFFD, in texts and arguments; pairs and backslashes stay."""
+    text = rb"a\ud83d\ude00b\uDC00\ud83d\ud83d\ude00\\ud800\n\ud800"
+    call = b'[{"index":0,"id":"t","type":"function","function":{"name":"f","arguments":"{\\"x\\":\\"\\ud800\\"}"}}]'
+    said = b'{"role":"assistant","content":"%b","tool_calls":%b}' % (text, call)
+    whole = b'{"id":"c\\udfff","choices":[{"index":0,"message":%b,"finish_reason":"stop"}]}' % said
+    events = [
+        b'{"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":"one "}}]}',
+        *[
+            b'{"id":"c","choices":[{"index":0,"delta":{"content":"%b"}}]}' % one
+            for one in (b"two ", b"\\ud83d", b" \\ude00 ")
+        ],
+        b'{"id":"c","choices":[{"index":0,"delta":%b,"finish_reason":"stop"}]}' % said,
+        b"[DONE]",
+    ]
+    body = b"".join(b"data: %b\n\n" % event for event in events) if is_stream else whole
+    kind = b"text/event-stream" if is_stream else b"application/json"
+
+    async def script(wire: Wire) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body))
+        await wire.send(head + body)
+
+    async with serve(script) as served:
+        backend = make_backend(served.url)
+        await backend.start()
+        chunks = await collect(backend.stream(ask(is_stream=is_stream)))
+        await backend.aclose()
+    message = json.loads(fold(chunks))["choices"][0]["message"]
+    before = "one two \ufffd \ufffd " if is_stream else ""
+    assert message["content"] == before + "a\U0001f600b\ufffd\ufffd\U0001f600\\ud800\n\ufffd"
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"x":"\ufffd"}'
+
+
 @pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e400"])
 async def test_a_number_that_json_lacks_costs_no_answer(odd: str) -> None:
     """In a usage or beside the text, streamed or whole, it is read as null, and a text that looks like it stays."""

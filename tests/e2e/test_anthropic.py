@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -123,6 +124,18 @@ def test_a_request_of_anthropics_goes_out_as_it_came(claude: Anthropic, server: 
     assert again.headers["x-sameway-cache"] == "exact"
     other = claude.messages.with_raw_response.create(**asked)
     assert other.headers["x-sameway-cache"] == "miss"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_half_a_character_costs_no_answer(claude: Anthropic, server: Server, is_stream: bool) -> None:
+    """A surrogate without its pair is U+FFFD in a text, and in the input of a call of a whole answer."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "b" if is_stream else "b\udc00"}}
+    server.answer = message([{"type": "text", "text": "a\ud800"}, call])
+    with claude.messages.stream(**claude_codes()) if is_stream else contextlib.nullcontext() as stream:
+        told = claude.messages.create(**claude_codes()) if stream is None else stream.get_final_message()
+    said, asked = told.content
+    assert (said.type, asked.type) == ("text", "tool_use")
+    assert (said.text, asked.input) == ("a\ufffd", {"command": "b" if is_stream else "b\ufffd"})
 
 
 def recording(is_stream: bool) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.wire.chunks import UNREADABLE
+from gateway.wire.chunks import UNREADABLE, decoded
 
 _FINISHES = {
     "end_turn": "stop",
@@ -48,7 +48,7 @@ class AnswerReader:
     def whole(self, body: bytes) -> list[bytes]:
         """The chunks of a whole message; the body itself where it is no message."""
         try:
-            message = msgspec.json.decode(body)
+            message = decoded(body)
             if message["type"] != "message":
                 return [body]
             events = list(_events(message))
@@ -58,7 +58,7 @@ class AnswerReader:
 
     def _read(self, payload: bytes) -> Sequence[bytes]:
         try:
-            event = msgspec.json.decode(payload)
+            event = decoded(payload)
             return [payload] if event["type"] == "error" else self._take(event)
         except (*UNREADABLE, KeyError, TypeError, AttributeError):
             return [b"not an event of this API: " + payload]
@@ -139,7 +139,7 @@ class AnswerReader:
         if block is None:
             return []
         if text := "".join(self._parts.pop(index)):
-            block = {**block, "input": msgspec.json.decode(text)}
+            block = {**block, "input": decoded(text.encode())}
         return [self._entry("content_blocks", block)]
 
     def _think(self, text: str) -> bytes:

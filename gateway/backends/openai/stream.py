@@ -31,7 +31,7 @@ from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, TransportError
 from gateway.wire import plain
-from gateway.wire.chunks import DeltaTemplate, FinishTracker, mended, to_chunk
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
 from policies import Usage
@@ -468,7 +468,7 @@ class _Passing:
 
     def read(self, payload: bytes) -> _Event:
         """Read the data of one event."""
-        found = msgspec.json.decode(payload, type=_Event)
+        found: _Event = decoded(payload, _Event)
         kind = str(found.type)
         is_last = kind in _LAST_OF_RESPONSES if kind.startswith("response.") else kind.endswith(_LAST_EVENTS)
         self.has_ended = self.has_ended or is_last
