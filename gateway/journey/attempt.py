@@ -257,7 +257,7 @@ class Tries:
         flight, generation, turn = self._flight, self._generation, self._generation.turn
         if generation.serving.settings.rescue != "continue":
             return False
-        while generation.tries < TRIES_MAX and (said := said_in(turn, flight.chunks)) is not None:
+        while generation.tries < TRIES_MAX and (said := await said_in(turn, flight.chunks)) is not None:
             self._done_with |= {broken.name}
             if is_used_up(turn.body, said):
                 seam = Seam(broken.name, broken.name, len(said.text))

@@ -7,6 +7,7 @@ Invariants: the texts join at the last character that was said, none repeated an
 sequence that lies across the joint ends the answer; what is more than text is never continued.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ PREFILL = frozenset({"prefill"})
 _RESTATED_MIN = 12  # characters at which an equal beginning is no coincidence
 _BYTES_PER_TOKEN_MAX = 12  # a chunk with more has several tokens
 _BYTES_PER_TOKEN = 5
+_READ_AT_ONCE = 500  # chunks, in a millisecond
 _PLAIN_DELTA = frozenset({"role", "content"})
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _UNCONTINUED = ("tools", "functions", "audio", "echo", "suffix", "best_of", "structured_outputs", "grammar")
@@ -44,11 +46,11 @@ class Said(msgspec.Struct, frozen=True):
     head: dict[str, Any]
 
 
-def said_in(turn: Turn, chunks: Sequence[Chunk]) -> Said | None:
+async def said_in(turn: Turn, chunks: Sequence[Chunk]) -> Said | None:
     """What `chunks` say, if another deployment may go on with it.
 
     None for several choices, tool calls, JSON formats, log probabilities, reasoning in progress and
-    anything else but text.
+    anything else but text. Lets others run in between: an answer may have 64 MiB.
     """
     if not _is_continued(turn):
         return None
@@ -65,6 +67,8 @@ def said_in(turn: Turn, chunks: Sequence[Chunk]) -> Said | None:
                     return None
                 parts.append(text)
                 tokens += bool(text)
+            if len(parts) % _READ_AT_ONCE == 0:
+                await asyncio.sleep(0)
     text = "".join(parts)
     if not text or text.rfind("<think>") > text.rfind("</think>"):
         return None

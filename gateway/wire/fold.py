@@ -20,6 +20,7 @@ _DROPPED = frozenset({"object", "choices", "obfuscation", "usage_at_start"})
 # other text in a delta arrives in parts; these arrive whole, from some servers repeatedly
 _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 
+_READ_BYTES_MAX = 256 << 10  # of an answer without a count: a few milliseconds
 # fields of a choice that a model does not write
 _UNWRITTEN = frozenset({"finish_reason", "logprobs", "role", "type", "id", "audio"})
 
@@ -50,8 +51,15 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
 def text_bytes(chunks: Sequence[Chunk]) -> int:
     """The UTF-8 bytes of all that a model wrote in `chunks`: text, reasoning, tool calls.
 
-    Of typed events these are the deltas; chunks that cannot be read count whole.
+    Of typed events these are the deltas; chunks that cannot be read count whole. A long answer is
+    taken to have as much text in its bytes as its beginning has: reading all of it takes a second.
     """
+    size_bytes, ends = 0, 0
+    while ends < len(chunks) and size_bytes < _READ_BYTES_MAX:
+        size_bytes += len(chunks[ends].data)
+        ends += 1
+    if ends < len(chunks):
+        return text_bytes(chunks[:ends]) * size_of(chunks) // size_bytes
     try:
         answer = msgspec.json.decode(fold(chunks)) if chunks else {}
         return sum(_text_bytes(choice) for choice in answer.get("choices") or ())

@@ -42,6 +42,23 @@ async def test_another_deployment_goes_on(world: World, failure: Exception) -> N
     assert (await world.ask(model="rescued", max_tokens=50, key=team.key)).cache == "miss"
 
 
+async def test_a_long_answer_is_read_between_others(world: World) -> None:
+    """What a long answer said is read a part at a time: other requests go on meanwhile."""
+    said = [f"{number} " for number in range(5_000)]
+    world.backends["breaks"].plays_once(*said, broken())
+    world.backends["goes on"].plays_once("end", Finish(), Tokens())
+    client = world.begin(model="rescued", stream=True, max_tokens=20_000)
+    call = await world.backends["breaks"].called()
+    while call.steps <= len(said):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    turns = 0
+    while not world.backends["goes on"].calls:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 10
+    assert (await client.reply()).content == "".join(said) + "end"
+
+
 async def test_a_server_that_begins_anew_is_joined_where_it_says_the_same(world: World) -> None:
     """A server that ignores the beginning and says it again is joined behind it; one that says other text is not."""
     world.backends["breaks"].plays("The capital of France", broken())

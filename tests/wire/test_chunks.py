@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, read, unfold
-from gateway.wire.fold import fold
+from gateway.wire.fold import fold, text_bytes
 from gateway.wire.types import Chunk
 from policies import Usage
 
@@ -464,3 +464,12 @@ def test_absurd_usage_stays_a_number_that_everything_can_add(claimed: int) -> No
     found = read(msgspec.json.encode({"choices": [], "usage": {}}).replace(b"{}", json.dumps(usage).encode())).usage
     assert found is not None
     assert max(found.prompt_tokens, found.completion_tokens, found.cached_tokens) <= 1_000_000_000
+
+
+def test_the_text_of_a_long_answer_is_judged_by_its_beginning() -> None:
+    """Its length without a server's count holds the worker up no longer than 256 KiB do: what follows is not read."""
+    alike = [b'{"choices":[{"index":0,"delta":{"content":"four"}}]}'] * 8_000
+    read_of, unread = [Chunk(data) for data in alike], [Chunk(b"x" * len(alike[0]))] * 8_000
+    assert text_bytes(read_of[:1_000]) == 4_000
+    assert text_bytes(read_of) == 32_000
+    assert text_bytes(read_of + unread) == 64_000
