@@ -89,14 +89,29 @@ class Demand(msgspec.Struct, frozen=True):
     measure: str = ""
 
 
+class Cause(StrEnum):
+    """Why a candidate was rejected, in the order of the checks."""
+
+    CAPABILITY = "capability"
+    CONTEXT = "context"
+    OUTPUT = "output"
+    DISABLED = "disabled"
+    DENIED = "denied"
+    HEALTH = "health"
+    FULL = "full"
+    DEADLINE = "deadline"
+    LIMIT = "limit"
+    TRIED = "tried"
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """One deployment and its present figures.
 
     `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
-    `allowed` are the reserved parts of a request that it may get. `is_denied` says of an
-    unavailable one that it refuses every request until an operator mends it. `use` says of one that
-    an operator took out of use what it is: drained or disabled. `full_at` is the number of requests
+    `allowed` are the reserved parts of a request that it may get. `resting` is set for one that gets
+    no request now: HEALTH, or DENIED where it refuses every request until an operator mends it. `use`
+    says of one that an operator took out of use what it is: drained or disabled. `full_at` is the number of requests
     that it may run, where as many run; else 0. A line of a batch costs `batch_factor` millionths of
     the price.
     """
@@ -108,8 +123,7 @@ class Candidate(msgspec.Struct, frozen=True):
     output_tokens_max: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-    is_unavailable: bool = False
-    is_denied: bool = False
+    resting: Cause | None = None
     health_reason: str = ""
     full_at: int = 0
     use: str = ""
@@ -134,21 +148,6 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
     kind: PolicyKind = PolicyKind.BALANCED
     ttft_ms_max: float | None = None
     cost_microusd_max: MicroUSD | None = None
-
-
-class Cause(StrEnum):
-    """Why a candidate was rejected, in the order of the checks."""
-
-    CAPABILITY = "capability"
-    CONTEXT = "context"
-    OUTPUT = "output"
-    DISABLED = "disabled"
-    DENIED = "denied"
-    HEALTH = "health"
-    FULL = "full"
-    DEADLINE = "deadline"
-    LIMIT = "limit"
-    TRIED = "tried"
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -300,9 +299,8 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
         return Rejected(name, Cause.OUTPUT, f"answers with at most {limit} tokens, {output} were asked for")
     if candidate.use:
         return Rejected(name, Cause.DISABLED, f"is {candidate.use} by an operator")
-    if candidate.is_unavailable:
-        cause = Cause.DENIED if candidate.is_denied else Cause.HEALTH
-        return Rejected(name, cause, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
+    if candidate.resting is not None:
+        return Rejected(name, candidate.resting, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
     if candidate.full_at:
         return Rejected(name, Cause.FULL, f"is full: its `concurrency_max` of {candidate.full_at} requests run there")
     return None

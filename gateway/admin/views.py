@@ -491,7 +491,7 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         backend=deployment.settings.backend,
         model=deployment.model,
         policy=alias.settings.policy,
-        is_available=not (seen.is_unavailable or deployment.breaker.denial or deployment.use),
+        is_available=not (seen.resting or deployment.breaker.denial or deployment.use),
         reason=reason,
         use=deployment.use,
         ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),

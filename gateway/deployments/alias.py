@@ -230,7 +230,7 @@ class HedgeShare:
 
 
 def _well(candidate: Candidate) -> Candidate:
-    return msgspec.structs.replace(candidate, is_unavailable=False, full_at=0, use="")
+    return msgspec.structs.replace(candidate, resting=None, full_at=0, use="")
 
 
 def _not_allowed(found: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:

@@ -21,7 +21,7 @@ from gateway.loggers import get_logger
 from gateway.reserved import PAID
 from gateway.settings import DeploymentSettings
 from gateway.wire.types import CHAT, Kind
-from policies import Breaker, Candidate, Demand, Estimate, Price, Usage
+from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Usage
 from policies.prices import MicroUSD
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
@@ -130,7 +130,12 @@ class Deployment:
     def candidate(self, prompt_tokens: int, *, is_alone: bool = False) -> Candidate:
         """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
         load = self.backend.load(prompt_tokens)
-        is_unavailable = not (load.is_ready and self.breaker.allows(is_alone=is_alone))
+        resting, reason = None, ""
+        if not load.is_ready:
+            resting, reason = Cause.HEALTH, load.reason
+        elif not self.breaker.allows(is_alone=is_alone):
+            is_denied = self.breaker.denial and not self.breaker.is_probed
+            resting, reason = Cause.DENIED if is_denied else Cause.HEALTH, self.breaker.reason
         figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior rejects no deployment
         offers = self.capabilities
@@ -144,9 +149,8 @@ class Deployment:
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
-            is_unavailable=is_unavailable,
-            is_denied=is_unavailable and load.is_ready and bool(self.breaker.denial) and not self.breaker.is_probed,
-            health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
+            resting=resting,
+            health_reason=reason,
             use=self.use,
             full_at=self.places.places_max if self.places.is_full else 0,
             priority=self.settings.priority,

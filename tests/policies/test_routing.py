@@ -24,8 +24,7 @@ candidates = st.builds(
     output_tokens_max=st.none() | st.integers(1, 10_000),
     ttft_ms=_ms,
     tpot_ms=_ms,
-    is_unavailable=st.booleans(),
-    is_denied=st.booleans(),
+    resting=st.sampled_from([None, Cause.HEALTH, Cause.DENIED]),
     priority=st.integers(-1, 1),
     prefill_ms_per_token=st.floats(0, 10),
 )
@@ -82,7 +81,7 @@ def test_nobody_is_ranked_who_cannot_or_may_not(demand: Demand, fleet, policy: R
     for ranked in route(demand, fleet, policy).ranked:
         candidate = by_name[ranked.name]
         assert demand.needs <= candidate.capabilities
-        assert not candidate.is_unavailable
+        assert candidate.resting is None
         assert candidate.name not in demand.excluded
         output = demand.output_tokens_max if demand.is_output_asked else min(1, demand.output_tokens_max)
         if candidate.context_tokens_max is not None:
@@ -180,7 +179,7 @@ def test_the_unmeasured_is_tried_and_not_condemned() -> None:
         (replace(LOCAL, context_tokens_max=1400), SMALL, RoutingPolicy(), Cause.CONTEXT, "1400"),
         (replace(LOCAL, output_tokens_max=499), SMALL, RoutingPolicy(), Cause.OUTPUT, "499"),
         (
-            replace(LOCAL, is_unavailable=True, health_reason="it failed 5 times in a row"),
+            replace(LOCAL, resting=Cause.HEALTH, health_reason="it failed 5 times in a row"),
             SMALL,
             RoutingPolicy(),
             Cause.HEALTH,
