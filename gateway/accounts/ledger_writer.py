@@ -74,7 +74,6 @@ class WriterStats:
     restatements: int = 0
     drift_microusd: MicroUSD = 0
     failures: int = 0
-    last_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,8 @@ class LedgerWriter:
     async def _turn(self) -> float:
         try:
             is_leader = await self.step()
-        except (RedisError, SQLAlchemyError, OSError, LockLost) as error:
+        except (RedisError, SQLAlchemyError, OSError, LockLost):
             self.stats.failures += 1
-            self.stats.last_error = f"{type(error).__name__}: {error}"
             self.stats.is_leader = False
             self._trouble_s = min(max(2 * self._trouble_s, _IDLE_S), _TROUBLE_S_MAX)
             await self._lease.drop()  # another writer may reach SQL

@@ -10,6 +10,7 @@ import asyncio
 import os
 import resource
 import time
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -20,6 +21,7 @@ from cache.redis_link import RedisLink
 from cache.worker import Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
 from gateway.accounts.database import name_of
+from gateway.accounts.ledger_writer import WriterStats
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.journey.budget import Money
@@ -68,6 +70,7 @@ class HealthMonitor:
         self._database_error = "not asked yet"
         self._cache = Status(WorkerState.AWAY)
         self._backlog = 0
+        self._written = WriterStats()  # as counted in the metrics
         self._was_ready = False
         self._are_descriptors_scarce = False
         self.lag_s = 0.0
@@ -208,6 +211,10 @@ class HealthMonitor:
         metrics.set(m.REDIS_UP, float(not self._redis_error))
         metrics.set(m.DATABASE_UP, float(not self._database_error))
         metrics.set(m.LEDGER_BACKLOG, self._backlog + self._money.unsettled)
+        before, self._written = self._written, replace(self._writer.stats)
+        metrics.add(m.LEDGER_FAILURES, self._written.failures - before.failures)
+        metrics.add(m.LEDGER_SET_ASIDE, self._written.set_aside - before.set_aside)
+        metrics.add(m.LEDGER_DRIFT, (self._written.drift_microusd - before.drift_microusd) / 1e6)
         metrics.set(m.CACHE_WORKER_UP, float(self._cache.is_ready))
         metrics.set(m.INDEX_ENTRIES, self._cache.entries)
         metrics.set(m.L1_BYTES, self._pipeline.exact.l1_bytes)

@@ -229,6 +229,16 @@ WORKER_MEMORY = _gauge("sameway_workers_memory_bytes", Merge.SUM, "Resident memo
 REDIS_UP = _gauge("sameway_redis_up", Merge.MIN, "1 while every worker reaches Redis.")
 DATABASE_UP = _gauge("sameway_database_up", Merge.MIN, "1 while every worker reaches the SQL database.")
 LEDGER_BACKLOG = _gauge("sameway_ledger_backlog_rows", Merge.MAX, "Ledger rows in Redis that SQL does not have yet.")
+LEDGER_FAILURES = _counter(
+    "sameway_ledger_failures_total", "Failures of Redis or SQL that interrupted the ledger's writer; it tries again."
+)
+LEDGER_SET_ASIDE = _counter(
+    "sameway_ledger_rows_set_aside_total",
+    "Entries that are no row, or that SQL refuses: they are in no sum of the ledger.",
+)
+LEDGER_DRIFT = _counter(
+    "sameway_ledger_drift_usd_total", "What Redis' counts of spend were wrong by when the ledger corrected them."
+)
 CACHE_WORKER_UP = _gauge("sameway_cache_worker_up", Merge.MIN, "1 while the cache worker answers.")
 INDEX_ENTRIES = _gauge("sameway_semantic_index_entries", Merge.MAX, "Prompts in the semantic index.")
 SEMANTIC_ERROR = _gauge(

@@ -253,7 +253,7 @@ async def test_a_row_that_sql_refuses_is_found_among_the_good(
 
 
 async def test_a_database_that_is_away_loses_nothing(redis: Redis, budgets: Budgets, accounts: Accounts) -> None:
-    """While SQL fails the rows wait in Redis and the failure is told; when it is back they arrive."""
+    """While SQL fails the rows wait in Redis and the failure is counted; when it is back they arrive."""
     ledger = Ledger(accounts.database)
     writer = LedgerWriter(redis, ledger, budgets, clock=lambda: NOW_S)
     real = accounts.database
@@ -261,7 +261,6 @@ async def test_a_database_that_is_away_loses_nothing(redis: Redis, budgets: Budg
     await spend(budgets, "a", 10)
     task = asyncio.create_task(writer.run())
     await until(lambda: writer.stats.failures > 0)
-    assert writer.stats.last_error
     assert await redis.xlen(LEDGER_STREAM) == 1
     while await redis.get(LEDGER_LOCK) is not None:  # noqa: ASYNC110 (it lets others try)
         await asyncio.sleep(0.001)

@@ -17,11 +17,13 @@ import httpx
 import psutil
 import pytest
 from openai import OpenAI
+from redis import Redis
 
+from policies.holds import LEDGER_STREAM, READY_KEY
 from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_money import budget_of, ledger_microusd, new_team
 from tests.e2e.upstream import Upstream
-from tests.services import PostgresServer, run_postgres, run_redis
+from tests.services import PostgresServer, RedisServer, run_postgres, run_redis
 
 ENV = {"SAMEWAY_SECRET": "one secret for every host, or no host reads the other's cache"}
 
@@ -33,11 +35,17 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with run_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def hosts(
-    upstream_process: Upstream, postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory
+    upstream_process: Upstream, postgres: PostgresServer, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Gateway, Gateway]]:
     """Two gateways on one Redis and one database; the first start of both at once makes the schema once."""
-    with run_redis() as redis, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         config: dict[str, Any] = {
             "redis_url": redis.url,
             "database_url": postgres.create_database(),
@@ -191,6 +199,27 @@ def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], p
     wait_for(lambda: budget_of(east, team_id)["held_microusd"] == 0, 5)
     spent = budget_of(east, team_id)["spent_microusd"]
     wait_for(lambda: ledger_microusd(west, team_id) == spent, 20)
+    assert counted(hosts, "sameway_ledger_failures_total") > 0
+
+
+def test_what_the_ledgers_writer_corrects_is_counted(hosts: tuple[Gateway, Gateway], redis: RedisServer) -> None:
+    """An entry that is no row, and a count of spend that was wrong, are in the metrics of the host that met them."""
+    wrong, drift = "sameway_ledger_rows_set_aside_total", "sameway_ledger_drift_usd_total"
+    team_id, key = new_team(hosts[0], limit_usd=1.0)
+    wait_for(lambda: hosts[0].chat("spend", model="dear", key=key).status_code == 200, 5)
+    wait_for(lambda: ledger_microusd(hosts[1], team_id) > 0, 20)
+    assert (counted(hosts, wrong), counted(hosts, drift)) == (0.0, 0.0)
+    with Redis.from_url(redis.url) as link:
+        link.xadd(LEDGER_STREAM, {"row": b"none", "team": team_id, "at_ms": 1, "cost": 0})
+        link.hincrby(f"sameway:{{money}}:spend:{team_id}:total", "spent", 1_500_000)
+        link.delete(READY_KEY)
+    wait_for(lambda: counted(hosts, wrong) == 1.0 and counted(hosts, drift) == 1.5, 20)
+
+
+def counted(hosts: tuple[Gateway, Gateway], metric: str) -> float:
+    """A counter of both hosts."""
+    told = [re.search(rf"^{metric} (\S+)$", host.observe("/metrics").text, re.M) for host in hosts]
+    return sum(float(one[1]) for one in told if one is not None)
 
 
 def test_a_host_that_dies_leaves_no_money_behind(hosts: tuple[Gateway, Gateway], upstream: Upstream) -> None:
