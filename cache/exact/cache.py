@@ -214,7 +214,9 @@ class ExactCache:
             if look.data is not None:
                 entry, miss = self._read(look.data, fp, max_age_s, purges_before)
                 if claims is not None and entry is None:
-                    look = self._store.claims.read(fp, await self._store.look(fp, wants=claims, is_stale=True))
+                    look = self._store.claims.read(fp, await self._store.look(fp, wants=claims, stale=look.data))
+                    if look.data is not None:  # stored since
+                        entry, miss = self._read(look.data, fp, max_age_s, purges_before)
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         if look.pointed is not None:

@@ -14,6 +14,7 @@ claims.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,14 +34,12 @@ _RENEWED_AFTER_S = 1.0
 _TAKEN, _OWN, _ELSEWHERE, _NONE = 1, 2, 3, 0
 
 # KEYS: entries, claim; by words also words, groups, suspended. ARGV: exact, the terms (process, lease_ms, 1
-# where a claim is wanted, 1 where the entry does not count); by words also their key. Answers the entry, or
+# where a claim is wanted, the SHA-1 of an entry that does not count or 0); by words also their key. Answers the entry, or
 # the one that its words point at, or {what became of the claim, its age in ms}.
 _ENTRY = """
-local process, lease_ms, wants, is_stale = string.match(ARGV[2], '^(%x+) (%d+) (%d) (%d)$')
-if is_stale == '0' then
-  local entry = redis.call('HGET', KEYS[1], ARGV[1])
-  if entry then return entry end
-end
+local process, lease_ms, wants, stale = string.match(ARGV[2], '^(%x+) (%d+) (%d) (%x+)$')
+local entry = redis.call('HGET', KEYS[1], ARGV[1])
+if entry and (stale == '0' or redis.sha1hex(entry) ~= stale) then return entry end
 """
 _CLAIM = """
 local claim = redis.pcall('GET', KEYS[2])
@@ -87,20 +86,20 @@ class Claims:
         self._redis = redis
         self._monotonic = monotonic
         self.process = secrets.token_hex(8)
-        both = (False, True)
-        self._terms = {(w, s): f"{self.process} {_LEASE_MS} {w:d} {s:d}" for w in both for s in both}
+        self._terms = {wants: f"{self.process} {_LEASE_MS} {wants:d} " for wants in (False, True)}
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
     def look(
-        self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, is_stale: bool = False, words: bytes | None = None
+        self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, stale: bytes = b"", words: bytes | None = None
     ) -> Awaitable[Any]:
         """Look for the entry, then for the one that `words` point at; without one, claim it if the
         caller `wants` that. `keys` are a partition's entries, words, groups, suspended.
 
-        `is_stale`: the entry that is there does not count. `read` reads the reply. Raises what the
+        `stale`: an encoded entry that does not count, unless another one took its place. `read` reads
+        the reply. Raises what the
         client raises.
         """
-        terms = self._terms[wants, is_stale]
+        terms = self._terms[wants] + (hashlib.sha1(stale, usedforsecurity=False).hexdigest() if stale else "0")
         if words is None:
             return self._redis.eval(_LOOK, 2, keys[0], _key(fp), fp.exact, terms)
         return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], _key(fp), *keys[1:], fp.exact, terms, words)

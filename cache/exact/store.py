@@ -123,12 +123,10 @@ class EntryStore:
 
     # --- one entry
 
-    def look(
-        self, fp: Fingerprint, *, wants: bool, is_stale: bool = False, words: bytes | None = None
-    ) -> Awaitable[Any]:
+    def look(self, fp: Fingerprint, *, wants: bool, stale: bytes = b"", words: bytes | None = None) -> Awaitable[Any]:
         """The encoded entry or the state of its claim, for `claims.read`; see `Claims.look`."""
         keys = _keys(fp.partition)
-        return self.claims.look(fp, (keys[0], keys[7], keys[6], keys[8]), wants=wants, is_stale=is_stale, words=words)
+        return self.claims.look(fp, (keys[0], keys[7], keys[6], keys[8]), wants=wants, stale=stale, words=words)
 
     def lookup(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
         """The encoded entry, perhaps an expired one."""

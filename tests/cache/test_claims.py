@@ -48,6 +48,29 @@ async def test_storing_and_releasing_end_a_claim(redis: Redis, clock: Clock) -> 
     assert await redis.keys("*claim*") == []
 
 
+async def test_an_answer_that_is_stored_between_two_looks_is_found(
+    redis: Redis, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that finds an expired entry looks again: what took its place meanwhile is served, and not made again."""
+    one, other, fp = process(redis, clock), process(redis, clock), ask("Why?")
+    await one.store(entry_for(fp, clock.now))
+    clock.now += 1_000_000
+    assert (await other.lookup_shared(fp, claims=True)).is_claimed
+    sent, looks = redis.eval, []
+
+    async def interrupted(*command: object) -> object:
+        looks.append(command)
+        if len(looks) == 2:
+            monkeypatch.undo()
+            await other.store(entry_for(fp, clock.now))
+        return await sent(*command)
+
+    monkeypatch.setattr(redis, "eval", interrupted)
+    seen = await one.lookup_shared(fp, claims=True)
+    assert (seen.entry is not None, seen.is_claimed, len(looks)) == (True, False, 2)
+    assert await redis.keys("*claim*") == []
+
+
 async def test_a_claim_lives_as_long_as_it_is_renewed(redis: Redis, clock: Clock) -> None:
     """Renewed it has its whole lease again, up to a bound; then no other process waits for it."""
     one, fp = process(redis, clock), ask("Why?")
