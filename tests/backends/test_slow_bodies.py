@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -80,6 +81,22 @@ async def test_a_whole_that_stalls() -> None:
 
     with pytest.raises(BackendTimeout, match="fell silent"):
         await answered(tell, is_stream=False, whole_s=600.0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_worker_that_was_held_up_reads_what_came_meanwhile(is_stream: bool) -> None:
+    """A pause of the worker is no silence of the server: what waits in the socket is read before it is judged."""
+    head, body = (_EVENTS_HEAD, _DELTA + _FINISH) if is_stream else (_JSON_HEAD % len(_WHOLE), _WHOLE)
+
+    async def tell(writer: asyncio.StreamWriter) -> None:
+        writer.write(head + body[:-40])
+        await asyncio.sleep(0.02)
+        time.sleep(0.2)  # noqa: ASYNC251
+        writer.write(body[-40:-20])
+        await asyncio.sleep(0.02)
+        writer.write(body[-20:])
+
+    assert b'"finish_reason":"stop"' in (await answered(tell, is_stream=is_stream)).replace(b" ", b"")
 
 
 async def test_white_space_before_a_whole_only_keeps_the_connection() -> None:

@@ -41,6 +41,7 @@ _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
 _WHOLE_BYTES_PER_S = 500.0
 _DRIP_SILENCES = 10.0
+_LATE_SHARE = 0.1
 _LAST_EVENTS = (".done", ".completed", "message_stop")
 _LAST_OF_RESPONSES = ("response.completed", "response.incomplete")  # others of that name are of its parts
 _FIRST_OF_RESPONSES = ("response.created", "response.queued", "response.in_progress")  # no answer has begun
@@ -403,11 +404,16 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._watch, timeout_s)
 
-    def _watch(self, timeout_s: float) -> None:
+    def _watch(self, timeout_s: float, was_late: bool = False) -> None:
         loop = asyncio.get_running_loop()
         since = self._reading_since
-        silent_s = 0.0 if since is None else loop.time() - since
-        if silent_s < timeout_s:
+        now = loop.time()
+        silent_s = 0.0 if since is None else now - since
+        late_s = 0.0 if was_late or self._timer is None else now - self._timer.when()
+        if late_s > _LATE_SHARE * timeout_s:
+            # this worker was paused or held up: what came meanwhile is read first
+            self._timer = loop.call_later(min(late_s, timeout_s), self._watch, timeout_s, True)
+        elif silent_s < timeout_s:
             self._timer = loop.call_later(timeout_s - silent_s, self._watch, timeout_s)
         elif self._exchange is not None:
             self._timer = None
