@@ -20,6 +20,7 @@ after `_DRIP_SILENCES` times that limit: without an event, or with a whole slowe
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -402,19 +403,22 @@ class OpenAIStream(msgspec.Struct, eq=False):
         """Set the stream's only timer, which is cheaper than a time-out around each read."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._watch, timeout_s)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(timeout_s, self._watch, timeout_s, loop.time() + timeout_s)
 
-    def _watch(self, timeout_s: float, was_late: bool = False) -> None:
+    def _watch(self, timeout_s: float, due_s: float) -> None:
+        """Look for a silence. A timer that runs well after `due_s` waits once more."""
         loop = asyncio.get_running_loop()
         since = self._reading_since
         now = loop.time()
         silent_s = 0.0 if since is None else now - since
-        late_s = 0.0 if was_late or self._timer is None else now - self._timer.when()
+        late_s = now - due_s
         if late_s > _LATE_SHARE * timeout_s:
             # this worker was paused or held up: what came meanwhile is read first
-            self._timer = loop.call_later(min(late_s, timeout_s), self._watch, timeout_s, True)
+            self._timer = loop.call_later(min(late_s, timeout_s), self._watch, timeout_s, math.inf)
         elif silent_s < timeout_s:
-            self._timer = loop.call_later(timeout_s - silent_s, self._watch, timeout_s)
+            left_s = timeout_s - silent_s
+            self._timer = loop.call_later(left_s, self._watch, timeout_s, now + left_s)
         elif self._exchange is not None:
             self._timer = None
             self._silence = (
