@@ -18,7 +18,7 @@ from bench.labelled import Labelled
 from cache import Trial
 from cache.decision.text_features import read
 from cache.encoder.types import Encoded
-from cache.verdicts import Judgement, QAPair, Ruling, equal
+from cache.verdicts import EARLY, Judgement, QAPair, Ruling, equal
 from cache.verdicts.judges import agree
 from cache.verdicts.prose import Answers, Sketch, sketch
 from gateway.learning.comparisons import LIKELY
@@ -75,6 +75,7 @@ class Judging(Protocol):
     )  # the chance with which a judge model was asked about the first comparison of a trial; as in a verdict
     questions: int  # to a judge model, till now
     flips: tuple[float, float]  # its error rates, as in a verdict
+    is_early: bool  # a judge may rule later on what none could tell
 
     def begin(self, trial: Trial) -> None:
         """The comparisons of this trial follow."""
@@ -89,6 +90,7 @@ class Ideal:
     asked = None
     questions = 0
     flips = (0.0, 0.0)
+    is_early = False
 
     def __init__(self, noise: float, random: random.Random) -> None:
         self._labels: dict[bytes, str] = {}
@@ -138,6 +140,7 @@ class Product:
         self._is_drawn = False
         self.asked: float | None = None
         self.questions = 0
+        self.is_early = False
         self._prose = Answers()
         self._sketches: dict[bytes, Sketch] = {}
 
@@ -179,7 +182,10 @@ class Product:
         return None if ruling is Ruling.UNKNOWN else ruling is Ruling.SAME
 
     def _prosaic(self, fresh: bytes, cached: bytes) -> Ruling:
-        return Ruling(self._prose.judge(self._sketches[fresh], fresh, [cached])[0].ruling)
+        judgement = self._prose.judge(self._sketches[fresh], fresh, [cached])[0]
+        if self._judge is None and not self._sketches[fresh].is_empty:
+            self.is_early = judgement.why == EARLY
+        return Ruling(judgement.ruling)
 
     def _asked(self, one: QAPair, other: QAPair, trial: Trial | None) -> Ruling:
         """What the judge model says; of the first comparison of a trial with a second opinion, as a gateway asks for it."""

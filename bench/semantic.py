@@ -38,7 +38,7 @@ from bench.lab.processes import BenchError
 from bench.labelled import Comparisons, Labelled, Recall, Request, load
 from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
-from cache import Hit, MissReason, Query
+from cache import Hit, Miss, MissReason, Query
 from cache.decision.features import Neighbour
 from cache.decision.guards import COLD_WRONG
 from cache.decision.model import LearnedModel, Row
@@ -144,6 +144,22 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
     labels: dict[bytes, str] = {}
     counts, comparisons = Counts(len(requests)), Comparisons()
     times: list[float] = []
+    early: list[tuple[Request, Miss]] = []
+
+    def learn(request: Request, answer: Miss, *, is_late: bool = False) -> None:
+        assert answer.trial is not None
+        judging.begin(answer.trial)
+        judged = comparisons.compare(
+            request.query, answer, request.exact, functools.partial(judging.is_same, request.exact)
+        )
+        if judged is None or (is_late and judged.verdict.is_right is None):
+            return
+        if judged.verdict.is_right is None and judging.is_early:
+            early.append((request, answer))
+        flips = judging.flips if judging.asked is not None else (0.0, 0.0)
+        verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked, flips=flips, is_late=is_late)
+        cache.fold([dataclasses.replace(judged, verdict=verdict)])
+
     for request in requests:
         started = time.perf_counter()
         (answer,) = cache.lookup([request.query])
@@ -159,13 +175,9 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
             cache.settle()
         if answer.trial is None or answer.nearest is None:
             continue
-        judging.begin(answer.trial)
-        is_same = functools.partial(judging.is_same, request.exact)
-        judged = comparisons.compare(request.query, answer, request.exact, is_same)
-        if judged is not None:
-            flips = judging.flips if judging.asked is not None else (0.0, 0.0)
-            verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked, flips=flips)
-            cache.fold([dataclasses.replace(judged, verdict=verdict)])
+        learn(request, answer)
+        while early and not judging.is_early:  # as a gateway makes them again
+            learn(*early.pop(0), is_late=True)
     return counts, statistics.median(times)
 
 

@@ -119,9 +119,11 @@ class WordOdds:
         self._counts: dict[int, tuple[float, float]] = {}
         self._all = (1.0, 1.0)
 
-    def learn(self, features: NDArray[np.float64], is_right: bool) -> None:
-        """Count one verdict. `features` is a row of `features_of`: the words are at its end."""
-        right, wrong = float(is_right), float(not is_right)
+    def learn(self, features: NDArray[np.float64], is_right: bool, sign: int = 1) -> None:
+        """Count one verdict, or take it back with a `sign` of -1. `features` is a row of
+        `features_of`: the words are at its end.
+        """
+        right, wrong = sign * float(is_right), sign * float(not is_right)
         self._all = (self._all[0] + right, self._all[1] + wrong)
         for word in features[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist():
             if word:

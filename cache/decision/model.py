@@ -88,6 +88,7 @@ class Row:
     is_right: bool | None
     asked: float | None = None  # of the verdict
     flips: tuple[float, float] = (0.0, 0.0)  # of the verdict
+    is_late: bool = False  # the verdict takes the place of a row that no judge could tell
 
     @property
     def label(self) -> float:
@@ -101,6 +102,10 @@ class Row:
     def stands_for(self) -> float:
         """How many comparisons it stands for, of which a share was asked; 1 where all were."""
         return min(_WEIGHT_MAX, 1 / self.asked) if self.asked else 1.0
+
+    def is_awaited(self, late: Row) -> bool:
+        """Whether a late verdict is on this comparison, which no judge could tell."""
+        return self.is_right is None and self.trial.features == late.trial.features
 
     @property
     def features(self) -> Vector:
@@ -274,17 +279,36 @@ class CalibratedModel:
     def learn(self, row: Row) -> None:
         """Take in a verdict. Refits at the first forty, then for every tenth more, at most 400."""
         self._rows.append(row)
-        features, p = row.features, row.trial.p
+        features = row.features
         self._requests += 1 + float(features[-2])
         self._risked += float(features[-1])
         if row.asked != 0.0:
             self._seen += 1
-            self.word_odds.learn(features, bool(row.is_right))
-            if p >= _NEARLY_SURE:
-                self._expected += row.stands_for * (1 - p)
-                self._wrong += row.stands_for * (1 - row.label)
+            self._count(row)
         if len(self._rows) > ROWS_MAX + ROWS_MAX // 8:
             del self._rows[: ROWS_MAX // 8]
+        self._fit_when_due()
+
+    def correct(self, row: Row) -> bool:
+        """Put a late verdict in the place of its row. False where that is not among the rows."""
+        place = next((at for at, one in enumerate(self._rows) if one.is_awaited(row)), None)
+        if place is None:
+            return False
+        self._count(self._rows[place], -1)
+        self._rows[place] = row
+        self._seen += 1
+        self._count(row)
+        self._fit_when_due()
+        return True
+
+    def _count(self, row: Row, sign: int = 1) -> None:
+        """Count a verdict, or take it back with a `sign` of -1."""
+        self.word_odds.learn(row.features, bool(row.is_right), sign)
+        if row.trial.p >= _NEARLY_SURE:
+            self._expected += sign * row.stands_for * (1 - row.trial.p)
+            self._wrong += sign * row.stands_for * (1 - row.label)
+
+    def _fit_when_due(self) -> None:
         if self._seen >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
             self._fitted_at = self._seen
             rows, kappa = list(self._rows), self.kappa
@@ -356,7 +380,8 @@ class LearnedModel:
         """Take in a comparison."""
         if row.is_right is None and self._told is self.certain:
             self._told = self.certain.copy()
-        self.certain.learn(row)
+        if not (row.is_late and self.certain.correct(row)):
+            self.certain.learn(row)
         if row.is_right is not None and self._told is not self.certain:
             self._told.learn(row)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.verdicts.judges import Judgement, Ruling
+from cache.verdicts.judges import PROSE, Judgement, Ruling
 from cache.verdicts.prose import Answers, Sketch
 
 _BYTES_MAX = 128 << 20
@@ -90,5 +90,5 @@ class AnswerSketches:
         """
         one = self._namespaces.get(namespace)
         if one is None:
-            return [Judgement(Ruling.UNKNOWN, "prose", "no sketch")] * len(others)
+            return [Judgement(Ruling.UNKNOWN, PROSE, "no sketch")] * len(others)
         return one.answers.judge(fresh, name, others)

@@ -86,7 +86,8 @@ class NamespaceStates:
         name, trial = record.partition + verdict.compat, verdict.trial
         state, tallied = self.of(name), self._tallied.pop(name, None) or _GroupTallies()
         self._tallied[name] = tallied  # the latest at the end
-        if trial.chance < 1.0 and trial.features:  # else a hit that the rule had not decided
+        # else a hit that the rule had not decided, or one that counted when no judge could tell
+        if trial.chance < 1.0 and trial.features and not verdict.is_late:
             tallied.audited += 1.0 / trial.chance
             before = state.counters
             state.counters = replace(before, accepted=max(before.accepted, int(tallied.audited)))
@@ -97,7 +98,7 @@ class NamespaceStates:
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
         if trial.features and trial.rule == self._rule_name:
-            row = Row(trial, verdict.is_right, verdict.asked, verdict.flips)
+            row = Row(trial, verdict.is_right, verdict.asked, verdict.flips, verdict.is_late)
             if row.similarity >= _NEAR:
                 state.discernment = _discernment(tallied, row)
             known = _verdicts(state.model)
@@ -157,6 +158,8 @@ def _discernment(tallied: _GroupTallies, row: Row) -> float:
     """The share of the near answers not found equal that the judges call different, after `row`.
     An asked comparison stands for those like it that were not asked.
     """
+    if row.is_late:
+        tallied.unknown = max(0.0, tallied.unknown - 1)
     if row.asked == 0.0:
         tallied.unasked += 1
     elif not row.is_right:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cache.encoder.types import Encoded  # imports numpy, which a gateway worker does without
 
 EQUALITY = "equality"
+PROSE = "prose"
+EARLY = "too few answers yet, or too alike"  # of a judge that may rule on the same answers later
 
 
 class Ruling(StrEnum):

@@ -33,14 +33,13 @@ from numpy.typing import NDArray
 from cache.decision.text_features import TextFeatures, read
 from cache.decision.words import NEGATIONS
 from cache.stored import reader
-from cache.verdicts.judges import Judgement, Ruling, is_refusal
+from cache.verdicts.judges import EARLY, PROSE, Judgement, Ruling, is_refusal
 
 if TYPE_CHECKING:
     from cache.encoder.types import Encoded
 
 SKETCH_BYTES_MAX = 8_192
 ANSWERS_MAX = 4_000  # of a namespace; the oldest go first
-_NAME = "prose"
 
 _CHARS_MAX, _PARTS_MAX, _SENTENCES = 6_000, 64, 8
 _WORDS_MIN, _WORDS_MAX = 8, 600
@@ -69,13 +68,14 @@ _APART = 1.45  # two answers with a lower score are no wordings of one
 _RIVALS, _LISTED = 20, 160  # the nearest answers by the mean of their sentences
 _TWIN = 0.98  # cosine of means from which on two texts are one
 _VIEWS_MAX = 400
+_MEAN_BYTES = 5  # of a number of a mean, with the room for more
 _SAMPLE = 1_500  # answers from which the pairs of a fit are drawn
 # of the words of both: then the texts are one but for what stands in a few places
 _TEMPLATE = 0.45
 _COPY = 0.6  # from which on one is a copy of the other, with changes
 _LIKE, _VERY_LIKE = 0.5, 0.6  # cosines of sentences
-# of the pairs above the cut, whose answers echo their prompts: by chance a few do, more depend on them
-_ECHOES_MIN, _ECHOES = 2, 0.04
+# by how much more of the answers above the cut echo their own prompts than the other ones: by chance as many do
+_ECHOES_MOST = 0.035
 _USUAL_MIN, _USUAL = 4, 0.01  # of the answers have a sentence that says nothing of its own
 _SLOT = 2  # words in the place of others
 
@@ -244,6 +244,12 @@ def _hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "big")
 
 
+def _mean(one: Sketch) -> NDArray[np.float32]:
+    mean = (one.vectors * one.scales[:, None]).sum(axis=0)
+    unit: NDArray[np.float32] = (mean / (np.linalg.norm(mean) + 1e-9)).astype(np.float32)
+    return unit
+
+
 @dataclass(frozen=True, slots=True)
 class _Sentence:
     words: frozenset[int]
@@ -359,11 +365,11 @@ def conflict(one: _View, other: _View, is_usual: Callable[[_Sentence], bool]) ->
         if is_template and ((is_slot and shared >= 0.4) or (shared >= 0.75 and (own or its_own))):
             return "words"
     if alike >= _COPY:
-        for mine_here, best in (
-            *zip(one.sentences, cosines.max(axis=1), strict=True),
-            *zip(other.sentences, cosines.max(axis=0), strict=True),
+        for said, best, words in (
+            *((said, best, other.words) for said, best in zip(one.sentences, cosines.max(axis=1), strict=True)),
+            *((said, best, one.words) for said, best in zip(other.sentences, cosines.max(axis=0), strict=True)),
         ):
-            if best < 0.8 and not is_usual(mine_here):
+            if best < 0.8 and said.words - words and not is_usual(said):
                 return "sentences"
     return ""
 
@@ -400,7 +406,6 @@ def _share(mine: Set[int], theirs: Set[int]) -> float:
 class _Answer:
     sketch: Sketch
     prompt: NDArray[np.float16]
-    mean: NDArray[np.float16]  # of its sentences, of unit length
     text: int
     words: tuple[int, ...]
     sentences: tuple[int, ...]
@@ -411,7 +416,7 @@ class _Answer:
         return (
             self.sketch.size_bytes
             + self.prompt.nbytes
-            + self.mean.nbytes
+            + _MEAN_BYTES * self.prompt.size
             + 36 * len(self.words)
             + 36 * len(self.sentences)
             + 36 * len(self.asked)
@@ -432,14 +437,15 @@ class Answers:
         self._frequencies: Counter[int] = Counter()  # of words, by distinct texts
         self._repeats: Counter[int] = Counter()  # of sentences, likewise
         self._names: list[bytes] = []  # in the order of the rows of `_means`
-        self._means = np.zeros((0, 0), np.float16)
-        self._is_stale = False  # the means
+        self._rows: dict[bytes, int] = {}
+        self._means = np.zeros((0, 0), np.float32)  # of their sentences, of unit length, with room for more
         self._weighed: tuple[int, Counter[int]] = (0, Counter())  # as of the last fit
         self._views: OrderedDict[bytes, _View] = OrderedDict()
         self._changes = 0
         self._pairs: list[tuple[bytes, bytes]] = []  # of a fit under way
-        self._scores: list[tuple[float, bool]] = []  # and whether both answers echo their prompts
+        self._scores: list[tuple[float, int]] = []  # and how many more echoes of their own prompts they have
         self._cuts: deque[float] = deque(maxlen=_CUTS)
+        self._echoes: deque[tuple[int, int]] = deque(maxlen=_CUTS)  # of these fits: such echoes, and answers
         self._same = math.inf
         self.size_bytes = 0
 
@@ -453,18 +459,17 @@ class Answers:
         """
         if name in self._answers or sketch.is_empty:
             return
-        mean = (sketch.vectors * sketch.scales[:, None]).sum(axis=0)
         words = tuple(set(sketch.words[sketch.kinds < _Kind.NUMBER].tolist()))
         made = _Answer(
             sketch=sketch,
             prompt=vector.astype(np.float16),
-            mean=(mean / (np.linalg.norm(mean) + 1e-9)).astype(np.float16),
             text=hash((sketch.words.tobytes(), sketch.lengths.tobytes())),
             words=words,
             sentences=tuple({sentence.key for sentence in _sentences(sketch)}),
             asked=tuple(map(_hash, asked)),
         )
         self._answers[name] = made
+        self._keep_mean(name, _mean(sketch))
         self._texts[made.text] += 1
         if self._texts[made.text] == 1:
             self._frequencies.update(words)
@@ -472,7 +477,6 @@ class Answers:
         self.size_bytes += made.size_bytes
         heapq.heappush(self._ages, (name[-8:], name))
         self._changes += 1
-        self._is_stale = True
         while len(self._answers) > ANSWERS_MAX:
             self.drop(heapq.heappop(self._ages)[1])
 
@@ -488,31 +492,39 @@ class Answers:
             self._repeats.subtract(answer.sentences)
         self.size_bytes -= answer.size_bytes
         self._views.pop(name, None)
-        self._is_stale = True
+        row, last = self._rows.pop(name), self._names.pop()
+        if last != name:  # the last row takes the place of this one
+            self._names[row], self._rows[last], self._means[row] = last, row, self._means[len(self._names)]
         if len(self._ages) > 2 * len(self._answers) + 64:
             self._ages = sorted((one[-8:], one) for one in self._answers)
+
+    def _keep_mean(self, name: bytes, mean: NDArray[np.float32]) -> None:
+        count = len(self._names)
+        if count == len(self._means):
+            means = np.zeros((count + count // 4 + 64, len(mean)), np.float32)
+            if count:
+                means[:count] = self._means
+            self._means = means
+        self._rows[name] = count
+        self._names.append(name)
+        self._means[count] = mean
 
     def judge(self, fresh: Sketch, name: bytes, candidates: Sequence[bytes]) -> list[Judgement]:
         """The rulings on a fresh answer, of that name, against each candidate."""
         if fresh.is_empty:
             return [_unknown("too short, too long or a refusal") for _ in candidates]
         if self._same == math.inf:
-            return [_unknown("too few answers yet, or too alike") for _ in candidates]
+            return [_unknown(EARLY) for _ in candidates]
         mine = self._view(fresh)
         scores = {other: _score(mine, self._known(other)) for other in self._nearest(fresh, name)}
         return [
-            self._ruling(mine, one, scores) if one in self._answers and one != name else _unknown("not kept")
+            self._ruling(mine, name, one, scores) if one in self._answers and one != name else _unknown("not kept")
             for one in candidates
         ]
 
     def _nearest(self, fresh: Sketch, name: bytes) -> list[bytes]:
         """The answers with the nearest means, one of each text."""
-        if self._is_stale:
-            self._names = list(self._answers)
-            self._means = np.stack([one.mean for one in self._answers.values()])
-            self._is_stale = False
-        mean = (fresh.vectors * fresh.scales[:, None]).sum(axis=0)
-        cosines = self._means.astype(np.float32) @ (mean / (np.linalg.norm(mean) + 1e-9))
+        cosines = self._means[: len(self._names)] @ _mean(fresh)
         found: list[int] = []
         for place in np.argsort(-cosines)[:_LISTED].tolist():
             if self._names[place] != name and (
@@ -523,7 +535,7 @@ class Answers:
                     break
         return [self._names[place] for place in found]
 
-    def _ruling(self, mine: _View, candidate: bytes, scores: Mapping[bytes, float]) -> Judgement:
+    def _ruling(self, mine: _View, name: bytes, candidate: bytes, scores: Mapping[bytes, float]) -> Judgement:
         theirs = self._known(candidate)
         direct = scores.get(candidate)
         if direct is None:
@@ -555,10 +567,12 @@ class Answers:
             else best > rival and best >= self._same - (_UNDER if best - rival >= _MARGIN else 0.0)
         )
         if is_near:
+            if name in self._answers and self._echoes_of(name, candidate)[0] == 2:
+                return _unknown("each says a word of its own prompt")
             stated = self._conflict(mine, theirs)
-            return _unknown(f"other {stated}") if stated else Judgement(Ruling.SAME, _NAME, why)
+            return _unknown(f"other {stated}") if stated else Judgement(Ruling.SAME, PROSE, why)
         if best < _DIFFERENT:
-            return Judgement(Ruling.DIFFERENT, _NAME, why)
+            return Judgement(Ruling.DIFFERENT, PROSE, why)
         return _unknown(why)
 
     def _conflict(self, one: _View, other: _View) -> str:
@@ -583,25 +597,31 @@ class Answers:
             if one in self._answers and other in self._answers:
                 score = _score(self._known(one), self._known(other))
                 if score < _VERBATIM:
-                    self._scores.append((score, self._are_echoes(one, other)))
+                    own, others = self._echoes_of(one, other)
+                    self._scores.append((score, own - others))
         del self._pairs[:_PORTION]
         if not self._pairs:
             cut = math.inf
             if len(self._scores) >= _PAIRS_MIN:
                 cut = fitted_cut(np.array([score for score, _ in self._scores]), is_held=self._same < math.inf)
-            above = [are_echoes for score, are_echoes in self._scores if score >= cut]
-            self._cuts.append(cut if sum(above) <= _ECHOES_MIN + _ECHOES * len(above) else math.inf)
-            self._same = sorted(self._cuts)[len(self._cuts) // 2]
+            above = [echoes for score, echoes in self._scores if score >= cut]
+            self._cuts.append(cut)
+            self._echoes.append((sum(above), 2 * len(above)))
+            echoes, answers = map(sum, zip(*self._echoes, strict=True))
+            is_free = echoes <= _ECHOES_MOST * answers
+            self._same = sorted(self._cuts)[len(self._cuts) // 2] if is_free else math.inf
         return bool(self._pairs)
 
-    def _are_echoes(self, one: bytes, other: bytes) -> bool:
-        """Whether each of two answers has a word of its own prompt that neither the other prompt
-        nor the other answer has.
+    def _echoes_of(self, one: bytes, other: bytes) -> tuple[int, int]:
+        """Of two answers, how many have a word of their own prompt that neither the other prompt
+        nor the other answer has, and how many have such a word of the other's prompt.
         """
         mine, theirs = self._answers[one], self._answers[other]
         said, its = frozenset(mine.words), frozenset(theirs.words)
         asked, its_asked = frozenset(mine.asked), frozenset(theirs.asked)
-        return bool((asked - its_asked) & (said - its)) and bool((its_asked - asked) & (its - said))
+        said, its, asked, its_asked = said - its, its - said, asked - its_asked, its_asked - asked
+        own = (not asked.isdisjoint(said)) + (not its_asked.isdisjoint(its))
+        return own, (not its_asked.isdisjoint(said)) + (not asked.isdisjoint(its))
 
     def _near_pairs(self) -> list[tuple[bytes, bytes]]:
         """Answers to the nearest prompts, as a judge gets them; a sample that follows from the names."""
@@ -668,4 +688,4 @@ def _above(least: float, mean: float, deviation: float) -> float:
 
 
 def _unknown(why: str) -> Judgement:
-    return Judgement(Ruling.UNKNOWN, _NAME, why)
+    return Judgement(Ruling.UNKNOWN, PROSE, why)

@@ -49,7 +49,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     the others had ruled or there is none. `flips` estimate the error of the judge that ruled: the
     share of equal answers that it calls different, which all versions take as 0, and the share of
     different ones that it calls the same, as in its exam or beside other judges. `alias` is the
-    model that the request named.
+    model that the request named. `is_late`: it takes the place of the earlier verdict on this
+    comparison, which no judge could tell then.
     """
 
     source: Source
@@ -65,6 +66,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     asked: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
+    is_late: bool = False
 
     def encode(self) -> bytes:
         """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
@@ -73,9 +75,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
         form: type[_StoredVerdict] = _StoredAskedVerdict
-        if self.asked is None and not any((*self.flips, self.alias)):  # as the first versions wrote it
+        if self.asked is None and not any((*self.flips, self.alias, self.is_late)):  # as the first versions wrote it
             form = _StoredVerdict
-            del own["asked"], own["flips"], own["alias"]
+            del own["asked"], own["flips"], own["alias"], own["is_late"]
         return _ENCODER.encode(form(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own))
 
     @staticmethod
@@ -112,6 +114,7 @@ class _StoredAskedVerdict(_StoredVerdict, frozen=True, array_like=True, kw_only=
     asked: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
+    is_late: bool = False
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):

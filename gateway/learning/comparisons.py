@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -21,7 +21,9 @@ from redis.exceptions import RedisError
 
 from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
 from cache.verdicts import (
+    EARLY,
     EQUALITY,
+    PROSE,
     AnswerRef,
     Judge,
     Judgement,
@@ -53,6 +55,7 @@ _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
 _CALIBRATED = 0.05  # of what the judges that cost nothing ruled on, and a judge that costs could be asked about
 _CHUNKS_BYTES_MAX = 16 * _ANSWER_BYTES_MAX
+_EARLY_MAX, _EARLY_SPACES_MAX = 256, 64  # comparisons of a namespace to make again, and namespaces
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
@@ -91,7 +94,7 @@ class _Asked:
     """A request whose answer is fresh, or was served: what a judge and a verdict need of it."""
 
     record: Record
-    turn: Turn
+    turn: Turn | None  # SHADOW: to be answered afresh
     text: str
     partition: Partition
     compat: bytes
@@ -102,6 +105,7 @@ class _Asked:
     chance: float  # with which probability this comparison is made
     certificate: str | None  # that it counts for; None: for none
     served: AnswerRef | None = None  # AGAIN: the answer that was not taken
+    is_late: bool = False  # it was compared before, too early for a judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,8 @@ class Judging:
         self._flips = flips
         self._compared = compared
         self._queue: deque[_Asked] = deque()
+        self._early: OrderedDict[bytes, deque[_Asked]] = OrderedDict()  # by namespace
+        self._due: deque[_Asked] = deque()  # of these, those that a judge may settle now
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._defer = defer
@@ -164,7 +170,7 @@ class Judging:
     @property
     def waiting(self) -> int:
         """Answers that are still to be judged, or are being."""
-        return len(self._queue) + len(self._running)
+        return len(self._queue) + len(self._due) + len(self._running)
 
     # -- called by the pipeline: never awaits, never raises
 
@@ -265,7 +271,7 @@ class Judging:
         fresh = () if source is Source.SHADOW else chunks
         return _Asked(
             record=record,
-            turn=flight.generation.turn,
+            turn=flight.generation.turn if source is Source.SHADOW else None,
             text=found.text,
             partition=found.partition,
             compat=found.compat,
@@ -299,15 +305,16 @@ class Judging:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._queue:
+            while self._queue or self._due:
                 if len(self._running) >= _AT_ONCE:
                     await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                self._start(self._one(self._queue.popleft()))
+                self._start(self._one((self._due or self._queue).popleft()))
 
     async def aclose(self) -> None:
         """Finish running comparisons; drop waiting ones."""
         self._queue.clear()
+        self._due.clear()
         self._leave()
         if self._running:
             await asyncio.wait(self._running, timeout=2.0)
@@ -319,6 +326,8 @@ class Judging:
                     await self._check_served(asked)
                 case Source.AGAIN:
                     await self._check_again(asked)
+                case _ if asked.is_late:
+                    await self._compare_again(asked)
                 case _:
                     await self._compare(asked)
         except CacheWorkerUnavailable as error:
@@ -352,19 +361,47 @@ class Judging:
         if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
+        self._early_or_due(asked, judgement)
         is_right = _is_same(judgement)
         equal = first if is_right else None
         for other, free in zip(known[1:], found[1:], strict=True):
             if equal is None and _is_same(await self._settled(free, fresh, other, judge if chance else None)):
                 equal = other
+        is_nothing = is_right is None and equal is None
+        if is_nothing and asked.is_late:
+            return
         self._report(asked, judgement, is_right)
-        if is_right is None and equal is None and asked.source is Source.MISS and not trial.features:
+        if is_nothing and asked.source is Source.MISS and not trial.features:
             return
         verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
         verdict = msgspec.structs.replace(verdict, asked=chance)
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
-        await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
+        id = f"{asked.record.request_id}:{asked.source}{':late' * asked.is_late}"
+        await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
+
+    def _early_or_due(self, asked: _Asked, judgement: Judgement) -> None:
+        """Keep a comparison that came too early for the judge of prose, or make those of its
+        namespace again, because that judge rules now.
+        """
+        space, entry = asked.partition + asked.compat, asked.entry
+        if judgement.judge == PROSE and judgement.ruling is not Ruling.UNKNOWN and space in self._early:
+            self._due += self._early.pop(space)
+            self._wake.set()
+        elif judgement.why == EARLY and entry is not None and asked.trial.features and self._fallback is None:
+            kept = self._early.setdefault(space, deque(maxlen=_EARLY_MAX))
+            bare = msgspec.structs.replace(entry, chunks=(), text=None)
+            kept.append(replace(asked, text="", chunks=(), entry=bare, is_late=True))
+            self._early.move_to_end(space)
+            if len(self._early) > _EARLY_SPACES_MAX:
+                self._early.popitem(last=False)
+
+    async def _compare_again(self, asked: _Asked) -> None:
+        """Make a comparison again, if its answer is still there."""
+        assert asked.entry is not None
+        (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (asked.entry.exact,))
+        if entry is not None and entry.text is not None and entry.created_at == asked.entry.created_at:
+            await self._compare(replace(asked, text=entry.text, chunks=chunks_of(entry), entry=entry))
 
     def _beside_prompts(self, asked: _Asked, judgement: Judgement) -> None:
         """Set a ruling beside the prompts, where these say by themselves what is right.
@@ -403,6 +440,7 @@ class Judging:
         """
         assert self._regenerate is not None
         assert asked.entry is not None
+        assert asked.turn is not None
         answer = await self._regenerate(asked.turn)
         self._regenerates = answer is not None
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
@@ -470,6 +508,7 @@ class Judging:
             why=judgement.why,
             flips=self._flips(judgement.judge),
             alias=asked.record.alias,
+            is_late=asked.is_late,
         )
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:

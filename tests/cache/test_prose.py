@@ -252,6 +252,19 @@ def test_one_changed_word_is_never_same(namespace: Taught, old: str, new: str) -
         made.answers.drop(name)
 
 
+def test_a_long_copy_with_an_opening_is_same(namespace: Taught) -> None:
+    """An opening moves the places at which the sentences of a long answer are joined, and adds nothing."""
+    made, _, _ = namespace
+    subject = Subject(1_000, words=60)
+    text = subject.answer(1.0)
+    opening = "Of course, gladly."
+    for number in range(8):
+        made.add(f"{opening} {Subject(2_000 + number).answer()}", word_vector(f"prompt {number}"))
+    name = made.add(text, subject.asked())
+    assert made.ruling(f"{opening} {text}", name) is SAME
+    made.answers.drop(name)
+
+
 def test_an_added_sentence_is_never_same(namespace: Taught) -> None:
     """The same text with a further sentence that takes it back is not the same answer."""
     made, _, _ = namespace

@@ -180,6 +180,42 @@ def test_the_label_of_a_judge_that_errs_has_the_true_one_as_its_mean() -> None:
     assert [label(is_right, (0.0, 0.0)) for is_right in (True, False, None)] == [1.0, 0.0, 0.0]
 
 
+WORDS = (7, 8, 9)
+
+
+def with_word(trial: Trial, word: int) -> Trial:
+    """The trial where one prompt has this word."""
+    features = np.frombuffer(trial.features, "<f4").copy()
+    features[len(FEATURES)] = word
+    return msgspec.structs.replace(trial, features=features.tobytes())
+
+
+def test_a_late_verdict_takes_the_place_of_what_no_judge_could_tell() -> None:
+    """A model that had to wait for verdicts ends as one that had them at once; a late one without its row is one more."""
+    timely, late = LearnedModel(prior()), LearnedModel(prior())
+    made = [compared(row_of(one.features, 1), one.is_right, 1.0, 0.8) for one in rows(300, 1, 0.2)]
+    made = [replace(row, trial=with_word(row.trial, WORDS[place % 3])) for place, row in enumerate(made)]
+    for row in made:
+        timely.learn(row)
+        late.learn(replace(row, is_right=None))
+    unsure = [late.certain.logistic.p(row.features) for row in made]
+    assert max(unsure) < 0.5
+    for row in reversed(made):
+        late.learn(replace(row, is_late=True))
+    assert late.certain.kappa == pytest.approx(timely.certain.kappa)
+    assert [late.certain.threshold(0.01), timely.certain.threshold(0.01)] == pytest.approx([0.95, 0.95], abs=0.05)
+    assert [late.word_odds.log_odds(word) for word in WORDS] == pytest.approx(
+        [timely.word_odds.log_odds(word) for word in WORDS]
+    )
+    for model in (late, timely):
+        model.certain._refit(model.certain._rows, 1.0)
+    for row in made[:50]:
+        assert late.certain.logistic.p(row.features) == pytest.approx(timely.certain.logistic.p(row.features), abs=1e-4)
+    late.learn(replace(made[0], is_late=True))
+    timely.learn(made[0])
+    assert late.certain.kappa == pytest.approx(timely.certain.kappa)
+
+
 def test_a_judge_that_costs_is_asked_less_as_verdicts_come() -> None:
     """Always a known share above nothing, so that what was asked can speak for what was not; the unlikely ones less."""
     for p in (0.01, 0.5, 0.9, 0.99):

@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import CacheWorkerUnavailable, Entry, ExactCache, Partition, Recorded, Trial
-from cache.verdicts import Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
+from cache.verdicts import EARLY, PROSE, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from cache.worker import Answered
 from gateway.deployments.progress import Progress
@@ -402,6 +402,68 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
     running.cancel()
     await one.aclose()
     return heard
+
+
+class Learns(Says):
+    """A judge of prose that rules once it `can`."""
+
+    def __init__(self) -> None:
+        super().__init__(Ruling.SAME)
+        self.can = False
+
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
+        self.asked.append((fresh, others))
+        said = Judgement(Ruling.SAME, PROSE, "so") if self.can else Judgement(Ruling.UNKNOWN, PROSE, EARLY)
+        return [said] * len(others)
+
+
+async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
+    """Once the judge of prose rules in a namespace, each comparison before gets a verdict in the place of its first, once,
+    but for an answer that is gone or made anew."""
+    heard, exact, store, judges, count = Heard(), ExactCache(redis), VerdictStore(redis), Learns(), 6
+    whole = (Recorded(WHOLE, is_whole=True),)
+    now = time.time()
+    crate, box = ask("open the crate"), ask("open the box")
+    await exact.store(msgspec.structs.replace(entry_for(crate, now), chunks=whole))
+    one = Judging(exact, store, judges, None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count)
+    running = asyncio.create_task(one.run())
+
+    async def recorded(text: str, at: float, *, is_kept: bool = True) -> None:
+        found = ask(text)
+        entry = msgspec.structs.replace(entry_for(found, at), chunks=whole)
+        if is_kept:
+            await exact.store(entry)
+        flight, record = over(1.0)
+        flight.generation.looked_up(SemanticResult(trial=Trial((crate.exact,), text.encode()[:8], 0.9, 1.0, b"rule")))
+        flight.generation.recorded(entry, "stored")
+        one.recorded(flight, record)
+        async with asyncio.timeout(20):
+            while one.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def verdicts() -> list[Verdict]:
+        records, _ = await store.read(box.partition, b"0-0")
+        return [one.verdict for one in records if isinstance(one, AnswerJudged)]
+
+    for number in range(count):
+        await recorded(f"{number:8} open the box", now)
+    await recorded("gone     open the box", now, is_kept=False)
+    await recorded("anew     open the box", now)
+    await exact.store(msgspec.structs.replace(entry_for(ask("anew     open the box"), now + 1), chunks=whole))
+    assert [(made.is_right, made.is_late) for made in await verdicts()] == [(None, False)] * (count + 2)
+    judges.can = True
+    await recorded("the last open the box", now)
+    first, *late = (await verdicts())[count + 2 :]
+    assert (first.is_right, first.is_late) == (True, False)
+    assert [(made.is_right, made.is_late) for made in late] == [(True, True)] * count
+    features = [made.trial.features for made in await verdicts()]
+    assert sorted(made.trial.features for made in late) == features[:count]
+    await recorded("one more open the box", now)
+    assert len(await verdicts()) == 2 * count + 4
+    running.cancel()
+    await one.aclose()
 
 
 async def test_served_hits_are_remembered_together(redis: Redis) -> None:
