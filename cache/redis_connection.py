@@ -149,19 +149,20 @@ class RedisWire(asyncio.Protocol):
         """Close the connection, with the callback if it is not closed yet."""
         on_lost, self._on_lost = self._on_lost, None
         unanswered = list(self._unanswered)
-        self.close()
-        if on_lost is not None:
-            on_lost(error, unanswered)
-
-    def close(self) -> None:
-        """Close the connection without a callback."""
-        self._on_lost = None
         self._unanswered.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._transport is not None:
             self._transport.abort()
+        if on_lost is not None:
+            on_lost(error, unanswered)
+
+    def close(self) -> None:
+        """Close the connection without the callback; what waits for a reply fails."""
+        if self._on_lost is not None:
+            self._on_lost = _fail_all
+        self.end(RedisConnectionError("the connection was closed"))
 
 
 async def open_connection(

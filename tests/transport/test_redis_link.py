@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
+from cache.redis_connection import Pending, open_connection
 from cache.redis_link import RedisLink
 from tests.services import RedisServer, redis_binary, run_redis
 from tests.transport.servers import CERTIFICATE, tls_server
@@ -163,6 +165,19 @@ async def test_a_greeting_that_is_cut_off_is_no_hang(redis_server: RedisServer, 
     path.symlink_to(redis_server.url.partition("://")[2].partition("?")[0])
     await until_up(link)
     await link.aclose()
+
+
+async def test_a_connection_that_is_closed_fails_what_waits(redis_server: RedisServer) -> None:
+    """A command without its reply fails as if the connection had been lost, and no callback repeats it."""
+    lost: list[object] = []
+    wire = await open_connection(redis_server.url, 5.0, lambda *how: lost.append(how), lambda *_: None)
+    waiting = Pending(("BLPOP", "nothing-comes", "0"), asyncio.get_running_loop().create_future())
+    wire.send([waiting])
+    wire.close()
+    with pytest.raises(RedisConnectionError, match="closed"):
+        await asyncio.wait_for(waiting.future, 5)
+    wire.close()
+    assert lost == []
 
 
 async def test_a_restarted_server_is_not_noticed() -> None:
