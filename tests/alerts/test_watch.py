@@ -124,10 +124,9 @@ class Place:
 
 @pytest.fixture
 async def place(redis: Redis, tmp_path: Path) -> AsyncIterator[Place]:
-    made: Place
     accounts = Accounts(f"sqlite:///{tmp_path / 'sameway.db'}", clock=lambda: made.now_s)
-    await accounts.open()
     made = Place(redis, accounts, 0)
+    await accounts.open()
     made.team_id = (await accounts.create_team("acme")).id
     yield made
     made.close()
