@@ -138,7 +138,7 @@ async def test_an_unknown_key_waits_for_no_database_that_hangs(tmp_path: Path, m
 
 
 async def test_a_process_that_was_paused_asks_before_it_accepts_a_key(database_url: str) -> None:
-    """After a pause the snapshot serves nobody before the database was asked once: a revoked key is refused, others pass."""
+    """After a pause the worker asks the database once before it serves a key: it refuses a revoked one, others pass."""
     now_s = [1_000.0]
     here, there = Accounts(database_url), _Counting(database_url, clock=lambda: now_s[0])
     await here.open()
