@@ -361,24 +361,22 @@ class Judging:
         if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
-        self._early_or_due(asked, judgement)
         is_right = _is_same(judgement)
         equal = first if is_right else None
         for other, free in zip(known[1:], found[1:], strict=True):
             if equal is None and _is_same(await self._settled(free, fresh, other, judge if chance else None)):
                 equal = other
         is_nothing = is_right is None and equal is None
-        if is_nothing and asked.is_late:
-            return
-        self._report(asked, judgement, is_right)
-        if is_nothing and asked.source is Source.MISS and not trial.features:
-            return
-        verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
-        verdict = msgspec.structs.replace(verdict, asked=chance)
-        ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
-        other_ref = AnswerRef(first.exact, first.created_at)
-        id = f"{asked.record.request_id}:{asked.source}{':late' * asked.is_late}"
-        await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
+        if not (is_nothing and asked.is_late):
+            self._report(asked, judgement, is_right)
+            if not is_nothing or asked.source is not Source.MISS or trial.features:
+                verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
+                verdict = msgspec.structs.replace(verdict, asked=chance)
+                ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
+                other_ref = AnswerRef(first.exact, first.created_at)
+                id = f"{asked.record.request_id}:{asked.source}{':late' * asked.is_late}"
+                await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
+        self._early_or_due(asked, judgement)  # last: a late verdict takes the place of one that is there
 
     def _early_or_due(self, asked: _Asked, judgement: Judgement) -> None:
         """Keep a comparison that came too early for the judge of prose, or make those of its

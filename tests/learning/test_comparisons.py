@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import CacheWorkerUnavailable, Entry, ExactCache, Partition, Recorded, Trial
+from cache import CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, Partition, Recorded, Trial
 from cache.verdicts import EARLY, PROSE, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from cache.worker import Answered
@@ -419,6 +419,43 @@ class Learns(Says):
         return [said] * len(others)
 
 
+class Held(VerdictStore):
+    """Takes the first verdict when it may, and others at once."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self.may = asyncio.Event()
+        self._count = 0
+
+    async def take(self, *verdict: Any) -> bool:
+        self._count += 1
+        if self._count == 1:
+            await self.may.wait()
+        return await super().take(*verdict)
+
+
+def missed(entry: Entry, first: Fingerprint) -> tuple[Flight, Record]:
+    """A request that is over, whose answer was stored as `entry` and is to be compared with `first`."""
+    flight, record = over(1.0)
+    assert entry.text is not None
+    trial = Trial((first.exact,), entry.text.encode()[:8], 0.9, 1.0, b"rule")
+    flight.generation.looked_up(SemanticResult(trial=trial))
+    flight.generation.recorded(entry, "stored")
+    return flight, record
+
+
+async def judged(one: Judging) -> None:
+    """Wait until no answer is still to be judged."""
+    async with asyncio.timeout(20):
+        while one.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def read_verdicts(store: VerdictStore, partition: Partition) -> list[Verdict]:
+    records, _ = await store.read(partition, b"0-0")
+    return [one.verdict for one in records if isinstance(one, AnswerJudged)]
+
+
 async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
     """Once the judge of prose rules in a namespace, each comparison before gets a verdict in the place of its first, once,
     but for an answer that is gone or made anew."""
@@ -431,21 +468,14 @@ async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
     running = asyncio.create_task(one.run())
 
     async def recorded(text: str, at: float, *, is_kept: bool = True) -> None:
-        found = ask(text)
-        entry = msgspec.structs.replace(entry_for(found, at), chunks=whole)
+        entry = msgspec.structs.replace(entry_for(ask(text), at), chunks=whole)
         if is_kept:
             await exact.store(entry)
-        flight, record = over(1.0)
-        flight.generation.looked_up(SemanticResult(trial=Trial((crate.exact,), text.encode()[:8], 0.9, 1.0, b"rule")))
-        flight.generation.recorded(entry, "stored")
-        one.recorded(flight, record)
-        async with asyncio.timeout(20):
-            while one.waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        one.recorded(*missed(entry, crate))
+        await judged(one)
 
     async def verdicts() -> list[Verdict]:
-        records, _ = await store.read(box.partition, b"0-0")
-        return [one.verdict for one in records if isinstance(one, AnswerJudged)]
+        return await read_verdicts(store, box.partition)
 
     for number in range(count):
         await recorded(f"{number:8} open the box", now)
@@ -462,6 +492,35 @@ async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
     assert sorted(made.trial.features for made in late) == features[:count]
     await recorded("one more open the box", now)
     assert len(await verdicts()) == 2 * count + 4
+    running.cancel()
+    await one.aclose()
+
+
+async def test_a_late_verdict_follows_the_one_whose_place_it_takes(redis: Redis) -> None:
+    """The judge of prose begins to rule while the first verdict of an early comparison is on its way."""
+    heard, exact, store, judges = Heard(), ExactCache(redis), Held(redis), Learns()
+    whole, now = (Recorded(WHOLE, is_whole=True),), time.time()
+    crate = ask("open the crate")
+    entries = [msgspec.structs.replace(entry_for(ask(f"open the {box}"), now), chunks=whole) for box in ("box", "bin")]
+    for entry in (msgspec.structs.replace(entry_for(crate, now), chunks=whole), *entries):
+        await exact.store(entry)
+    one = Judging(exact, store, judges, None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count)
+    running = asyncio.create_task(one.run())
+    one.recorded(*missed(entries[0], crate))
+    async with asyncio.timeout(20):
+        while not judges.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    judges.can = True
+    one.recorded(*missed(entries[1], crate))
+    async with asyncio.timeout(20):
+        while one.waiting > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    store.may.set()
+    await judged(one)
+    one.recorded(*missed(entries[1], crate))
+    await judged(one)
+    made = [verdict for verdict in await read_verdicts(store, crate.partition) if verdict.exact == entries[0].exact]
+    assert [(verdict.is_right, verdict.is_late) for verdict in made] == [(None, False), (True, True)]
     running.cancel()
     await one.aclose()
 
