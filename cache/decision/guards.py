@@ -68,6 +68,8 @@ def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason |
     """The reason that no similarity and no verdict overrides, or None."""
     if _has_other_numbers(asked, known):
         return MissReason.NUMBERS
+    if asked.codes - known.codes and known.codes - asked.codes:
+        return MissReason.NAMES
     if asked.hidden != known.hidden or _has_other_accents(asked, known):
         return MissReason.WORDS
     if is_negated(asked, known):

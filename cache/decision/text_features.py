@@ -78,6 +78,7 @@ class TextFeatures:
     hidden: str  # characters that no screen shows and a model reads as letters
     marks: tuple[str, ...]  # signs, operators and other marks that are none of prose, in order
     cased: frozenset[str]  # words and units that mean another thing in another case, as written
+    codes: frozenset[str]  # words of letters and digits, and links with digits, without hyphens
 
 
 # "3 - 5", "-40", "6!", "a < b", "B-", "i++", "a*?", "-rf", "\\Pi", "int[]", "→", ":("; not the marks of prose, its dashes
@@ -147,8 +148,7 @@ def read(text: str) -> TextFeatures:
     text = HIDDEN.sub("", INVISIBLE.sub("", text))
     words: list[str] = []
     starts: list[int] = []  # of the clauses
-    names: set[str] = set()
-    quotes: set[str] = set()
+    names, quotes = set[str](), set[str]()
     figures: list[_Figure] = []
     cased, spelled = set[str](), set[str]()
     end = 0
@@ -210,6 +210,7 @@ def read(text: str) -> TextFeatures:
         marks=_marks(text.rstrip(" \t\n.?…")),
         # capitals say nothing in a text that has none, or nothing else
         cased=frozenset(() if is_shouted else cased if text.islower() else cased | spelled),
+        codes=frozenset(filter(None, map(_code, present))),
     )
 
 
@@ -365,6 +366,12 @@ def _reversals(content: frozenset[str]) -> tuple[tuple[str, str], ...]:
         for prefix in lists.REVERSING
         if word.startswith(prefix) and len(word) > len(prefix) + 2
     )
+
+
+def _code(word: str) -> str:
+    """A word of letters and digits without its hyphens; empty for another word."""
+    has_both = not word.isalpha() and any(map(str.isdigit, word)) and any(map(str.isalpha, word))
+    return word.replace("-", "") if has_both else ""
 
 
 @remembered(32_768)

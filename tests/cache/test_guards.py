@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cache import MissReason
 from cache.decision.features import Neighbour
-from cache.decision.guards import difference
+from cache.decision.guards import difference, veto
 from cache.decision.rule import decide_fixed
 from cache.decision.text_features import is_exchanged, read
 
@@ -144,6 +144,12 @@ def decide(
     verdict = decide_fixed(error_max, text, [Neighbour(similarity, known, b"exact", age_s)])
     assert (verdict.served == 0) is (verdict.reasons[0] is None)
     return verdict.reasons[0]
+
+
+def test_a_code_is_told_from_another_and_not_from_its_other_spelling() -> None:
+    """Whatever was learned; a text without a code may mean the same as one with it."""
+    for other, reason in (("AB31", MissReason.NAMES), ("ab-30", None), ("AB30 or AB31", None), ("that", None)):
+        assert veto(read("Show ticket AB30"), read(f"Show ticket {other}"), 0.0) is reason
 
 
 def test_thresholds_depend_on_what_the_words_share() -> None:

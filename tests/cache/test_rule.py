@@ -305,6 +305,8 @@ def sure_state(asked: str, known: Neighbour) -> NamespaceState:
     [
         ("open the box", "open the crate", None),
         ("open 3 boxes", "open 4 boxes", MissReason.NUMBERS),
+        ("open box AB31 of it", "open box AB30 of it", MissReason.NAMES),
+        ("open https://a.example/7", "open https://a.example/8", MissReason.NAMES),
         ("open the box", "do not open the box", MissReason.POLARITY),
         ("open the box today", "open the box of today", MissReason.TIME),
         ("move it from the box to the crate", "move it from the crate to the box", MissReason.DIRECTION),
@@ -313,8 +315,8 @@ def sure_state(asked: str, known: Neighbour) -> NamespaceState:
     ],
 )
 def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | None) -> None:
-    """Four hundred right ones: other words are served; another number, accent, a negation, the other direction or an
-    old answer about now are not."""
+    """Four hundred right ones: other words are served; another number, code, accent, a negation, the other direction or
+    an old answer about now are not."""
     one = Neighbour(0.99, known, b"e", 10_000.0, b"g")
     assert decide(asked, [one], sure_state(asked, one)) is reason
 
