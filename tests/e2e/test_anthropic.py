@@ -380,6 +380,17 @@ def test_a_chat_is_translated_there_and_back(chat: OpenAI, server: Server, behin
     assert (got.usage.prompt_tokens, got.usage.prompt_tokens_details.cached_tokens) == (511, 200)
 
 
+def test_the_length_of_a_chat_includes_its_thinking(chat: OpenAI, server: Server) -> None:
+    """So no budget holds less than may be generated; a length with no room for thinking has none."""
+    for effort, length, budget in (("high", 40_000, 16_384), ("high", 4_096, 2_048), ("low", 2_000, None)):
+        question: Any = [{"role": "user", "content": str(next(_fresh))}]
+        chat.chat.completions.create(
+            model="claude", messages=question, reasoning_effort=effort, max_completion_tokens=length
+        )
+        sent = json.loads(server.seen[-1][2])
+        assert (sent["max_tokens"], sent.get("thinking", {}).get("budget_tokens")) == (length, budget)
+
+
 def test_a_chat_with_what_the_api_lacks_is_refused_by_name(chat: OpenAI, server: Server) -> None:
     """Never left out, where it would change the answer."""
     for fields, param in (

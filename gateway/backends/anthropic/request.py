@@ -15,6 +15,7 @@ from gateway.backends.refusals import check_verbosity, unfit
 
 OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16384}  # of thinking, in tokens
+_BUDGET_MIN = 1024  # the least that Anthropic takes
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.DOTALL)
 # how an answer is sent, billed or attributed, or best effort by OpenAI's own reference
 _DELIVERY = """
@@ -57,8 +58,9 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
     }
     effort = body.get("reasoning_effort")
     if effort in _BUDGETS and body.get("thinking") is None:
-        made["thinking"] = {"type": "enabled", "budget_tokens": _BUDGETS[effort]}
-        made["max_tokens"] += _BUDGETS[effort]  # Anthropic's maximum includes the thinking
+        # both APIs' maximum includes the thinking, and no more than it is reserved and charged
+        budget = min(_BUDGETS[effort], made["max_tokens"] // 2)
+        made["thinking"] = {"type": "enabled", "budget_tokens": budget} if budget >= _BUDGET_MIN else None
     elif effort not in (None, "none"):
         raise unfit(f"`reasoning_effort` may be none, {', '.join(_BUDGETS)}", "reasoning_effort")
     if (body.get("temperature") or 0) > 1:
