@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from local_engine.config import EngineConfig
 from local_engine.messages import (
-    DeadlineExceeded,
     EngineError,
     EngineFailed,
     EngineLoad,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 __all__ = [
-    "AsyncEngine", "DeadlineExceeded", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
+    "AsyncEngine", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
     "EngineLoading", "EngineUnavailable", "FinishReason", "GenerateRequest", "Generation", "Grammar",
     "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob", "Usage",
 ]  # fmt: skip

@@ -47,10 +47,9 @@ def root_key(cache_salt: bytes) -> bytes:
 class BlockPool:
     """Allocation, sharing and eviction over `total` blocks of `block_tokens` tokens."""
 
-    def __init__(self, total: int, block_tokens: int, *, has_prefix_cache: bool = True) -> None:
+    def __init__(self, total: int, block_tokens: int) -> None:
         self.total = total
         self.block_tokens = block_tokens
-        self._has_prefix_cache = has_prefix_cache
         self._blocks = [Block(id) for id in range(total)]
         self._free: deque[int] = deque(range(total))
         self._registered: dict[bytes, int] = {}
@@ -74,7 +73,7 @@ class BlockPool:
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], cache_salt: bytes, blocks: int) -> None:
         """Grow `keys` in place to the chain keys of the first `blocks` full blocks of `tokens`."""
         size = self.block_tokens
-        for index in range(len(keys), blocks if self._has_prefix_cache else 0):
+        for index in range(len(keys), blocks):
             parent = keys[-1] if keys else root_key(cache_salt)
             keys.append(chain_key(parent, tokens[index * size : (index + 1) * size]))
 
@@ -82,8 +81,6 @@ class BlockPool:
         """The longest run of registered blocks that hold exactly these tokens, from the start.
         Changes nothing."""
         found: list[int] = []
-        if not self._has_prefix_cache:
-            return found
         parent = root_key(cache_salt)
         size = self.block_tokens
         for index, key in enumerate(keys):
@@ -144,8 +141,8 @@ class BlockPool:
         must be registered.
         """
         block = self._blocks[blocks[index]]
-        if not self._has_prefix_cache or block.key is not None:
-            return self._has_prefix_cache
+        if block.key is not None:
+            return True
         key, parent = keys[index], keys[index - 1] if index > 0 else root_key(cache_salt)
         content = tuple(tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
         other_id = self._registered.get(key)

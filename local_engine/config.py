@@ -54,7 +54,7 @@ class EngineConfig:
     quantised ones stay so where a kernel serves them), int8, int4 or fp8 (quantised while they are
     read; with fp8, which is 8-bit floats, inputs are as well). `kv_blocks` overrides `kv_size_mb`.
     `step_tokens_max` bounds the tokens of one step, decode and prefill together; `sequences_max`
-    those that run at once; `queue_max` those that wait, `wait_max_s` for how long.
+    those that run at once; `queue_max` those that wait.
     `draft_tokens_max` bounds the guesses that are verified per sequence and step (see
     `speculation`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last
     bits, on what else is in the batch and how a prompt was cut. None: wherever the native kernels
@@ -76,9 +76,7 @@ class EngineConfig:
     sequences_max: int | None = None
     queue_max: int = 256
     answer_tokens_default: int = 512
-    wait_max_s: float | None = None
     draft_tokens_max: int = 8
-    has_prefix_cache: bool = True
     is_batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
@@ -86,8 +84,6 @@ class EngineConfig:
             value, least = getattr(self, name), 0 if name == "draft_tokens_max" else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name} must be {least} or more, not {value}")
-        if self.wait_max_s is not None and self.wait_max_s <= 0:
-            raise ValueError(f"wait_max_s must be above 0, not {self.wait_max_s}")
         for name, known in (("dtype", _DTYPES), ("weights", _WEIGHTS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, not {value!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -63,7 +62,6 @@ class Engine:
         config: EngineConfig,
         *,
         progress: Callable[[float, str], None] = lambda fraction, stage: None,
-        clock: Callable[[], float] = time.monotonic,
         entropy: random.Random | None = None,
         is_overlapped: bool | None = None,
     ) -> None:
@@ -71,7 +69,6 @@ class Engine:
         and a stage's name. `is_overlapped`: schedule a step while the one before is computed; by
         default where that is on a GPU."""
         self.config = config
-        self._clock = clock
         self._entropy = entropy or random.SystemRandom()
         progress(0.0, "opening the model")
         checkpoint = open_checkpoint(config.model)
@@ -79,7 +76,7 @@ class Engine:
         self._eos = frozenset(checkpoint.config.eos_token_ids)
         draft = open_draft(config, checkpoint, progress)
         self._runner = ModelRunner(config, checkpoint, progress, draft=draft)
-        self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens, has_prefix_cache=config.has_prefix_cache)
+        self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens)
         # a draft model needs the last token, so there the next step waits for it
         self._is_overlapped = draft is None and (
             self._runner.is_asynchronous if is_overlapped is None else is_overlapped
@@ -154,17 +151,15 @@ class Engine:
         *,
         salt: bytes = b"",
         priority: int = 0,
-        deadline: float | None = None,
         reference: Many[int] = (),
         is_continued: bool = False,
         grammar: Compiled | None = None,
         reads: messages.GenerateRequest | None = None,
     ) -> int:
-        """Queue a prompt; returns its id, as in `step` and `abort`. `deadline` is a time of the
-        engine's clock. `reference`: tokens the answer may share passages with. `is_continued`: the
-        prompt ends with the beginning of the answer. `grammar`: one of `grammars`, which alone
-        decides where the answer ends, unless it holds calls in a text. `reads`: the request whose
-        tools and thinking the answer's text is read for.
+        """Queue a prompt; returns its id, as in `step` and `abort`. `reference`: tokens the answer may
+        share passages with. `is_continued`: the prompt ends with the beginning of the answer.
+        `grammar`: one of `grammars`, which alone decides where the answer ends, unless it holds
+        calls in a text. `reads`: the request whose tools and thinking the answer's text is read for.
 
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
@@ -194,8 +189,6 @@ class Engine:
             # a grammar reads the first token's space
             text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
             reader=reader,
-            deadline=deadline,
-            submitted_s=self._clock(),
             prompt_logprobs=known,
             grammar=Answer(grammar, thinking) if grammar is not None else None,
         )
@@ -219,10 +212,7 @@ class Engine:
         works by itself meanwhile. A failure of the model fails the sequences of its step, nothing
         more."""
         began = Moment.now()
-        late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
-        outputs = [self._fail(sequence, error) for sequence, error in late]
-        if any(step.decides_next for step in self._in_flight):
-            outputs += self._land()
+        outputs = self._land() if any(step.decides_next for step in self._in_flight) else []
         chunks = self._scheduler.schedule()
         error = self._launch(chunks, began) if chunks else None
         while len(self._in_flight) > int(self._is_overlapped and bool(chunks) and error is None):

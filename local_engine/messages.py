@@ -9,11 +9,10 @@ Errors:
 
     EngineError
     ├── EngineUnavailable    no process behind the socket, or it ended or hangs (`is_death`)
-    ├── EngineLoading        the process is up, the weights are not; `progress` in 0..1
+    ├── EngineLoading        the process is up, the weights are not
     ├── InvalidRequest       the caller's fault; `param` names the field
     │   └── PromptTooLong    prompt + 1 > context
     ├── Overloaded           the queue is full: try elsewhere or later
-    ├── DeadlineExceeded     the request's own time ran out before it finished
     └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine goes on
 """
 
@@ -49,11 +48,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineLoading(EngineError):
-    """The process is up and still loading its model. `progress` is 0..1."""
-
-    def __init__(self, message: str, *, progress: float = 0.0) -> None:
-        super().__init__(message)
-        self.progress = progress
+    """The process is up and still loading its model."""
 
 
 class InvalidRequest(EngineError):
@@ -76,10 +71,6 @@ class PromptTooLong(InvalidRequest):
 
 class Overloaded(EngineError):
     """As many requests wait as the engine lets wait."""
-
-
-class DeadlineExceeded(EngineError):
-    """The deadline the caller set passed before the generation was complete."""
 
 
 class EngineFailed(EngineError):
@@ -156,12 +147,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a
     list of text parts). `salt` isolates reuse of KV blocks: only requests with equal salts share
-    any. `priority`: smaller is sooner. `deadline_s`: seconds from submission after which the work
-    is dropped. `reference`: a text that the answer may share passages with; shared passages are
-    faster, and no answer changes. `prefix`: the beginning of the answer, which the generation goes
-    on with. `grammar`: the form of the answer, after a thinking block where the model begins with
-    one. `tool_choice`: the name of the tool that must be called, "*" for any, empty for none or
-    any; at most `calls_max` calls, 0 is no bound.
+    any. `priority`: smaller is sooner. `reference`: a text that the answer may share passages with;
+    shared passages are faster, and no answer changes. `prefix`: the beginning of the answer, which
+    the generation goes on with. `grammar`: the form of the answer, after a thinking block where the
+    model begins with one. `tool_choice`: the name of the tool that must be called, "*" for any,
+    empty for none or any; at most `calls_max` calls, 0 is no bound.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -173,7 +163,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     best_of: int | None = None
     salt: bytes = b""
     priority: int = 0
-    deadline_s: float | None = None
     reference: str | None = None
     prefix: str = ""
     grammar: Grammar | None = None
@@ -436,7 +425,7 @@ def error_to_wire(id: int, error: Exception) -> Failed:
 
 def error_from_wire(failed: Failed) -> EngineError:
     """The error a message carries; a kind this side does not know is EngineFailed."""
-    kinds = (PromptTooLong, InvalidRequest, Overloaded, DeadlineExceeded, EngineLoading, EngineUnavailable)
+    kinds = (PromptTooLong, InvalidRequest, Overloaded, EngineLoading, EngineUnavailable)
     kind = next((kind for kind in kinds if kind.__name__ == failed.kind), EngineFailed)
     error = kind(failed.message)
     vars(error).update(failed.facts)

@@ -27,7 +27,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from local_engine.block_pool import BlockPool
-from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
+from local_engine.messages import Overloaded
 from local_engine.sequence import Chunk, Sequence, Status
 from local_engine.speculation.speculator import Draft, DraftRequest, Speculator
 
@@ -91,17 +91,6 @@ class Scheduler:
         sequence.status = Status.FINISHED
         if not self.has_work:
             self._now, self._turn_ends = 0.0, {}
-
-    def overdue(self, now: float, wait_max_s: float | None) -> list[tuple[Sequence, EngineError]]:
-        """The sequences past their deadline, and those that never ran and have waited for longer
-        than `wait_max_s`."""
-        late: list[tuple[Sequence, EngineError]] = []
-        for sequence in self.waiting + self.running:
-            if sequence.deadline is not None and sequence.deadline <= now:
-                late.append((sequence, DeadlineExceeded("the deadline passed")))
-            elif wait_max_s is not None and sequence.cached_tokens is None and now - sequence.submitted_s > wait_max_s:
-                late.append((sequence, Overloaded(f"no place was free within {wait_max_s:g} s")))
-        return late
 
     def preempt(self, sequence: Sequence) -> None:
         """Back into the queue, at its old place, without its blocks."""

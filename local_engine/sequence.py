@@ -55,9 +55,7 @@ class Sequence:
     arrival: int
     seed: int
     text: TextStream
-    deadline: float | None = None
     turn: float = -1.0
-    submitted_s: float = 0.0
     speculation: Speculation | None = None
     draft_computed: int = 0
     drafted: Counter[str] = field(default_factory=Counter)

@@ -1,6 +1,6 @@
 """`./run bench engine --soak MINUTES`: does an engine under random traffic lose, leak or invent anything?
 
-Two engine processes serve the same traffic: prompts that share prefixes, partitions, priorities, deadlines, every kind of
+Two engine processes serve the same traffic: prompts that share prefixes, partitions, priorities, every kind of
 sampling, several choices, references, requests that are wrong, readers that leave early or at once, and clients that
 disconnect in the middle. One process is killed, stopped for a while or asked to end, at random, and started again; the
 other lives throughout, and its memory, handles and blocks are read whenever all is quiet.

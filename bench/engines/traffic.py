@@ -12,7 +12,6 @@ from typing import Any
 
 from local_engine import (
     AsyncEngine,
-    DeadlineExceeded,
     EngineError,
     EngineFailed,
     GenerateRequest,
@@ -67,7 +66,6 @@ class Traffic:
             best_of=4 if wants_best else None,
             salt=draw.choice(_SALTS),
             priority=draw.choice((0, 0, 1, 2)),
-            deadline_s=draw.choice((0.01, 0.3, 2.0)) if draw.random() < 0.08 else None,
             reference=draw.choice(_REFERENCES) if draw.random() < 0.2 else None,
         )
         chance = draw.random()
@@ -126,8 +124,6 @@ async def ask(engine: AsyncEngine, wanted: Ask) -> Outcome:
     except EngineError as error:
         kind = type(error).__name__
         is_mine = wanted.is_wrong if isinstance(error, InvalidRequest) else True
-        if isinstance(error, DeadlineExceeded):
-            is_mine = request.deadline_s is not None
         if isinstance(error, EngineFailed):
             is_mine = False
         return Outcome(kind, wrong=None if is_mine else f"{kind}: {error}: {str(request)[:200]}")

@@ -252,7 +252,7 @@ class AsyncEngine:
         if now.is_draining:
             return wire.EngineUnavailable("the engine is shutting down")
         if not now.is_ready:
-            return wire.EngineLoading(f"the model is loading: {now.progress:.0%} ({now.stage})", progress=now.progress)
+            return wire.EngineLoading(f"the model is loading: {now.progress:.0%} ({now.stage})")
         return None
 
     @property

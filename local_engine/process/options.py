@@ -34,10 +34,8 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--block-tokens", type=int, default=16, help="tokens of one KV block")
     parser.add_argument("--queue-max", type=int, default=256, help="requests that may wait")
-    parser.add_argument("--wait-max-s", type=float, help="seconds a request may wait; default: as long as its deadline")
     parser.add_argument("--draft-tokens-max", type=int, default=8, help="tokens guessed per sequence and step; 0: none")
     parser.add_argument("--answer-tokens-default", type=int, default=512, help="max_tokens where a request has none")
-    parser.add_argument("--no-prefix-cache", dest="has_prefix_cache", action="store_false", help="never reuse KV")
     parser.add_argument(
         "--batch-invariant",
         dest="is_batch_invariant",

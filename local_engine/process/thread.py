@@ -13,7 +13,6 @@ import logging
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -85,7 +84,6 @@ class EngineThread(threading.Thread):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._works: dict[Key, Work] = {}
         self._by_sequence: dict[int, Work] = {}
-        self._clock: Callable[[], float] = time.monotonic
         self._probe: int | None = None
         self._probes_failed = 0  # in a row
 
@@ -97,7 +95,7 @@ class EngineThread(threading.Thread):
         try:
             from local_engine.engine import Engine
 
-            engine = Engine(self._config, progress=self._show_progress, clock=self._clock)
+            engine = Engine(self._config, progress=self._show_progress)
         except BaseException as error:
             self.error = error
             return
@@ -157,7 +155,6 @@ class EngineThread(threading.Thread):
         if key in self._works:
             raise wire.InvalidRequest(f"request id {key.id} is in use")
         tokens = engine.prompt_tokens(request)
-        deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
         params = request.sampling
         held: dict[int, list[wire.Output]] | None = {} if candidates > request.n else None
         work = Work(key, [], request.n, params.logprobs is not None, held)
@@ -175,7 +172,6 @@ class EngineThread(threading.Thread):
                     params,
                     salt=request.salt,
                     priority=request.priority,
-                    deadline=deadline,
                     reference=reference,
                     is_continued=bool(request.prefix),
                     grammar=grammar,

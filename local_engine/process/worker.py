@@ -141,7 +141,7 @@ class Server:
         if self._is_draining:
             refusal = wire.EngineUnavailable("the engine is shutting down")
         elif not self._thread.load.is_ready:
-            refusal = wire.EngineLoading("the model is loading", progress=self._thread.load.progress)
+            refusal = wire.EngineLoading("the model is loading")
         if isinstance(message, wire.Abort):
             self._forget(key)
         elif refusal is not None:
@@ -178,7 +178,7 @@ class Server:
 
     async def _compile(self, key: Key, message: wire.Submit) -> None:
         """Submit a request once its grammar is compiled, unless it was aborted meanwhile."""
-        began, request = self._loop.time(), message.request
+        request = message.request
         self._compiling[request.salt] += 1
         try:
             if self._compiling[request.salt] > _GRAMMARS_MAX:
@@ -196,9 +196,6 @@ class Server:
             self._deliver([(key, wire.error_to_wire(key.id, error))])
         else:
             if key in self._running and (grammar is not None or wanted is None):
-                if request.deadline_s is not None:
-                    left_s = request.deadline_s - (self._loop.time() - began)
-                    request = msgspec.structs.replace(request, deadline_s=left_s)
                 self._thread.send((key, Ready(request, grammar)))
         finally:
             self._compiling[request.salt] -= 1

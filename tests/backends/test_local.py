@@ -428,7 +428,6 @@ async def test_what_the_engine_cannot_do_is_refused(
         ("PromptTooLong", BackendTooLong, "context_length_exceeded"),
         ("InvalidRequest", BackendRejected, "invalid_value"),
         ("Overloaded", BackendOverloaded, None),
-        ("DeadlineExceeded", BackendTimeout, None),
         ("EngineFailed", BackendUnavailable, None),
         ("EngineLoading", BackendUnavailable, None),
         ("EngineUnavailable", BackendUnavailable, None),

@@ -1,4 +1,4 @@
-"""The engine's promises beside equality: limits, order, deadlines, failures, and what it says of itself."""
+"""The engine's promises beside equality: limits, order, failures, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ import torch
 
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
-from local_engine.messages import DeadlineExceeded, EngineFailed, Overloaded, PromptTooLong, SamplingParams
+from local_engine.messages import EngineFailed, Overloaded, PromptTooLong, SamplingParams
 from tests.engine.checkpoints import naive_greedy, random_prompt, reference
-from tests.engine.conftest import SMALL, greedy, run
+from tests.engine.conftest import greedy, run
 
 Make = Callable[..., Engine]
-
-
-class Clock:
-    """A time that stands until it is moved."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_the_context_bounds_prompt_and_answer(make_engine: Make) -> None:
@@ -83,36 +74,6 @@ def test_smaller_priority_goes_first_and_equals_in_order(make_engine: Make) -> N
     while engine.has_work:
         ended += [step.id for step in engine.step() if step.usage is not None]
     assert ended == [ids[2], ids[3], ids[0], ids[1]]
-
-
-def test_a_deadline_drops_waiting_and_running_work(checkpoint: Callable[[str], Any]) -> None:
-    """When its time is over a request fails with DeadlineExceeded, and its blocks are free."""
-    clock = Clock()
-    engine = Engine(EngineConfig(model=str(checkpoint("llama")), **{**SMALL, "sequences_max": 1}), clock=clock)
-    ids = [engine.submit(random_prompt(i, 9), greedy(50), deadline=clock.now + 10) for i in range(2)]
-    other = engine.submit(random_prompt(5, 9), greedy(2))
-    engine.step()
-    clock.now += 11
-    errors = {step.id: step.error for step in engine.step() if step.error is not None}
-    assert errors.keys() == set(ids)
-    assert all(isinstance(error, DeadlineExceeded) for error in errors.values())
-    engine.check_integrity()
-    assert len(run(engine)[other]) >= 1
-    assert engine.load().kv_blocks_used == 0
-
-
-def test_waiting_has_an_end(checkpoint: Callable[[str], Any]) -> None:
-    """Who never got a place within wait_max_s is told so; who runs, runs on."""
-    clock = Clock()
-    config = EngineConfig(model=str(checkpoint("llama")), **{**SMALL, "sequences_max": 1, "wait_max_s": 5.0})
-    engine = Engine(config, clock=clock)
-    runs, waits = (engine.submit(random_prompt(i, 9), greedy(50)) for i in range(2))
-    engine.step()
-    clock.now += 6
-    errors = {step.id: step.error for step in engine.step() if step.error is not None}
-    assert errors.keys() == {waits}
-    assert isinstance(errors[waits], Overloaded)
-    assert runs in run(engine)
 
 
 def test_salts_take_turns(make_engine: Make) -> None:

@@ -250,8 +250,6 @@ def _translated(
             return rejected(str(error), param, "invalid_value")
         case local_engine.Overloaded():
             return base.BackendOverloaded("The local engine's queue is full", detail=str(error), retry_after_s=1.0)
-        case local_engine.DeadlineExceeded():
-            return base.BackendTimeout("The local engine did not finish in time", detail=str(error))
         case local_engine.EngineLoading():
             return base.BackendUnavailable(f"The local engine is not ready: {error}")
     if has_output:
