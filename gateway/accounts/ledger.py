@@ -47,7 +47,6 @@ class LedgerFilter:
     key_id: int | None = None
     alias: str | None = None
     deployment: str | None = None
-    kind: str | None = None
     user: str | None = None
     tag: str | None = None
     tag_value: str | None = None
@@ -68,7 +67,6 @@ class Group(StrEnum):
     KEY = "key_id"
     ALIAS = "alias"
     DEPLOYMENT = "deployment"
-    KIND = "kind"
     USER = "user"
     TAG = "tag"
     DAY = "day"
@@ -98,7 +96,6 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     key_id: int | None = None
     alias: str | None = None
     deployment: str | None = None
-    kind: str | None = None
     user: str | None = None
     tag: str | None = None
     day: str | None = None
@@ -450,7 +447,7 @@ _USUAL_REST = _rest((*_FIELDS[: -len(_DEFAULTED)], *_DEFAULTED))
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 
 
-_FILTERS = ("team_id", "key_id", "alias", "deployment", "kind")
+_FILTERS = ("team_id", "key_id", "alias", "deployment")
 
 
 def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
@@ -472,7 +469,7 @@ def _source(
     filtered = {group for group in Group if getattr(where, group, None) is not None}
     axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}
     is_by_day = Group.DAY in by
-    if len(axes) > 1 or Group.KIND in axes:
+    if len(axes) > 1:
         if axes & {Group.USER, Group.TAG}:
             raise Invalid(
                 "by", "sums by user or tag are kept by team and day only: leave the other groups and filters out"

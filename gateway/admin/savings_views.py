@@ -41,7 +41,7 @@ async def savings(parts: AdminParts, where: LedgerFilter) -> models.SavingsOut:
     now_ms = int(parts.clock() * 1000)
     until_ms = where.until_ms if where.until_ms is not None else now_ms + 1
     from_ms = where.from_ms if where.from_ms is not None else until_ms - 1 - (DAYS - 1) * DAY_S * 1000
-    where = replace(where, key_id=None, deployment=None, kind=None, from_ms=from_ms, until_ms=until_ms)
+    where = replace(where, key_id=None, deployment=None, from_ms=from_ms, until_ms=until_ms)
     lines = await parts.ledger.savings(where)
     [all_of_it] = await parts.ledger.totals([], where)
     names = {0: _OPERATOR} | {team.id: team.name for team in await parts.accounts.list_teams()}

@@ -107,8 +107,8 @@ async def test_filters_join(ledger: Ledger) -> None:
     """Every field of a filter narrows."""
     rows = make_rows(200)
     await ledger.append(rows)
-    where = LedgerFilter(team_id=1, key_id=2, alias="small", deployment="far", kind="generation")
-    names = ("team_id", "key_id", "alias", "deployment", "kind")
+    where = LedgerFilter(team_id=1, key_id=2, alias="small", deployment="far")
+    names = ("team_id", "key_id", "alias", "deployment")
     wanted = {row.id for row in rows if all(getattr(row, name) == getattr(where, name) for name in names)}
     assert {row.id for row in (await ledger.rows(where)).rows} == wanted
     [total] = await ledger.totals([], where)
@@ -123,7 +123,7 @@ async def test_a_made_up_cursor_is_refused(ledger: Ledger, cursor: str) -> None:
 
 
 async def test_totals_by_every_grouping(ledger: Ledger) -> None:
-    """Grouped by any two of team, key, alias, deployment, kind and day, the sums are those of the rows."""
+    """Grouped by any two of team, key, alias, deployment and day, the sums are those of the rows."""
     rows = make_rows(200)
     await ledger.append(rows)
     for pair in combinations(set(Group) - {Group.USER, Group.TAG}, 2):  # those: test_rollups.py
