@@ -33,14 +33,16 @@ import msgspec
 from policies.durations import duration_s
 
 _WORDS_MAX = 500
+_NO_RETRY = {"x-should-retry": "false"}  # the official SDKs would send it again
 
 
 class ApiError(Exception):
-    """Base. `headers` has lower-case names."""
+    """Base. `headers` has lower-case names, and the `own_headers` of every such error."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    own_headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.error_code = code or self.code
-        self.headers = dict(headers or {})
+        self.headers = {**self.own_headers, **(headers or {})}
         self.http_status = self.status
         self.raw_body: bytes | None = None
 
@@ -107,9 +109,7 @@ class Unauthenticated(ApiError):
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"www-authenticate": "Bearer"})
+    own_headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
 
 
 class Forbidden(ApiError):
@@ -150,14 +150,12 @@ class TooLarge(ApiError):
 
 
 class InUse(ApiError):
-    """`x-should-retry: false` keeps the official SDKs from sending it again, as they do a 409."""
+    """No SDK sends it again, as they do another 409."""
 
     status = 409
     type = "invalid_request_error"
     code = "conflict"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"x-should-retry": "false"})
+    own_headers = _NO_RETRY
 
 
 class ConversationLocked(ApiError):
@@ -175,11 +173,8 @@ class StorageFull(ApiError):
     """RFC 4918, section 11.5."""
 
     status = 507
-    type = "server_error"
     code = "storage_full"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"x-should-retry": "false"})
+    own_headers = _NO_RETRY
 
 
 class UnsupportedMediaType(ApiError):
@@ -188,9 +183,7 @@ class UnsupportedMediaType(ApiError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_content_encoding"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"accept-encoding": "gzip"})
+    own_headers: ClassVar[Mapping[str, str]] = {"accept-encoding": "gzip"}
 
 
 class RateLimited(ApiError):
@@ -203,20 +196,15 @@ class RateLimited(ApiError):
 
 
 class BudgetExceeded(ApiError):
-    """A budget has no room. `resets_in_s` None: a retry never succeeds.
-
-    `x-should-retry: false` keeps the official SDKs from sending the request three times.
-    """
+    """A budget has no room. `resets_in_s` None: a retry never succeeds."""
 
     status = 429
     type = "insufficient_quota"
     code = "insufficient_quota"
+    own_headers = _NO_RETRY
 
     def __init__(self, message: str, resets_in_s: float | None) -> None:
-        headers = {"x-should-retry": "false"}
-        if resets_in_s is not None:
-            headers |= retry_after(resets_in_s)
-        super().__init__(message, headers=headers)
+        super().__init__(message, headers=None if resets_in_s is None else retry_after(resets_in_s))
         self.resets_in_s = float("inf") if resets_in_s is None else resets_in_s
 
 
@@ -233,18 +221,16 @@ class NotCached(ApiError):
     status = 504
     type = "invalid_request_error"
     code = "not_cached"
+    own_headers = _NO_RETRY
 
     def __init__(self) -> None:
-        super().__init__("only-if-cached was asked and no cached answer matches", headers={"x-should-retry": "false"})
+        super().__init__("only-if-cached was asked and no cached answer matches")
 
 
 class DeadlineExceeded(ApiError):
     status = 504
-    type = "server_error"
     code = "deadline_exceeded"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"x-should-retry": "false"})
+    own_headers = _NO_RETRY
 
 
 class Upstream(ApiError):
@@ -263,14 +249,11 @@ class UpstreamDenied(Upstream):
 
     status = 424
     code = "upstream_denied"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"x-should-retry": "false"})
+    own_headers = _NO_RETRY
 
 
 class Unavailable(ApiError):
     status = 503
-    type = "server_error"
     code = "unavailable"
 
     def __init__(self, message: str, code: str | None = None) -> None:
