@@ -202,18 +202,18 @@ def _bounded(receive: Receive) -> Receive:
 
 
 def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
-    """Add `paths` (OpenAPI 3.1 path items), and the `schemas` that they name, to `app.openapi()`."""
+    """Add `paths` (OpenAPI 3.1 path items), and the `schemas` that they name, to `app.openapi()`.
+
+    ErrorBody, which they name, too, comes with the routes of the admin plane.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schema["paths"] = {**paths, **schema["paths"]}
             components = schema.setdefault("components", {})
-            components["schemas"] = {**schemas, "ErrorBody": _ERROR_SCHEMA, **components.get("schemas", {})}
-            components.setdefault("securitySchemes", {})["apiKey"] = {
-                "type": "http",
-                "scheme": "bearer",
-            }
+            components["schemas"] = {**schemas, **components.get("schemas", {})}
+            components.setdefault("securitySchemes", {})["apiKey"] = {"type": "http", "scheme": "bearer"}
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -260,20 +260,4 @@ _EVENT_SCHEMA = {
     "description": "each event of the stream",
     "required": ["data"],
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-}
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
 }
