@@ -313,7 +313,7 @@ class Pipeline:
             )
             generation.is_claimed = generation.is_claimed or looked.is_claimed
             if looked.entry is not None:
-                generation.followed(looked.entry)
+                generation.served = looked.entry
                 flight.extend(chunks_of(looked.entry))
                 return True
             unstored += looked.elsewhere_ms is not None and looked.elsewhere_ms < age_ms
@@ -361,9 +361,9 @@ class Pipeline:
             usual = generation.alias.usual_output(turn.demand) if need.usual_tokens is not None else None
             generation.reserved(await self.money.reserve(identity, turn.arrival.request_id, need), usual)
         finally:
-            generation.admitted(await taking)
+            generation.headers = await taking
         if near is not None:
-            generation.found_near((await near).entry)
+            generation.near = (await near).entry
 
     async def _generated(self, flight: Flight) -> ApiError | None:
         """8 and 9, at the alias, then at its fallbacks in their order. Returns the error, if any.
@@ -381,7 +381,7 @@ class Pipeline:
             if error is None or (_is_permanent(error) and not _is_permanent(latest)):
                 error = latest
             if flight.chunks or not _may_fall_back(latest):
-                return latest if flight.chunks or not generation.steps else error
+                return latest if flight.chunks or not generation.fallbacks else error
             fallback = self._next(generation, left)
             if fallback is None:
                 return error
@@ -425,7 +425,7 @@ class Pipeline:
                 hold_id = f"{request_id}+{len(generation.more_holds) + 1}"
                 generation.covered(await self.money.reserve(identity, hold_id, more))
         except (BudgetExceeded, Unavailable) as error:
-            generation.refused_at(deployment, error)
+            generation.no_room[deployment.name] = error
             return False
         return True
 
@@ -497,7 +497,7 @@ class Pipeline:
             if (
                 self._learn is not None
                 and not generation.seams
-                and not generation.steps
+                and not generation.fallbacks
                 and (generation.semantic.trial is not None or turn.controls.no_cache)
             ):
                 self._learn(flight, record)
@@ -559,7 +559,7 @@ class Pipeline:
         except CacheUnavailable:
             store = Refusal.UNAVAILABLE.value
         finally:
-            generation.recorded(entry, store)
+            generation.stored, generation.store = entry, store
             if generation.is_claimed:
                 await self._release(found)
 

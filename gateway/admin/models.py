@@ -15,8 +15,9 @@ from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, LedgerRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.deployments.progress import Attempt
+from gateway.journey.generation import Rejection
 from gateway.journey.hedge import Hedged
-from gateway.journey.record import Record, Rejection
+from gateway.journey.record import Record
 from gateway.journey.rescue import Seam
 from gateway.telemetry.judge_error import ErrorRate
 from gateway.telemetry.parts import Part

@@ -52,7 +52,7 @@ def answer_headers(reply: Reply) -> Headers:
     limits = reply.limits
     if reader is not None:
         generation = reader.generation
-        if generation.steps:
+        if generation.fallbacks:
             headers.append((b"x-sameway-fallback", generation.serving.name.encode("latin-1", "replace")))
         if generation.hedge is not None:
             headers.append((b"x-sameway-hedge", generation.hedge.deployment.encode("latin-1", "replace")))

@@ -151,7 +151,7 @@ class Tries:
 
     async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
         flight, generation = self._flight, self._generation
-        generation.chosen(why)
+        generation.why = why
         if not await _is_admitted(deployment):
             return BackendUnavailable("Another request is trying whether this deployment is back")
         request, progress = self._begin(deployment, is_alone=is_alone)
@@ -262,7 +262,7 @@ class Tries:
             if is_used_up(turn.body, said):
                 seam = Seam(broken.name, broken.name, len(said.text))
                 flight.extend([ended_by_length(said, seam)])
-                generation.went_on(seam)
+                generation.seams.append(seam)
                 return True
             try:
                 route = await routed(flight, self._done_with, PREFILL, _GOES_ON_WITHIN_S)
@@ -278,7 +278,7 @@ class Tries:
             if not is_covered or not await _is_admitted(deployment):
                 self._done_with |= {best.name}
                 continue
-            generation.chosen(best.why)
+            generation.why = best.why
             seam = Seam(broken.name, deployment.name, len(said.text))
             joint = Joint(said, seam, turn.body, is_exact=deployment.settings.engine is not None)
 
@@ -289,12 +289,12 @@ class Tries:
                 return is_over
 
             request, progress = generation.begin_try(deployment, is_alone=len(route.ranked) == 1, said=said)
-            generation.went_on(seam)
+            generation.seams.append(seam)
             failure = await attempt(
                 deployment, request, progress, deliver, prompt_tokens=turn.demand.prompt_tokens, flight=flight
             )
             if failure is None:
-                generation.whole_usage(joint.usage)
+                generation.whole_usage = joint.usage
                 return True
             broken = deployment
         return False

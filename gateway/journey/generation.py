@@ -1,7 +1,7 @@
 """One generation as a value: its turn, its identity, and the outcome of each stage.
 
-It never awaits, and contains no services. Invariants: each outcome is set once, whole, by the
-method of its stage.
+It never awaits, and contains no services. Invariant: each outcome is set whole; where it is more
+than one field, by the method of its stage.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from policies import Demand, Hold, Route, Usage
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
 
 
-class Step(msgspec.Struct, frozen=True):
-    """An alias that could not answer, and why: the next fallback is asked."""
+class Rejection(msgspec.Struct, frozen=True):
+    """The reason why a deployment was not used, or an alias could not answer."""
 
     name: str
     reason: str
@@ -51,9 +51,10 @@ class Generation(msgspec.Struct, eq=False):
     warm: dict[str, int]
     lacking: tuple[str, ...]
     progress: Progress  # at the deployment that was tried last
-    steps: list[Step] = []  # the aliases that could not answer
+    fallbacks: list[Rejection] = []  # the aliases that could not answer: the next fallback was asked
     semantic: SemanticResult = SemanticResult()
     unsought: str = ""  # why no semantic lookup may find its answer, apart from cache controls
+    near: Entry | None = None  # the answer to the nearest prompt, which a local engine may use as a draft
     hold: Hold | None = None
     cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
     more_holds: list[Hold] = []  # for what tries may cost beyond the first hold
@@ -73,18 +74,13 @@ class Generation(msgspec.Struct, eq=False):
     elsewhere_ms: float | None = None  # another worker had been making its entry for so long
     awaited_until: float = 0.0  # by time.perf_counter, where it has waited for that worker
     seams: list[Seam] = []  # where another deployment went on with the answer
-    _near: Entry | None = None
+    whole_usage: Usage | None = None  # of an answer with seams, as its clients see it
     _beside: Sequence[Progress] = ()  # the tries of a race which did not answer
     _first_choice_model: str = ""
-    _whole_usage: Usage | None = None  # of an answer with seams
     _is_bounded: bool = False  # by a budget
     _tries: list[Try] = []
 
     # -- the outcomes of the stages ----------------------------------------------------------------
-
-    def followed(self, entry: Entry) -> None:
-        """5. Set the answer that another worker made."""
-        self.served = entry
 
     def looked_up(self, result: SemanticResult) -> None:
         """6. Set the semantic hit, or the reason why there is none."""
@@ -97,14 +93,6 @@ class Generation(msgspec.Struct, eq=False):
         self.cut_at = usual_output if hold.is_cut else None
         self._is_bounded = hold.is_held
 
-    def admitted(self, headers: dict[bytes, bytes]) -> None:
-        """7. Set `headers`, which describe the rate limits after the tokens were taken."""
-        self.headers = headers
-
-    def found_near(self, entry: Entry | None) -> None:
-        """7. Set the answer to the nearest prompt, which a local engine may use as a draft."""
-        self._near = entry
-
     def routed(self, route: Route) -> None:
         """8. Set the route before the first try."""
         self.route = route
@@ -112,12 +100,8 @@ class Generation(msgspec.Struct, eq=False):
 
     def fell_back(self, alias: Alias, reason: str) -> None:
         """8. Set the fallback whose deployments are tried next, and why the alias before it cannot answer."""
-        self.steps.append(Step(self.serving.name, reason))
+        self.fallbacks.append(Rejection(self.serving.name, reason))
         self.serving = alias
-
-    def chosen(self, why: str) -> None:
-        """9. Set the reason why the deployment that is tried next was ranked first."""
-        self.why = why
 
     def begin_try(
         self, deployment: Deployment, *, is_alone: bool, said: Said | None = None
@@ -131,7 +115,7 @@ class Generation(msgspec.Struct, eq=False):
         is_stream = not turn.kind.is_plain and (
             turn.is_stream or (self.serving.has_choice and _UNSTREAMED.isdisjoint(turn.body))
         )
-        draft = draft_of(self._near) if deployment.settings.engine else ""
+        draft = draft_of(self.near) if deployment.settings.engine else ""
         asked = turn.marked if turn.marked is not None and "cache_control" in deployment.capabilities else turn.body
         body = self.serving.with_max_tokens(deployment, turn.demand, asked) if self._is_bounded else asked
         if self.cut_at is not None:
@@ -158,7 +142,7 @@ class Generation(msgspec.Struct, eq=False):
             passage=turn.passage,
             prefix=prefix,
         )
-        progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
+        progress = Progress(deployment.name, self.near.id if draft and self.near is not None else "")
         if said is not None:
             progress.prefix_tokens = said.tokens
         self._tries.append(Try(deployment, progress))
@@ -183,14 +167,6 @@ class Generation(msgspec.Struct, eq=False):
             self.hedge = Hedged(second, "won" if answering.deployment == second else "lost")
         self._beside = others
 
-    def went_on(self, seam: Seam) -> None:
-        """9. Set where another deployment goes on with the answer."""
-        self.seams.append(seam)
-
-    def whole_usage(self, usage: Usage | None) -> None:
-        """9. Set the tokens of an answer with seams, as its clients see them."""
-        self._whole_usage = usage
-
     def must_fit(self, context_tokens: int) -> None:
         """9. Set that the request is longer than a context of `context_tokens`."""
         output = self.demand.output_tokens_max if self.demand.is_output_asked else 1
@@ -208,10 +184,6 @@ class Generation(msgspec.Struct, eq=False):
         self.at_deployments[deployment.name] = hold
         self._is_bounded = self._is_bounded or hold.is_held
 
-    def refused_at(self, deployment: Deployment, error: ApiError) -> None:
-        """9. Set that a budget has no room for a try at a deployment."""
-        self.no_room[deployment.name] = error
-
     def beyond_holds(self, deployment: Deployment) -> int:
         """The µUSD that a try at `deployment` may cost beyond all holds, after what is charged."""
         worst = self.serving.worst_case_at(deployment, self.turn.demand)
@@ -228,7 +200,7 @@ class Generation(msgspec.Struct, eq=False):
         if self.hold is None:
             self.spent = Spent(Usage(0, 0), 0, 0, 0, is_estimated=True)
             return [], self.spent
-        rows, spent = book(self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage, self.cut_at)
+        rows, spent = book(self._tries, self.hold, self.turn, self.identity, self.alias, self.whole_usage, self.cut_at)
         self.spent = spent
         if self.hedge is not None:
             beside = [one for one in charged(self._tries) if any(one.progress is other for other in self._beside)]
@@ -243,11 +215,6 @@ class Generation(msgspec.Struct, eq=False):
         is_whole = self.progress.is_complete and self.cut_at is None
         if is_whole and not (spent.is_estimated or self.turn.kind.is_plain):
             self.alias.lengths.add(-(-spent.usage.completion_tokens // self.turn.demand.choices))
-
-    def recorded(self, entry: Entry | None, store: str) -> None:
-        """10. Set the entry made of the answer, if any, and `stored` or the reason against it."""
-        self.stored = entry
-        self.store = store
 
     # -- derived from the outcomes -----------------------------------------------------------------
 

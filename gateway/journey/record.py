@@ -12,19 +12,12 @@ from cache import Entry
 from gateway.accounts import Identity
 from gateway.deployments.progress import Attempt
 from gateway.journey.flight import Flight, Reply
-from gateway.journey.generation import Generation
+from gateway.journey.generation import Generation, Rejection
 from gateway.journey.hedge import Hedged
 from gateway.journey.rescue import Seam
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError
-
-
-class Rejection(msgspec.Struct, frozen=True):
-    """The reason why a deployment was not used."""
-
-    name: str
-    reason: str
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -162,8 +155,8 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "draft": progress.draft,
         "survived": generation.degraded,
     }
-    if generation.steps:
-        facts["fallbacks"] = tuple([Rejection(step.name, step.reason) for step in generation.steps])
+    if generation.fallbacks:
+        facts["fallbacks"] = tuple(generation.fallbacks)
         facts["answered_alias"] = generation.serving.name
     if generation.seams:
         facts["seams"] = tuple(generation.seams)

@@ -393,7 +393,7 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     flight.generation.looked_up(SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))
-    flight.generation.recorded(entry_for(ask("open the box"), 5.0), "stored")
+    flight.generation.stored, flight.generation.store = entry_for(ask("open the box"), 5.0), "stored"
     flight.chunks[:] = [Chunk(answer, is_whole=True)]
     one.recorded(flight, record)
     async with asyncio.timeout(20):
@@ -440,7 +440,7 @@ def missed(entry: Entry, first: Fingerprint) -> tuple[Flight, Record]:
     assert entry.text is not None
     trial = Trial((first.exact,), entry.text.encode()[:8], 0.9, 1.0, b"rule")
     flight.generation.looked_up(SemanticResult(trial=trial))
-    flight.generation.recorded(entry, "stored")
+    flight.generation.stored, flight.generation.store = entry, "stored"
     return flight, record
 
 
