@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -115,7 +116,7 @@ async def test_a_key_opens_both(start: Open, key: str) -> None:
 
 
 async def test_the_description_says_who_needs_a_key(start: Open) -> None:
-    """/metrics needs one and answers text, its refusals are JSON; /readyz takes one."""
+    """/metrics needs one and answers text, its refusals are JSON; /readyz takes one. No reference leads nowhere."""
     app = await start()
     described = app.openapi()
     metrics, ready = (described["paths"][path]["get"] for path in ("/metrics", "/readyz"))
@@ -124,7 +125,8 @@ async def test_the_description_says_who_needs_a_key(start: Open) -> None:
     error = ["application/json"]
     assert contents == {"200": ["text/plain"], "401": error, "403": error, "429": error}
     assert {"adminKey"} <= described["components"]["securitySchemes"].keys()
-    assert "ErrorBody" in described["components"]["schemas"]
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(described)))
+    assert {"ErrorBody", "ChatRequest"} <= named <= described["components"]["schemas"].keys()
 
 
 async def test_the_metrics_key_opens_nothing_else(start: Open) -> None:
