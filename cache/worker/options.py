@@ -35,30 +35,23 @@ def _cores() -> int:
 def read_options(argv: list[str] | None) -> Options:
     """Of a command line; exits with a message where it is none."""
     parser = argparse.ArgumentParser(prog="python -m cache.worker", description="The semantic cache of this host.")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
-    parser.add_argument("--redis", default=os.environ.get("SAMEWAY_REDIS_URL"), help="default: $SAMEWAY_REDIS_URL")
-    parser.add_argument("--embedder", default="default", help="a sentence-transformers model by name or path")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"), help="of the encoder")
-    parser.add_argument("--threads", type=int, default=min(_THREADS, _cores()), help="for the encoder on a CPU")
-    parser.add_argument("--error-max", type=float, default=0.01, help="share of requests that may be answered wrongly")
-    parser.add_argument("--audit", action="store_true", help="have some would-be hits generated, for judges to compare")
-    parser.add_argument("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
-    parser.add_argument(
-        "--size-bytes-max", type=int, default=256 << 20, help="of a team's entries, with their sketches"
+    add = parser.add_argument
+    add("--socket", dest="socket_path", type=Path, required=True, help="unix socket to listen on")
+    add("--redis", dest="redis_url", default=os.environ.get("SAMEWAY_REDIS_URL"), help="default: $SAMEWAY_REDIS_URL")
+    add("--embedder", default="default", help="a sentence-transformers model by name or path")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--precision", default="auto", choices=("auto", "float32", "bfloat16"), help="of the encoder")
+    add("--threads", type=int, default=min(_THREADS, _cores()), help="for the encoder on a CPU")
+    add("--error-max", type=float, default=0.01, help="share of requests that may be answered wrongly")
+    add(
+        "--audit",
+        dest="is_audited",
+        action="store_true",
+        help="have some would-be hits generated, for judges to compare",
     )
+    add("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
+    add("--size-bytes-max", type=int, default=256 << 20, help="of a team's entries, with their sketches")
     found = parser.parse_args(argv)
-    if not found.redis:
+    if not found.redis_url:
         parser.error("--redis or SAMEWAY_REDIS_URL is needed")
-    return Options(
-        socket_path=found.socket,
-        redis_url=found.redis,
-        embedder=found.embedder,
-        device=found.device,
-        precision=found.precision,
-        threads=found.threads,
-        keys_max=found.keys_max,
-        size_bytes_max=found.size_bytes_max,
-        error_max=found.error_max,
-        is_audited=found.audit,
-    )
+    return Options(**vars(found))
