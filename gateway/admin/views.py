@@ -31,7 +31,8 @@ from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.judge_error import false_different, false_same
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import Summary, Tally, Window
-from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
+from gateway.wire.plain import OUTPUT_TOKENS_MAX
+from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand
 
 _LEDGER_PAGE = 500
@@ -199,7 +200,7 @@ def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
         by_model=[models.ModelTally(**sums, model=model) for model, sums in _ranked(summary.by_model)],
         by_surface=[models.SurfaceTally(**sums, surface=surface) for surface, sums in _ranked(summary.by_surface)],
         by_deployment=[
-            models.DeploymentTallyOut.model_validate(tally).model_copy(update={"deployment": name})
+            models.DeploymentTallyOut(deployment=name, **msgspec.structs.asdict(tally))
             for name, tally in sorted(summary.by_deployment.items())
         ],
         series=[models.PointOut.model_validate(point) for point in summary.series],
@@ -314,26 +315,18 @@ async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter,
         return value if value is None else "" if value == OTHER else value.removeprefix("=")
 
     sums = [
-        models.LedgerSumOut(
-            team_id=one.team_id,
-            team=teams.get(one.team_id) if one.team_id is not None else None,
-            key_id=one.key_id,
-            key=keys.get(one.key_id) if one.key_id is not None else None,
-            model=one.alias,
-            deployment=one.deployment,
-            user=shown(one.user),
-            tag=shown(one.tag),
-            day=one.day,
-            is_other=OTHER in (one.user, one.tag),
-            requests=one.requests,
-            prompt_tokens=one.prompt_tokens,
-            cached_tokens=one.cached_tokens,
-            completion_tokens=one.completion_tokens,
-            cost_microusd=one.cost_microusd,
-        )
+        {
+            **msgspec.structs.asdict(one),
+            "team": teams.get(one.team_id) if one.team_id is not None else None,
+            "key": keys.get(one.key_id) if one.key_id is not None else None,
+            "model": one.alias,
+            "user": shown(one.user),
+            "tag": shown(one.tag),
+            "is_other": OTHER in (one.user, one.tag),
+        }
         for one in totals[:limit]
     ]
-    return models.LedgerSumsOut(sums=sums, has_more=len(totals) > limit)
+    return models.LedgerSumsOut.model_validate({"sums": sums, "has_more": len(totals) > limit})
 
 
 async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[dict[str, Any]]:
@@ -450,8 +443,8 @@ async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
     for one in parts.deployments():
         one = one.model_copy(update={"last_errors": errors.get(one.name, [])})
         if summary is not None and one.name in summary.by_deployment:
-            tally = models.DeploymentTallyOut.model_validate(summary.by_deployment[one.name])
-            one = one.model_copy(update={"last_24h": tally.model_copy(update={"deployment": one.name})})
+            tally = msgspec.structs.asdict(summary.by_deployment[one.name])
+            one.last_24h = models.DeploymentTallyOut(deployment=one.name, **tally)
         found.append(one)
     return found
 

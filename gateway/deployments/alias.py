@@ -28,7 +28,8 @@ from gateway.wire.errors import (
     sentence,
     shown,
 )
-from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
+from gateway.wire.plain import OUTPUT_TOKENS_MAX
+from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from gateway.wire.rules import check_rules
 from gateway.wire.types import KINDS, Kind
 from policies import Candidate, Cause, Demand, Route, RoutingPolicy

@@ -33,8 +33,9 @@ from gateway.wire.usage import TOKENS_MAX, usage_of
 from policies import Demand, Usage
 
 INPUTS_MAX = 2048
-_BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
-_MEDIA_TOKENS_MAX = _IMAGE_TOKENS_MAX = 50_000  # above every provider's maximum
+OUTPUT_TOKENS_MAX = 4096  # of an answer without a bound, in the worst case
+BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
+MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file; above every provider's maximum
 _MARKS = 2  # tokens around a text
 _DOCUMENTS_A_UNIT = 100  # Cohere's price of a search covers so many
 _IMAGE_OUTPUT_TOKENS_MAX = 16_384  # of one image with its partial ones; above every provider's maximum
@@ -42,7 +43,6 @@ _SPEECH_TOKENS_PER_BYTE = 4  # 20 tokens are a second of speech, which has at le
 _SOUND_BYTES_PER_S = 1_000  # 8 kbit/s: hardly any recording has fewer
 _SOUND_TOKENS_PER_S = 50  # above every provider's count
 
-_OUTPUT_TOKENS_MAX = 4096  # of a response without a bound, in the worst case
 _CALLS_MAX = 10  # of the provider's tools in one response, as far as a hold foresees
 _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 
@@ -101,9 +101,9 @@ def _size(given: Any) -> tuple[float, int]:
     if isinstance(given, list):
         return len(given), len(given)
     if isinstance(given, dict) and given.get("type") == "image_url":
-        return 0, _IMAGE_TOKENS_MAX
+        return 0, MEDIA_TOKENS_MAX
     size_bytes = len(given.encode() if isinstance(given, str) else msgspec.json.encode(given))
-    return size_bytes / _BYTES_PER_TOKEN, size_bytes
+    return size_bytes / BYTES_PER_TOKEN, size_bytes
 
 
 class EmbeddingsRequest(_Plain, kw_only=True):
@@ -204,7 +204,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
         given = [one for one in (self.image, self.mask, *several) if one is not None and type(one) is not list]
         if not given:
             raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
-        return [_size(self.prompt), *[(0.0, _IMAGE_TOKENS_MAX)] * len(given)]
+        return [_size(self.prompt), *[(0.0, MEDIA_TOKENS_MAX)] * len(given)]
 
 
 class VariationRequest(ImageEditRequest, kw_only=True):
@@ -289,9 +289,9 @@ class PassedResponseRequest(_Plain, kw_only=True):
         found = _CALLS_MAX if demand.reserved & PAID else 0
         return msgspec.structs.replace(
             demand,
-            prompt_tokens=len(raw) // int(_BYTES_PER_TOKEN),
-            prompt_tokens_max=len(raw) + _MEDIA_TOKENS_MAX * (media + found),
-            output_tokens_max=self.max_output_tokens or _OUTPUT_TOKENS_MAX,
+            prompt_tokens=len(raw) // int(BYTES_PER_TOKEN),
+            prompt_tokens_max=len(raw) + MEDIA_TOKENS_MAX * (media + found),
+            output_tokens_max=self.max_output_tokens or OUTPUT_TOKENS_MAX,
             is_output_asked=self.max_output_tokens is not None,
             tier=str(body["service_tier"])[:100] if "service_tier" in demand.reserved else "",
         )

@@ -15,38 +15,19 @@ from msgspec import Meta
 
 from gateway.reserved import is_googles, reserved_names
 from gateway.wire.errors import BadRequest
-from gateway.wire.plain import PLAIN_SHAPES
+from gateway.wire.plain import BYTES_PER_TOKEN, MEDIA_TOKENS_MAX, OUTPUT_TOKENS_MAX, PLAIN_SHAPES
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
 from policies import Demand
 
 OUTPUT_TOKENS_EXPECTED = 256  # of an answer without a bound
-OUTPUT_TOKENS_MAX = 4096  # of an answer without a bound, in the worst case
-
+BYTES_PER_TOKEN_MAX = 10.0  # long words: hardly any prompt has fewer tokens
+PROMPTS_MAX = 2_048
+MESSAGES_MAX = 20_000  # each takes time on the event loop
+_TOKENS_MAX = 2**31 - 1
 # A token of a byte-level BPE has at least one byte, so bytes bound tokens from above. A chat
 # template adds a few to each message, and a default system prompt to a conversation without one.
 _TEMPLATE_TOKENS = 64
-
-
 _MESSAGE_TOKENS = 12
-
-
-BYTES_PER_TOKEN_MAX = 10.0  # long words: hardly any prompt has fewer tokens
-
-
-_BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
-
-
-_TOKENS_MAX = 2**31 - 1
-
-
-PROMPTS_MAX = 2_048
-
-
-MESSAGES_MAX = 20_000  # each takes time on the event loop
-
-
-_MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file; above every provider's maximum
-
 
 _TokenId = Annotated[int, Meta(ge=0)]
 
@@ -128,7 +109,7 @@ class ChatRequest(_Request, kw_only=True):
         bound = prompt_tokens_max(len(raw), len(self.messages), beyond)
         told = len(raw) if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
         least = 0 if beyond else int(told / BYTES_PER_TOKEN_MAX)
-        expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
+        expected = int(len(raw) / BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
@@ -174,7 +155,7 @@ def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
     """A bound of the tokens of a body; `media` of its parts may have more tokens than bytes in it."""
     # the body has at least as many bytes as its texts: an escape is never shorter than its
     # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
-    return size_bytes + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages + _MEDIA_TOKENS_MAX * media
+    return size_bytes + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages + MEDIA_TOKENS_MAX * media
 
 
 def has_long_writes(raw: bytes) -> bool:
@@ -211,7 +192,7 @@ class CompletionRequest(_Request, kw_only=True):
             needs.add("logprobs")
         if candidates > 1:
             needs.add("n")
-        expected = [len(one) / (_BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
+        expected = [len(one) / (BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
         least = [len(one) / (BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
         bounds = int(max(least)), len(raw) + len(prompts)  # each has a context of its own
         output_tokens, choices = self.max_tokens or 1, candidates * len(prompts)
