@@ -150,10 +150,8 @@ class AlertWatch:
         settings: AlertSettings,
         channels: Mapping[str, Channel],
         *,
-        count: Callable[[str, str], None] = lambda _channel, _outcome: None,
+        count: Callable[[str, str], None],
         clock: Callable[[], float] = time.time,
-        token: str | None = None,
-        random_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         self._redis = redis
         self._accounts = accounts
@@ -162,8 +160,7 @@ class AlertWatch:
         self._channels = channels
         self._count = count
         self._clock = clock
-        self._lease = Lease(redis, _LOCK, token or secrets.token_hex(16), _LOCK_MS)
-        self._random_hex = random_hex
+        self._lease = Lease(redis, _LOCK, secrets.token_hex(16), _LOCK_MS)
         self._looked_at_s: float | None = None
         self._known: dict[str, int] = {}  # marks that were in Redis at that moment
 
@@ -210,7 +207,7 @@ class AlertWatch:
     async def _raise(self, alert: Alert, place: int, at_ms: int) -> None:
         """Log and queue an alert that was not raised before, the one at this `place` of all."""
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": alert.facts}
-        name = f"msg_{at_ms:012x}{place:06x}{self._random_hex(12)}"  # Redis sorts messages of one moment by it
+        name = f"msg_{at_ms:012x}{place:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
         message = msgspec.json.encode(_Message(name, at_ms, msgspec.json.encode(content).decode()))
         keys = [_SENT + alert.mark, *(CHANNELS[channel] for channel in self._channels)]
         full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX)

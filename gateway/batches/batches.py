@@ -44,18 +44,18 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     created_at_s: float
     expires_at_s: float
-    in_progress_at_s: float | None
-    finalizing_at_s: float | None
-    cancelling_at_s: float | None
-    ended_at_s: float | None
-    total: int
-    completed: int
-    failed: int
-    output_file_id: str | None
-    error_file_id: str | None
+    in_progress_at_s: float | None = None
+    finalizing_at_s: float | None = None
+    cancelling_at_s: float | None = None
+    ended_at_s: float | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
     output_kept_s: int | None
     metadata: dict[str, str] | None
-    errors: dict[str, Any] | None
+    errors: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's batch object."""
@@ -130,18 +130,8 @@ class Batches:
             status="validating",
             created_at_s=now_s,
             expires_at_s=now_s + _WINDOW_S,
-            in_progress_at_s=None,
-            finalizing_at_s=None,
-            cancelling_at_s=None,
-            ended_at_s=None,
-            total=0,
-            completed=0,
-            failed=0,
-            output_file_id=None,
-            error_file_id=None,
             output_kept_s=output_kept_s,
             metadata=metadata,
-            errors=None,
         )
         await self._insert(batch)
         return batch
