@@ -84,18 +84,15 @@ class Progress(msgspec.Struct):
     def complete(self) -> None:
         """The answer is whole."""
         self.is_complete = True
-        self._end("ok")
+        self.end("ok")
 
     def abandon(self) -> None:
         """The last reader has left."""
         self.is_abandoned = True
-        self._end("cancelled")
+        self.end("cancelled")
 
-    def fail(self, why: str, *, is_refusal: bool, is_denial: bool) -> None:
-        """The deployment failed, refused the request, or refused for good."""
-        self._end(why, is_refusal=is_refusal, is_denial=is_denial)
-
-    def _end(self, outcome: str, *, is_refusal: bool = False, is_denial: bool = False) -> None:
+    def end(self, outcome: str, *, is_refusal: bool = False, is_denial: bool = False) -> None:
+        """The attempt is over: `outcome` is ok, cancelled or why the deployment failed, refused, or refused for good."""
         self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial)
 
     @property

@@ -352,7 +352,7 @@ async def attempt(
     except BackendError as error:
         deployment.failed(error)
         is_refusal, is_denial = isinstance(error, BackendRejected), isinstance(error, BackendDenied)
-        progress.fail(error.detail[:300], is_refusal=is_refusal, is_denial=is_denial)
+        progress.end(error.detail[:300], is_refusal=is_refusal, is_denial=is_denial)
         return error
     except asyncio.CancelledError:
         deployment.breaker.record_cancelled()
