@@ -210,7 +210,8 @@ def _without(values: Mapping[str, Any], locs: Sequence[_Loc]) -> dict[str, Any]:
             place.pop(str(last), None)
         else:
             del place[last]
-    for number, model in enumerate(left.get("models", {}).values()):
+    models = left.get("models", {}).values()  # one under `true` has another name in its error: the next round finds it
+    for number, model in enumerate(one for one in models if isinstance(one, dict)):
         model["deployments"] = [
             one if "backend" in one else {"name": f"stand-in {number}.{index}", **one, **_STAND_IN}
             for index, one in enumerate(model.get("deployments") or [{}])

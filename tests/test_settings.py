@@ -25,6 +25,7 @@ LOCAL = "{backend: local, engine: default}"
         ("cache: {ttl: 5}", ["cache.ttl: found, but there is no such setting; did you mean ttl_s?"]),
         ("workers: 0\nport: -1", ["workers: found 0", "port: found -1"]),
         ("models: {a: {}}", ["models.a.deployments: not found"]),
+        ("models: {yes: 1}", ["models.True: found 1, expected a section"]),
         ("models: {a: {deployments: []}}", ["models.a.deployments: found [], expected at least 1\n"]),
         ("models: {a: {deployments: [{backend: openai}]}}", ["needs `base_url` and `model`"]),
         (

@@ -36,6 +36,14 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises BackendUnfit with the name of a field that the Messages API cannot say.
     """
+    try:
+        return _message(body)
+    except (AttributeError, TypeError):  # such as a call that is a number; other servers judge it themselves
+        words = "The messages, the tools or another field have a value of a type that this model's API does not take"
+        raise unfit(words, "messages") from None
+
+
+def _message(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in _REFUSED:
         if body.get(name):
             raise unfit(f"`{name}` is not supported by this model's API", name)
