@@ -310,7 +310,8 @@ class PassedResponse(Response):
         if chunks[0].is_whole:
             whole = decoded(data)
             self._tell("response.created", response={**self._own(whole), "status": "in_progress", "output": []})
-            self._take(msgspec.json.encode({"type": f"response.{whole.get('status')}", "response": whole}))
+            kind = f"response.{whole.get('status', 'completed')}"
+            self._take(msgspec.json.encode({"type": kind, "response": whole}))
         elif not self.is_kept:
             self._passed = data or self._passed
             return data
@@ -350,7 +351,13 @@ class PassedResponse(Response):
 
     def _own(self, response: dict[str, Any]) -> dict[str, Any]:
         output = [self._named(item) for item in response.get("output") or () if isinstance(item, dict)]
-        return {**response, **self._head, "output": output, "tools": _without_secrets(response.get("tools", []))}
+        return {
+            "status": "completed",
+            **response,
+            **self._head,
+            "output": output,
+            "tools": _without_secrets(response.get("tools", [])),
+        }
 
     def _named(self, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "id": kept_id(item["id"], self._key)} if isinstance(item.get("id"), str) else item

@@ -415,6 +415,10 @@ def test_failures_are_anthropics_words_and_broken_streams_are_errors(claude: Ant
     server.refusal, server.events_max = None, 4
     with pytest.raises(anthropic.APIStatusError):
         list(claude.messages.create(**claude_codes(stream=True)))
+    server.events_max, server.answer = None, message([{"type": "text", "text": "x", "citations": ["y"]}])
+    with pytest.raises(anthropic.APIStatusError) as broken:
+        claude.messages.create(**claude_codes())
+    assert broken.value.status_code == 502
 
 
 def test_the_ledger_has_each_kind_of_token(claude: Anthropic, server: Server, behind: Gateway) -> None:

@@ -257,3 +257,11 @@ async def test_a_hard_budget_holds_for_it(world: World, server: Server) -> None:
     assert not {"max_tokens", "max_completion_tokens"} & sent.keys()
     dear = codexs(stream=False, max_output_tokens=10**6)
     assert (await ask(world, dear, key=team.key)).status == 429
+
+
+async def test_an_answer_without_a_status_is_kept_as_completed(world: World, server: Server) -> None:
+    """Servers that imitate the API may leave it out of a whole answer."""
+    server.answer = response(TEXT)
+    del server.answer["status"]
+    kept = await world.client().responses.create(model="mock", input="north?", tools=[_SEARCHES])  # type: ignore[list-item]
+    assert (await world.client().responses.retrieve(kept.id)).status == "completed"

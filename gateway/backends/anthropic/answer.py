@@ -26,6 +26,7 @@ _FINISHES = {
 }
 _OWN = frozenset({"pause_turn", "model_context_window_exceeded"})  # reasons that a chat completion lacks
 _DONE = b"[DONE]"
+_WRONG = (*UNREADABLE, KeyError, TypeError, AttributeError)  # what reading an answer of another shape raises
 
 
 class AnswerReader:
@@ -51,16 +52,15 @@ class AnswerReader:
             message = decoded(body)
             if message["type"] != "message":
                 return [body]
-            events = list(_events(message))
-        except (*UNREADABLE, KeyError, TypeError):
+            return [chunk for event in _events(message) for chunk in self._take(event)]
+        except _WRONG:
             return [body]
-        return [chunk for event in events for chunk in self._take(event)]
 
     def _read(self, payload: bytes) -> Sequence[bytes]:
         try:
             event = decoded(payload)
             return [payload] if event["type"] == "error" else self._take(event)
-        except (*UNREADABLE, KeyError, TypeError, AttributeError):
+        except _WRONG:
             return [b"not an event of this API: " + payload]
 
     def _take(self, event: dict[str, Any]) -> Sequence[bytes]:
