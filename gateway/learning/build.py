@@ -114,6 +114,29 @@ class OwnJudges:
         return judgements
 
 
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    """The statistics and the metrics of comparisons."""
+
+    stats: Stats
+    metrics: Metrics
+    truth: MeasuredErrors
+    judges: ModelJudges | None
+
+    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None) -> str:
+        return self.stats.add_truth(team_id, alias, letters, certificate)
+
+    def count(self, source: Source, ruling: Ruling, judge: str) -> None:
+        self.metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
+
+    def compared(self, one: Judgement, other: Judgement) -> None:
+        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
+            self.stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
+
+    def flips(self, judge: str) -> tuple[float, float]:
+        return max(self.truth.flips(judge), self.judges.flips(judge) if self.judges is not None else (0.0, 0.0))
+
+
 async def open_learning(
     settings: Settings,
     accounts: Accounts,
@@ -147,13 +170,7 @@ async def open_learning(
     async def regenerate(turn: Turn) -> bytes | None:
         return (await own.ask(turn.body))[0] if own is not None else None
 
-    def count(source: Source, ruling: Ruling, judge: str) -> None:
-        metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
-
-    def compared(one: Judgement, other: Judgement) -> None:
-        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
-            stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
-
+    findings = _Findings(stats, metrics, truth, judges)
     judging = Judging(
         exact,
         verdicts,
@@ -163,13 +180,10 @@ async def open_learning(
         lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
         float(cache.feedback_ttl_s),
         random.random,
-        stats.add_truth,
-        count,
-        compared,
-        lambda judge: max(truth.flips(judge), judges.flips(judge) if judges is not None else (0.0, 0.0)),
+        findings,
         link.defer,
     )
-    reports = Reports(verdicts, exact, stats, count)
+    reports = Reports(verdicts, exact, stats, findings.count)
     certificates = await _open_certificates(link, stats, truth.bounds, model)
     return Learning(
         verdicts=verdicts,

@@ -83,10 +83,22 @@ class FreeJudges(Protocol):
         """
 
 
-Note = Callable[[int, str, tuple[str, ...], str | None], str]
-"""Counts an event of a team and alias by its letters, for a certificate or the current one; returns
-the certificate.
-"""
+class Findings(Protocol):
+    """Where it is kept what comparisons find."""
+
+    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None, /) -> str:
+        """Count an event of a would-be hit by its letters, for a certificate or the current one;
+        return the certificate.
+        """
+
+    def count(self, source: Source, ruling: Ruling, judge: str, /) -> None:
+        """Count a verdict."""
+
+    def compared(self, one: Judgement, other: Judgement, /) -> None:
+        """Count what two judges say of the same answers."""
+
+    def flips(self, judge: str, /) -> tuple[float, float]:
+        """A judge's error rates, as a verdict has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +136,8 @@ class Judging:
     `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the worth
     that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or
     returns None; `share` says for a team's id and an alias which share of the next hits to check
-    so. `random` gives numbers in [0, 1); `note` gets every would-be hit and what was found of it,
-    `count` every verdict. `flips` has a judge's error rates, as a verdict has them. `defer` calls
-    back when the replies that it gathers for feedback are to leave.
+    so. `random` gives numbers in [0, 1). `findings` gets every would-be hit and what was found of
+    it. `defer` calls back when the replies that it gathers for feedback are to leave.
     """
 
     def __init__(
@@ -139,10 +150,7 @@ class Judging:
         share: Callable[[int, str], float],
         reply_ttl_s: float,
         random: Callable[[], float],
-        note: Note,
-        count: Callable[[Source, Ruling, str], None],
-        compared: Callable[[Judgement, Judgement], None] = lambda *_: None,
-        flips: Callable[[str], tuple[float, float]] = lambda _: (0.0, 0.0),
+        findings: Findings,
         defer: Callable[[Callable[[], None]], object] = lambda leave: leave(),
     ) -> None:
         self._exact = exact
@@ -153,11 +161,8 @@ class Judging:
         self._share = share
         self._reply_ttl_s = reply_ttl_s
         self._random = random
-        self._note = note
+        self._findings = findings
         self._regenerates = True  # as of the last time
-        self._count = count
-        self._flips = flips
-        self._compared = compared
         self._queue: deque[_Asked] = deque()
         self._early: OrderedDict[bytes, deque[_Asked]] = OrderedDict()  # by namespace
         self._due: deque[_Asked] = deque()  # of these, those that a judge may settle now
@@ -226,7 +231,7 @@ class Judging:
         counts = is_checked and can
         chance = _chance(trial, share if can else 0.0)
         letters = checks.served(chance, is_compared=counts)
-        certificate = self._note(record.team_id, record.alias, letters, None)
+        certificate = self._findings.note(record.team_id, record.alias, letters, None)
         if is_checked:
             made_for = certificate if counts else None
             self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
@@ -239,7 +244,7 @@ class Judging:
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
         """An audit was drawn. Whatever becomes of it, it counts."""
         chance = _chance(trial, self._shadow_share(team_id, alias) if self._can_check else 0.0)
-        return AuditDraw(chance, self._note(team_id, alias, checks.audited(chance), None))
+        return AuditDraw(chance, self._findings.note(team_id, alias, checks.audited(chance), None))
 
     def _shadow_share(self, team_id: int, alias: str) -> float:
         return self._share(team_id, alias) if self._regenerate is not None else 0.0
@@ -288,7 +293,7 @@ class Judging:
         if asked is None:
             return
         if len(self._queue) >= _QUEUE_MAX:
-            self._count(asked.source, Ruling.UNKNOWN, "no room")
+            self._findings.count(asked.source, Ruling.UNKNOWN, "no room")
             return
         self._queue.append(asked)
         self._wake.set()
@@ -332,7 +337,7 @@ class Judging:
                     await self._compare(asked)
         except CacheWorkerUnavailable as error:
             # decision: dropped-whole
-            self._count(asked.source, Ruling.UNKNOWN, "no room")
+            self._findings.count(asked.source, Ruling.UNKNOWN, "no room")
             _log.info("verdict_lost", source=asked.source, reason=str(error))
         except (RedisError, CacheUnavailable, OSError) as error:
             _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
@@ -357,7 +362,7 @@ class Judging:
         self._beside_prompts(asked, judgement)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
-            self._compared(judgement, await self._settled(_OPEN, fresh, first, judge))
+            self._findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
         if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
@@ -410,9 +415,9 @@ class Judging:
         if asked.trial.features or judgement.judge == EQUALITY:
             return
         if asked.source is Source.MISS:
-            self._compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
+            self._findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
-            self._compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
+            self._findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
 
     async def _costly(
         self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
@@ -504,17 +509,17 @@ class Judging:
             created_at=entry.created_at if entry is not None else 0.0,
             judge=judgement.judge,
             why=judgement.why,
-            flips=self._flips(judgement.judge),
+            flips=self._findings.flips(judgement.judge),
             alias=asked.record.alias,
             is_late=asked.is_late,
         )
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
-        self._count(asked.source, judgement.ruling, judgement.judge)
+        self._findings.count(asked.source, judgement.ruling, judgement.judge)
         if asked.certificate is not None and is_right is not None:
             is_audit = asked.source is Source.AUDIT
             letters = checks.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
-            self._note(asked.record.team_id, asked.record.alias, letters, asked.certificate)
+            self._findings.note(asked.record.team_id, asked.record.alias, letters, asked.certificate)
 
     async def _judged(
         self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None

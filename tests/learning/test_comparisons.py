@@ -23,7 +23,7 @@ from gateway.journey.generation import generation_of
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import _QUEUE_MAX, Judging
+from gateway.learning.comparisons import _QUEUE_MAX, Fallback, Judging, Regenerate
 from gateway.learning.llm_judge import NO_ANSWER
 from gateway.telemetry.checks import Cell, CheckCounts, chances
 from gateway.wire.types import Chunk
@@ -67,9 +67,11 @@ class Says:
 
 
 class Heard:
-    """Everything that was noted and counted."""
+    """Everything that was noted and counted. Each judge has the error rates `flips`."""
 
-    def __init__(self) -> None:
+    def __init__(self, flips: tuple[float, float] = (0.0, 0.0)) -> None:
+        self._flips = flips
+        self.compares: list[tuple[Ruling, Ruling]] = []
         self.counts = CheckCounts()
         self.certificates: Counter[str] = Counter()
         self.verdicts: Counter[tuple[Source, Ruling, str]] = Counter()
@@ -82,6 +84,12 @@ class Heard:
 
     def count(self, source: Source, ruling: Ruling, judge: str) -> None:
         self.verdicts[source, ruling, judge] += 1
+
+    def compared(self, one: Judgement, other: Judgement) -> None:
+        self.compares.append((one.ruling, other.ruling))
+
+    def flips(self, judge: str) -> tuple[float, float]:
+        return self._flips
 
 
 def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
@@ -101,16 +109,26 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     )
 
 
-def judging(redis: Redis, judge: Waits, heard: Heard, share: float, regenerated: list[Turn]) -> Judging:
-    async def regenerate(turn: Turn) -> bytes:
-        regenerated.append(turn)
-        return WHOLE
+def judging(
+    redis: Redis,
+    judges: Says | Waits,
+    heard: Heard,
+    *,
+    share: float = 0.0,
+    fallback: Fallback | None = None,
+    regenerate: Regenerate | None = None,
+    draw: Callable[[], float] = random.random,
+    **more: Any,
+) -> Judging:
+    store = more.pop("store", None) or VerdictStore(redis)
+    return Judging(ExactCache(redis), store, judges, fallback, regenerate, lambda *_: share, 60.0, draw, heard, **more)
 
-    draw = random.Random(4)
-    return Judging(
-        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, lambda *_: share, 60.0, draw.random, heard.note,
-        heard.count,
-    )  # fmt: skip
+
+async def judged(one: Judging) -> None:
+    """Wait until no answer is still to be judged."""
+    async with asyncio.timeout(20):
+        while one.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
@@ -118,18 +136,14 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     heard, judge = Heard(), Says(Ruling.DIFFERENT)
     exact = ExactCache(redis)
     await exact.store(msgspec.structs.replace(entry_for(ask("open the crate"), time.time()), text=None))
-    one = Judging(
-        exact, VerdictStore(redis), judge, None, None, lambda *_: 0.0, 60.0, lambda: 0.0, heard.note, heard.count,
-    )  # fmt: skip
+    one = judging(redis, judge, heard, draw=lambda: 0.0)
     running = asyncio.create_task(one.run())
     flight, record = over(0.5)
     flight.generation.progress.finish_reasons.append("length")
     one.recorded(flight, record)
     assert one.waiting == 0
     one.recorded(*over(1.0))
-    async with asyncio.timeout(5.0):
-        while one.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await judged(one)
     assert [others for _, others in judge.asked] == [[]]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -138,7 +152,7 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
 async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
     """A judge that hangs holds a bounded number of answers; the rest is counted and let go, and nothing waits for it."""
     heard, judge = Heard(), Waits()
-    one = judging(redis, judge, heard, 0.0, [])
+    one = judging(redis, judge, heard)
     for _ in range(_QUEUE_MAX + 30):
         one.recorded(*over(1.0))
     assert heard.verdicts[Source.MISS, Ruling.UNKNOWN, "no room"] == 30
@@ -150,16 +164,19 @@ async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: f
     """As many are generated afresh as the setting says, and each stands for the served ones that were not."""
     heard, judge, regenerated = Heard(), Waits(), list[Turn]()
     judge.may.set()
-    one = judging(redis, judge, heard, share, regenerated)
+
+    async def regenerate(turn: Turn) -> bytes:
+        regenerated.append(turn)
+        return WHOLE
+
+    one = judging(redis, judge, heard, share=share, regenerate=regenerate, draw=random.Random(4).random)
     running = asyncio.create_task(one.run())
     found, count = ask("open the crate"), 400
     entry = msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
     for number in range(count):
         one.recorded(*over(audited, entry))
         if number % 50 == 49:
-            async with asyncio.timeout(20):
-                while one.waiting:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+            await judged(one)
     running.cancel()
     await one.aclose()
     assert len(regenerated) == pytest.approx(share * count, rel=0.2)
@@ -173,7 +190,7 @@ async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
     """So one that is lost on its way to a judge stays open, and its verdict counts for the certificate of its draw."""
     heard, judge = Heard(), Waits()
     judge.may.set()
-    one = judging(redis, judge, heard, 0.0, [])
+    one = judging(redis, judge, heard)
     found = ask("open the crate")
     await one._exact.store(
         msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
@@ -187,9 +204,7 @@ async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
         flight.generation.looked_up(msgspec.structs.replace(semantic, audit=audit))
         if not is_lost:
             one.recorded(flight, msgspec.structs.replace(record, miss_reason="audit"))
-    async with asyncio.timeout(20):
-        while one.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await judged(one)
     running.cancel()
     await one.aclose()
     (cell,) = heard.counts.cells.values()
@@ -206,10 +221,7 @@ async def test_checks_that_cannot_be_made_are_not_drawn(redis: Redis) -> None:
     async def regenerate(turn: Turn) -> bytes | None:
         return WHOLE if money[0] else None
 
-    one = Judging(
-        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, lambda *_: 1.0, 60.0, random.random, heard.note,
-        heard.count,
-    )  # fmt: skip
+    one = judging(redis, judge, heard, share=1.0, regenerate=regenerate)
     running = asyncio.create_task(one.run())
     entry = msgspec.structs.replace(
         entry_for(ask("open the crate"), time.time()), chunks=(Recorded(WHOLE, is_whole=True),)
@@ -217,9 +229,7 @@ async def test_checks_that_cannot_be_made_are_not_drawn(redis: Redis) -> None:
     for has_money in (False, False, False, True, True):
         money[0] = has_money
         one.recorded(*over(0.1, entry))
-        async with asyncio.timeout(20):
-            while one.waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await judged(one)
     running.cancel()
     await one.aclose()
     without, with_checks = (cell for _, cell in sorted(heard.counts.cells.items(), reverse=True))
@@ -278,23 +288,18 @@ async def judged_once(
     others = [ask(f"open the crate {number}") for number in range(peers)]
     for one in (found, *others):
         await exact.store(msgspec.structs.replace(entry_for(one, now), chunks=(Recorded(WHOLE, is_whole=True),)))
-    judging = Judging(
-        exact, store, judge, fallback, None, lambda *_: 0.0, 60.0, random.random, lambda *_: "", lambda *_: None,
-        flips=lambda _: FLIPS,
-    )  # fmt: skip
-    running = asyncio.create_task(judging.run())
+    one = judging(redis, judge, Heard(FLIPS), fallback=fallback)
+    running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     trial = flight.generation.semantic.trial
     assert trial is not None
     names = tuple(one.exact for one in others)
     trial = msgspec.structs.replace(trial, features=b"1234", worth=worth, peers=names)
     flight.generation.looked_up(SemanticResult(trial=trial))
-    judging.recorded(flight, record)
-    async with asyncio.timeout(20):
-        while judging.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    one.recorded(flight, record)
+    await judged(one)
     running.cancel()
-    await judging.aclose()
+    await one.aclose()
     records, _ = await store.read(found.partition, b"0-0")
     return [one.verdict for one in records if isinstance(one, AnswerJudged)], list(names)
 
@@ -332,48 +337,38 @@ async def test_a_surprising_ruling_needs_a_second_opinion(
 async def test_rulings_on_pairs_that_prompts_decide_are_set_beside_these(redis: Redis) -> None:
     """A check of a hit by the same words has two answers to one prompt; a miss without features is beside a veto."""
     for chance, reason, right in ((0.5, "audit", Ruling.SAME), (1.0, "", Ruling.DIFFERENT)):
-        compared: list[tuple[Ruling, Ruling]] = []
+        heard = Heard()
         exact, crate = ExactCache(redis), ask("open the crate")
         await exact.store(
             msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
         )
-        judging = Judging(
-            exact, VerdictStore(redis), Says(Ruling.SAME), None, None, lambda *_: 0.0, 60.0, random.random, lambda *_: "now",
-            lambda *_: None, lambda one, other: compared.append((one.ruling, other.ruling)),  # noqa: B023
-        )  # fmt: skip
-        running = asyncio.create_task(judging.run())
+        one = judging(redis, Says(Ruling.SAME), heard)
+        running = asyncio.create_task(one.run())
         flight, record = over(chance)
-        judging.recorded(flight, msgspec.structs.replace(record, miss_reason=reason))
-        async with asyncio.timeout(20):
-            while judging.waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        one.recorded(flight, msgspec.structs.replace(record, miss_reason=reason))
+        await judged(one)
         running.cancel()
-        await judging.aclose()
-        assert compared == [(Ruling.SAME, right)]
+        await one.aclose()
+        assert heard.compares == [(Ruling.SAME, right)]
 
 
 async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> None:
     """Now and then it is asked about what they ruled on; both rulings are handed over, the verdict stays theirs."""
-    compared: list[tuple[Ruling, Ruling]] = []
+    heard = Heard()
     found, exact = ask("open the crate"), ExactCache(redis)
     await exact.store(msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),)))
     store = VerdictStore(redis)
-    judging = Judging(
-        exact, store, Says(Ruling.SAME), DIFFERENT, None, lambda *_: 0.0, 60.0, lambda: 0.0, lambda _: None, lambda *_: None,
-        lambda one, other: compared.append((one.ruling, other.ruling)),
-    )  # fmt: skip
-    running = asyncio.create_task(judging.run())
+    one = judging(redis, Says(Ruling.SAME), heard, fallback=DIFFERENT, draw=lambda: 0.0)
+    running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     trial = flight.generation.semantic.trial
     assert trial is not None
     flight.generation.looked_up(SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
-    judging.recorded(flight, record)
-    async with asyncio.timeout(20):
-        while judging.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    one.recorded(flight, record)
+    await judged(one)
     running.cancel()
-    await judging.aclose()
-    assert compared == [(Ruling.SAME, Ruling.DIFFERENT)]
+    await one.aclose()
+    assert heard.compares == [(Ruling.SAME, Ruling.DIFFERENT)]
     records, _ = await store.read(found.partition, b"0-0")
     (verdict,) = [one.verdict for one in records if isinstance(one, AnswerJudged)]
     assert (verdict.is_right, verdict.asked) == (True, None)
@@ -387,18 +382,14 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
             entry_for(ask("open the crate"), time.time()), chunks=(Recorded(cached, is_whole=True),)
         )
     )
-    one = Judging(
-        exact, VerdictStore(redis), judges, None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count
-    )
+    one = judging(redis, judges, heard)
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     flight.generation.looked_up(SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))
     flight.generation.stored, flight.generation.store = entry_for(ask("open the box"), 5.0), "stored"
     flight.chunks[:] = [Chunk(answer, is_whole=True)]
     one.recorded(flight, record)
-    async with asyncio.timeout(20):
-        while one.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await judged(one)
     running.cancel()
     await one.aclose()
     return heard
@@ -444,13 +435,6 @@ def missed(entry: Entry, first: Fingerprint) -> tuple[Flight, Record]:
     return flight, record
 
 
-async def judged(one: Judging) -> None:
-    """Wait until no answer is still to be judged."""
-    async with asyncio.timeout(20):
-        while one.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
 async def read_verdicts(store: VerdictStore, partition: Partition) -> list[Verdict]:
     records, _ = await store.read(partition, b"0-0")
     return [one.verdict for one in records if isinstance(one, AnswerJudged)]
@@ -464,7 +448,7 @@ async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
     now = time.time()
     crate, box = ask("open the crate"), ask("open the box")
     await exact.store(msgspec.structs.replace(entry_for(crate, now), chunks=whole))
-    one = Judging(exact, store, judges, None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count)
+    one = judging(redis, judges, heard)
     running = asyncio.create_task(one.run())
 
     async def recorded(text: str, at: float, *, is_kept: bool = True) -> None:
@@ -504,7 +488,7 @@ async def test_a_late_verdict_follows_the_one_whose_place_it_takes(redis: Redis)
     entries = [msgspec.structs.replace(entry_for(ask(f"open the {box}"), now), chunks=whole) for box in ("box", "bin")]
     for entry in (msgspec.structs.replace(entry_for(crate, now), chunks=whole), *entries):
         await exact.store(entry)
-    one = Judging(exact, store, judges, None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count)
+    one = judging(redis, judges, heard, store=store)
     running = asyncio.create_task(one.run())
     one.recorded(*missed(entries[0], crate))
     async with asyncio.timeout(20):
@@ -529,10 +513,7 @@ async def test_served_hits_are_remembered_together(redis: Redis) -> None:
     """What feedback needs leaves when it is due, or where the worker ends before: of no hit it is lost."""
     leaving: list[Callable[[], None]] = []
     heard, store = Heard(), VerdictStore(redis)
-    one = Judging(
-        ExactCache(redis), store, Says(None), None, None, lambda *_: 0.0, 60.0, random.random, heard.note, heard.count,
-        defer=leaving.append,
-    )  # fmt: skip
+    one = judging(redis, Says(None), heard, defer=leaving.append)
     hits = [over(1.0, entry_for(ask("open the crate"), time.time())) for _ in range(3)]
 
     async def remembered(number: int) -> bool:
