@@ -70,6 +70,10 @@ Regenerate = Callable[[Turn], Awaitable[bytes | None]]
 class Fallback(Protocol):
     """The judge that costs."""
 
+    @property
+    def is_sparing(self) -> bool:
+        """Whether it has to earn what it costs: it is not asked what another judge may rule on soon."""
+
     def of(self, record: Record, space: bytes) -> Judge | None:
         """For the comparisons of one request in its namespace; None where it may not be asked now."""
 
@@ -118,6 +122,11 @@ class _Asked:
     certificate: str | None  # that it counts for; None: for none
     served: AnswerRef | None = None  # AGAIN: the answer that was not taken
     is_late: bool = False  # it was compared before, too early for a judge
+
+    @property
+    def space(self) -> bytes:
+        """The namespace."""
+        return self.partition + self.compat
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +365,14 @@ class Judging:
         known = [entry for entry in entries if entry is not None]
         found = await self._judged(asked, fresh, known, asked.entry)
         share = 1.0 if asked.source is Source.AUDIT else trial.worth
-        is_drawn = self._fallback is not None and self._random() < share
-        judge = self._asker(asked) if is_drawn else None
         judgement = found[0]
+        is_early, can_ask = self._is_early(asked, judgement), self._fallback is not None and not asked.is_late
+        judge = self._asker(asked) if can_ask and not is_early and self._random() < share else None
         self._beside_prompts(asked, judgement)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
             self._findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
-        if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
+        if judgement.ruling is Ruling.UNKNOWN and can_ask and not is_early:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
         is_right = _is_same(judgement)
@@ -381,23 +390,30 @@ class Judging:
                 other_ref = AnswerRef(first.exact, first.created_at)
                 id = f"{asked.record.request_id}:{asked.source}{':late' * asked.is_late}"
                 await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
-        self._early_or_due(asked, judgement)  # last: a late verdict takes the place of one that is there
-
-    def _early_or_due(self, asked: _Asked, judgement: Judgement) -> None:
-        """Keep a comparison that came too early for the judge of prose, or make those of its
-        namespace again, because that judge rules now.
-        """
-        space, entry = asked.partition + asked.compat, asked.entry
-        if judgement.judge == PROSE and judgement.ruling is not Ruling.UNKNOWN and space in self._early:
-            self._due += self._early.pop(space)
+        # last: a late verdict takes the place of one that is there
+        if is_early:
+            self._keep_early(asked)
+        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(asked.space, None)):
+            self._due += due
             self._wake.set()
-        elif judgement.why == EARLY and entry is not None and asked.trial.features and self._fallback is None:
-            kept = self._early.setdefault(space, deque(maxlen=_EARLY_MAX))
-            bare = msgspec.structs.replace(entry, chunks=(), text=None)
-            kept.append(replace(asked, text="", chunks=(), entry=bare, is_late=True))
-            self._early.move_to_end(space)
-            if len(self._early) > _EARLY_SPACES_MAX:
-                self._early.popitem(last=False)
+
+    def _is_early(self, asked: _Asked, judgement: Judgement) -> bool:
+        """Whether a comparison is to be made again once the judge of prose rules in its namespace.
+        It isn't where a judge that costs settles it now.
+        """
+        if judgement.why != EARLY or asked.entry is None or not asked.trial.features:
+            return False
+        kept = self._early.get(asked.space, ())
+        return self._fallback is None or (self._fallback.is_sparing and len(kept) < _EARLY_MAX)
+
+    def _keep_early(self, asked: _Asked) -> None:
+        assert asked.entry is not None
+        bare = msgspec.structs.replace(asked.entry, chunks=(), text=None)
+        kept = self._early.setdefault(asked.space, deque(maxlen=_EARLY_MAX))
+        kept.append(replace(asked, text="", chunks=(), entry=bare, is_late=True))
+        self._early.move_to_end(asked.space)
+        if len(self._early) > _EARLY_SPACES_MAX:
+            self._early.popitem(last=False)
 
     async def _compare_again(self, asked: _Asked) -> None:
         """Make a comparison again, if its answer is still there."""
@@ -546,7 +562,7 @@ class Judging:
         return await self._settled(free, fresh, entry, self._asker(asked))
 
     def _asker(self, asked: _Asked) -> Judge | None:
-        return self._fallback.of(asked.record, asked.partition + asked.compat) if self._fallback is not None else None
+        return self._fallback.of(asked.record, asked.space) if self._fallback is not None else None
 
     def _leave(self) -> None:
         """Send the replies that were gathered, in one round trip."""

@@ -70,6 +70,10 @@ class ModelJudges:
         self._recent = Recent()
         self.exams: dict[str, Exam] = {}  # by the deployment that judges; none where the operator named the judge
 
+    @property
+    def is_sparing(self) -> bool:
+        return self._model is None
+
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of this request's answer, in its namespace; None where it may not be asked now."""
         if self._clients() - self._asking > _BUSY or time.monotonic() < self._poor_until.get(record.team_id, 0.0):

@@ -23,7 +23,7 @@ from gateway.journey.generation import generation_of
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import _QUEUE_MAX, Fallback, Judging, Regenerate
+from gateway.learning.comparisons import _EARLY_MAX, _QUEUE_MAX, Fallback, Judging, Regenerate
 from gateway.learning.llm_judge import NO_ANSWER
 from gateway.telemetry.checks import Cell, CheckCounts, chances
 from gateway.wire.types import Chunk
@@ -247,8 +247,9 @@ class Silent:
 class Costly:
     """The judge that costs, of every request."""
 
-    def __init__(self, judge: Judge | None) -> None:
+    def __init__(self, judge: Judge | None, *, is_sparing: bool = False) -> None:
         self._judge = judge
+        self.is_sparing = is_sparing
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         return self._judge
@@ -476,6 +477,25 @@ async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
     assert sorted(made.trial.features for made in late) == features[:count]
     await recorded("one more open the box", now)
     assert len(await verdicts()) == 2 * count + 4
+    running.cancel()
+    await one.aclose()
+
+
+@pytest.mark.parametrize("is_sparing", [True, False])
+async def test_a_sparing_judge_leaves_what_is_early_to_the_judge_of_prose(redis: Redis, is_sparing: bool) -> None:
+    """It is asked once as many comparisons as may wait do so; a judge that the operator named settles each at once."""
+    heard, judges, crate = Heard(), Learns(), ask("open the crate")
+    whole, now = (Recorded(WHOLE, is_whole=True),), time.time()
+    one = judging(redis, judges, heard, fallback=Costly(Says(Ruling.DIFFERENT), is_sparing=is_sparing))
+    running = asyncio.create_task(one.run())
+    entries = [entry_for(ask(f"{number:8} open the box"), now) for number in range(_EARLY_MAX + 1)]
+    first, *others = [msgspec.structs.replace(entry, chunks=whole) for entry in (entry_for(crate, now), *entries)]
+    await ExactCache(redis).store(first)
+    for entry in others:
+        one.recorded(*missed(entry, crate))
+        await judged(one)
+    rulings = Counter(verdict.is_right for verdict in await read_verdicts(VerdictStore(redis), crate.partition))
+    assert rulings == ({None: _EARLY_MAX, False: 1} if is_sparing else {False: _EARLY_MAX + 1})
     running.cancel()
     await one.aclose()
 
