@@ -141,7 +141,8 @@ def _made_of(backend: str, fields: dict[str, Any]) -> str:
     facts = describe(DeploymentSettings(backend=backend, **_MADE[backend]))  # type: ignore[arg-type]
     try:
         plain = {"tools": fields["tools"]} if "tool_choice" in fields else {}
-        sent = [_sent(backend, {**_ASKED["chat"], **one}, facts.capabilities) for one in (plain, fields)]
+        asked = {**_ASKED["chat"], "max_completion_tokens": 2_048}  # Anthropic's API thinks in no less
+        sent = [_sent(backend, {**asked, **one}, facts.capabilities) for one in (plain, fields)]
     except BackendRejected:
         return "400"
     if sent[1] is None:
