@@ -302,16 +302,15 @@ class PassedResponse(Response):
         body = b"".join([one.data for one in (chunks if entry is None else chunks_of(entry))])
         if not self.is_kept:
             return body
-        self._response = self._own(decoded(body))
+        self._response = self._own(_completed(body))
         return self.body()
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
         data = b"".join([one.data for one in chunks])
         if chunks[0].is_whole:
-            whole = decoded(data)
+            whole = _completed(data)
             self._tell("response.created", response={**self._own(whole), "status": "in_progress", "output": []})
-            kind = f"response.{whole.get('status', 'completed')}"
-            self._take(msgspec.json.encode({"type": kind, "response": whole}))
+            self._take(msgspec.json.encode({"type": f"response.{whole['status']}", "response": whole}))
         elif not self.is_kept:
             self._passed = data or self._passed
             return data
@@ -351,16 +350,15 @@ class PassedResponse(Response):
 
     def _own(self, response: dict[str, Any]) -> dict[str, Any]:
         output = [self._named(item) for item in response.get("output") or () if isinstance(item, dict)]
-        return {
-            "status": "completed",
-            **response,
-            **self._head,
-            "output": output,
-            "tools": _without_secrets(response.get("tools", [])),
-        }
+        return {**response, **self._head, "output": output, "tools": _without_secrets(response.get("tools", []))}
 
     def _named(self, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "id": kept_id(item["id"], self._key)} if isinstance(item.get("id"), str) else item
+
+
+def _completed(whole: bytes) -> dict[str, Any]:
+    """A whole response, completed where it does not say its status."""
+    return {"status": "completed", **decoded(whole, dict[str, Any])}
 
 
 def _without_secrets(tools: Any) -> Any:

@@ -92,7 +92,9 @@ class Progress(msgspec.Struct):
         self.end("cancelled")
 
     def end(self, outcome: str, *, is_refusal: bool = False, is_denial: bool = False) -> None:
-        """The attempt is over: `outcome` is ok, cancelled or why the deployment failed, refused, or refused for good."""
+        """The attempt is over. `outcome` is ok, cancelled, or why the deployment failed or refused
+        the request; `is_denial`: it refused for good.
+        """
         self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial)
 
     @property

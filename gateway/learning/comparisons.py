@@ -72,7 +72,7 @@ class Fallback(Protocol):
 
     @property
     def is_sparing(self) -> bool:
-        """Whether it has to earn what it costs: it is not asked what another judge may rule on soon."""
+        """Whether it has to earn its costs: it is not asked what another judge may rule on soon."""
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """For the comparisons of one request in its namespace; None where it may not be asked now."""

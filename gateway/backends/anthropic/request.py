@@ -38,9 +38,9 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         return _message(body)
-    except (AttributeError, TypeError):  # such as a call that is a number; other servers judge it themselves
+    except (AttributeError, TypeError) as error:  # such as a call that is a number, which other servers judge
         words = "The messages, the tools or another field have a value of a type that this model's API does not take"
-        raise unfit(words, "messages") from None
+        raise unfit(words, "messages") from error
 
 
 def _message(body: Mapping[str, Any]) -> dict[str, Any]:
