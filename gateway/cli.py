@@ -66,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
-    worker.add_argument("--fd", type=int, required=True)
+    worker.add_argument("--address", required=True, help="the IP address to listen on")
+    worker.add_argument("--port", type=int, required=True)
     worker.add_argument("--heartbeat", type=Path, required=True, help="path of the unix socket of its heartbeat")
     worker.set_defaults(run=_worker)
     return parser
@@ -216,9 +217,9 @@ def _demo(_: argparse.Namespace) -> int:
 def _worker(arguments: argparse.Namespace) -> int:
     with _absent("rich", "better_exceptions"):  # structlog's console renderer takes 7 MB; no worker uses it
         import structlog  # noqa: F401
-    from gateway.worker import serve_fd
+    from gateway.worker import serve
 
-    return serve_fd(arguments.fd, arguments.heartbeat)
+    return serve(arguments.address, arguments.port, arguments.heartbeat)
 
 
 @contextlib.contextmanager

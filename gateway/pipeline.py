@@ -30,12 +30,13 @@ from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
 from gateway.journey.attempt import Tries
 from gateway.journey.bill import Spent
+from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
 from gateway.journey.needs import need_at, need_of, values_of
 from gateway.journey.queue import routed
-from gateway.journey.rate_limits import Limits
+from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.record import Record, ended_with, record_of
 from gateway.journey.semantic import SemanticLookup, SemanticResult
 from gateway.journey.storing import chunks_of, shows_left_out
@@ -113,6 +114,7 @@ class Pipeline:
         self._is_exact = settings.cache.is_exact
         self.accounts = accounts
         self.limits = limits
+        self.bodies = Bodies(limits)
         self.exact = exact
         self.money = money
         self.fleet = fleet
@@ -146,9 +148,15 @@ class Pipeline:
     # -- answer: 2 to 5 ----------------------------------------------------------------------------
 
     async def answer(
-        self, turn: Turn, identity: Identity, attend: Callable[[Reply], None], own: Alias | None = None
+        self,
+        turn: Turn,
+        identity: Identity,
+        attend: Callable[[Reply], None],
+        own: Alias | None = None,
+        taken: Eager[Headers] | None = None,
     ) -> Reply:
         """The reply to `turn`, begun. `own`: an alias of the gateway's own, for its own requests.
+        `taken`: the headers of rate limits, if the request was counted before.
 
         `attend` is called with the reply before its reader is awaited, so that a client that leaves
         can be removed at any time. Raises ApiError.
@@ -158,7 +166,7 @@ class Pipeline:
             may_use(identity, turn.alias, alias.name)
         alias.check(turn.body, turn.demand, turn.kind)
         found = self._fingerprint(turn, identity)
-        looked = await self._look_up(turn, identity, alias, found)
+        looked = await self._look_up(turn, identity, alias, found, taken)
         if looked.entry is not None:
             return Reply(turn, alias.name, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
         if looked.pointed is not None and (entry := looked.pointed.entry) is not None:
@@ -191,7 +199,9 @@ class Pipeline:
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
 
-    async def _look_up(self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint) -> _Looked:
+    async def _look_up(
+        self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint, taken: Eager[Headers] | None
+    ) -> _Looked:
         """3 and 4, in one round trip: limits, exact entry, deployment that saw this prefix last.
 
         Raises RateLimited.
@@ -199,7 +209,7 @@ class Pipeline:
         controls = turn.controls
         may_look = self._is_exact and not controls.no_cache
         entry = self.exact.lookup_local(found, controls.max_age_s) if may_look else None
-        taking = self.limits.take(identity)
+        taking = taken or self.limits.take(identity)
         if entry is not None or not self._is_exact:
             return _Looked(await taking, entry)
         team = identity.team

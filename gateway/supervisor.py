@@ -1,7 +1,7 @@
 """`sameway serve`: starts this host's processes, restarts those that end, stops all in order.
 
     supervisor ─┬─ redis-server × 0/1    only if no redis_url is set
-                ├─ gateway worker × N    share one socket, so the port accepts while one restarts
+                ├─ gateway worker × N    listen on one port, each for itself; the kernel divides connections
                 ├─ cache worker × 1      after the gateway answers: heavy imports delay the port
                 └─ engine worker × M     one per local engine that a deployment uses
 
@@ -28,6 +28,7 @@ from pathlib import Path
 
 from gateway.data_dir import write_secret
 from gateway.settings import Settings, SettingsError
+from gateway.transport.http_server import reserve
 from local_engine.messages import Ended, ended_path, write_ended
 from policies.durations import duration_s
 
@@ -36,7 +37,6 @@ _STEADY_AFTER_S = 30.0
 _SILENT_INTERVALS_MAX = 15
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
-_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel; it would take megabytes
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 _HANDED = "worker.json"
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
@@ -101,7 +101,6 @@ class Child:
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    fds: tuple[int, ...] = ()
     heartbeat: Heartbeat | None = None
     process: asyncio.subprocess.Process | None = None
     keeper: asyncio.Task[None] | None = None
@@ -197,19 +196,18 @@ class Supervisor:
             loop.add_signal_handler(signal.SIGHUP, stop.set)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sole_user())
-            listener = stack.enter_context(self._listen())
+            reserved = stack.enter_context(self._reserve())
             stopping = asyncio.create_task(stop.wait())
             try:
-                await self._start(listener, stopping)
+                address, port = reserved.getsockname()[:2]
+                await self._start(address, port, stopping)
                 await stopping
             finally:
                 stopping.cancel()
-                # the workers close theirs: a new client is refused, and tries another host
-                listener.close()
                 await self._stop()
         return 0
 
-    async def _start(self, listener: socket.socket, stopping: "asyncio.Task[bool]") -> None:
+    async def _start(self, address: str, port: int, stopping: "asyncio.Task[bool]") -> None:
         settings = self.settings
         if settings.redis_url is None:
             Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
@@ -223,7 +221,7 @@ class Supervisor:
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
             argv = [sys.executable, "-m", "gateway", "worker"]
-            argv += ["--fd", str(listener.fileno()), "--heartbeat", str(socket_path)]
+            argv += ["--address", address, "--port", str(port), "--heartbeat", str(socket_path)]
             heartbeat = Heartbeat(socket_path)
             self._keep(
                 Child(
@@ -231,11 +229,9 @@ class Supervisor:
                     name=f"gateway-{index}",
                     argv=argv,
                     env=env,
-                    fds=(listener.fileno(),),
                     heartbeat=heartbeat,
                 )
             )
-        port = listener.getsockname()[1]
         await asyncio.wait(
             [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
         )
@@ -305,7 +301,6 @@ class Supervisor:
             *child.argv,
             env={**os.environ, "PYTHONUTF8": "1", **child.env},  # files of models are UTF-8, whatever the locale
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=child.fds,
             preexec_fn=_die_with_parent,
             start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
         )
@@ -357,28 +352,15 @@ class Supervisor:
                 ) from None
             yield
 
-    def _listen(self) -> socket.socket:
-        """The listening socket, bound once and inherited by every worker. Raises SettingsError."""
+    def _reserve(self) -> socket.socket:
+        """A socket that holds the port, on which the workers listen. Raises SettingsError."""
         settings = self.settings
         try:
-            family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it; RFC 5482
-                # twice: until then a worker may end the answer with its reason
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.client_stall_s * 2000)
-            if hasattr(
-                socket, "TCP_NOTSENT_LOWAT"
-            ):  # inherited, too: a slow client's backlog stays with its deployment
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-            listener.bind((settings.host, settings.port))
+            return reserve(settings.host, settings.port)
         except OSError as error:
             raise SettingsError(
                 f"host, port: can't listen on {settings.host}:{settings.port}: {error.strerror}"
             ) from None
-        listener.listen(2048)
-        listener.set_inheritable(True)
-        return listener
 
 
 async def _kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> None:

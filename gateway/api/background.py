@@ -23,6 +23,7 @@ from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, Headers
 from gateway.api.memory import Memory
 from gateway.api.response_events import Response, framed
+from gateway.journey.bodies import ClientGone
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, Turn
 from gateway.loggers import get_logger
@@ -106,7 +107,7 @@ class Background:
 
         async def refused(error: ApiError) -> None:
             events = response.failed(error)
-            with suppress(asgi.ClientGone):
+            with suppress(ClientGone):
                 await response.keep()
                 await self._tell(work, events)
             self._count("failed")
@@ -126,7 +127,7 @@ class Background:
             await self._tell(work, events)
             self._count("completed")
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asgi.ClientGone):
+            if isinstance(error, ClientGone):
                 self._count("cancelled")
             ended = await asgi.fail(error, arrival.request_id, refused)
         finally:
@@ -140,7 +141,7 @@ class Background:
         """Stop to generate a response, which was cancelled, given up or deleted, if it is this worker's."""
         work = self._works.get(id)
         if work is not None and work.reply is not None and work.reply.reader is not None:
-            work.reply.reader.leave(asgi.ClientGone())
+            work.reply.reader.leave(ClientGone())
 
     async def renew(self) -> None:
         """Keep the leases and locks, and stop what is not to be generated any more."""

@@ -19,6 +19,7 @@ from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
 from gateway.api.provider_ids import NamedObjects
 from gateway.deployments.alias import Alias
+from gateway.journey.bodies import Body, ClientGone
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn, turn_of
@@ -96,13 +97,13 @@ class Chat:
     async def take(
         self,
         scope: asgi.Scope,
-        receive: asgi.Receive,
+        incoming: Body,
         headers: Mapping[str, str],
         arrival: Arrival,
         identity: Identity,
     ) -> tuple[Turn, Renderer]:
         """The same, with the body that arrives. Raises ApiError."""
-        raw = await asgi.read_body(receive, headers, self._body_bytes_max)
+        raw = await incoming.whole(self._body_bytes_max)
         await self._objects.check(raw, identity.team.id)
         return await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
 
@@ -125,13 +126,14 @@ class Chat:
             identity = (
                 caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
             )
-            turn, renderer = await self.take(scope, receive, headers, arrival, identity)
+            incoming = self._pipeline.bodies.of(receive, headers, identity, is_counted=caller is not None)
+            turn, renderer = await self.take(scope, incoming, headers, arrival, identity)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True
                 await respond_to(scope, send)
                 return
-            reply = await self._pipeline.answer(turn, identity, watcher.attend, self.own(turn))
+            reply = await self._pipeline.answer(turn, identity, watcher.attend, self.own(turn), incoming.taken)
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
             else:
@@ -177,7 +179,7 @@ class Chat:
             if renderer.is_kept:
                 await renderer.keep()
             await send(start)
-            await send({"type": "http.response.body", "body": body})
+            await asgi.send_body(send, body)
             return Ended()
         reader = reply.reader
         assert reader is not None
@@ -196,8 +198,8 @@ class Chat:
         except (Exception, asyncio.CancelledError) as error:
 
             async def respond(refusal: ApiError) -> None:
-                body = renderer.failed(refusal)
-                await send({"type": "http.response.body", "body": body, "is_cut": not body, "more_body": not body})
+                if body := renderer.failed(refusal):  # without its end the connection ends, and it looks cut
+                    await send({"type": "http.response.body", "body": body})
 
             return await asgi.fail(error, reply.turn.arrival.request_id, respond, watcher.note)
 
@@ -332,7 +334,7 @@ class Uploads(Chat):
     async def take(
         self,
         scope: asgi.Scope,
-        receive: asgi.Receive,
+        incoming: Body,
         headers: Mapping[str, str],
         arrival: Arrival,
         identity: Identity,
@@ -341,21 +343,19 @@ class Uploads(Chat):
         if not boundary and self._kind is not IMAGE_EDIT:
             raise BadRequest("Expected a multipart/form-data body with a file", code="invalid_type")
         if not boundary:
-            return await super().take(scope, receive, headers, arrival, identity)
-        upload, body = await read_form(receive, headers, boundary, self._settings)
+            return await super().take(scope, incoming, headers, arrival, identity)
+        upload, body = await read_form(incoming, boundary, self._settings)
         model = asgi.model_of(scope)
         with upload:
             body = body if model is None else {**body, "model": model}
             return turn_of(body, b"", headers, arrival, self._kind, upload=upload), Plain()
 
 
-async def read_form(
-    receive: asgi.Receive, headers: Mapping[str, str], boundary: bytes, settings: Settings
-) -> tuple[FormFiles, dict[str, Any]]:
+async def read_form(incoming: Body, boundary: bytes, settings: Settings) -> tuple[FormFiles, dict[str, Any]]:
     """The files of a form, and the body that its fields are. The caller closes the files. Raises ApiError."""
     form = Form(boundary, settings.body_bytes_max)
     with FormFiles(settings.data_dir) as upload:
-        async for data in asgi.pieces(receive, headers, settings.upload_bytes_max):
+        async for data in incoming.pieces(settings.upload_bytes_max):
             for part, piece in form.read(data):
                 await upload.add(part, piece)
         form.check()
@@ -423,7 +423,7 @@ class DisconnectWatcher:
         self._gone()
 
     def _gone(self) -> None:
-        self._leave(asgi.ClientGone())
+        self._leave(ClientGone())
 
     def _late(self) -> None:
         self._leave(DeadlineExceeded("The client's own deadline passed before the answer was there"))

@@ -17,6 +17,7 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.deployments.alias import Alias
+from gateway.journey.bodies import Body
 from gateway.journey.record import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline, may_use
@@ -39,7 +40,7 @@ class Call(msgspec.Struct):
     headers: Mapping[str, str]
     out: Headers
     scope: asgi.Scope
-    receive: asgi.Receive
+    body: Body
     send: asgi.Send
     alias: str = ""
     asked: str = ""
@@ -77,7 +78,7 @@ class ObjectEndpoint(ABC):
 
     async def body(self, call: Call) -> tuple[bytes, dict[str, Any]]:
         """The body, and its object; without a body, an empty one. Raises ApiError."""
-        raw = await asgi.read_body(call.receive, call.headers, self._pipeline.settings.body_bytes_max)
+        raw = await call.body.whole(self._pipeline.settings.body_bytes_max)
         body = decode_object(raw or b"{}", asgi.model_of(call.scope))
         call.asked = shown(model) if isinstance(model := body.get("model"), str) else ""
         return raw, body
@@ -97,8 +98,9 @@ class ObjectEndpoint(ABC):
         ended = Ended()
         try:
             # decision: auth-before-body
+            identity = await self._pipeline.authenticate(asgi.key_of(headers))
             call = Call(
-                identity=await self._pipeline.authenticate(asgi.key_of(headers)),
+                identity=identity,
                 arrival=arrival,
                 method="GET" if scope["method"] == "HEAD" else scope["method"],
                 object_id=object_id,
@@ -106,7 +108,7 @@ class ObjectEndpoint(ABC):
                 headers=headers,
                 out=base_headers(arrival.request_id),
                 scope=scope,
-                receive=receive,
+                body=self._pipeline.bodies.of(receive, headers, identity, is_counted=True),
                 send=send,
             )
             call.out += (await self._pipeline.limits.take_requests(call.identity)).items()

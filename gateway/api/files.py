@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gateway.api import asgi
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.stored import listed, no_such_action, one_of, paging
 from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, storage_error
@@ -75,7 +74,7 @@ class FilesEndpoint(ObjectEndpoint):
         upload = await self._files.begin(call.identity.team.id, bytes_max)
         try:
             form, file = Form(boundary, _FIELD_BYTES_MAX), None
-            async for data in asgi.pieces(call.receive, call.headers, sys.maxsize):  # the upload has a bound of its own
+            async for data in call.body.pieces(sys.maxsize):  # the upload has a bound of its own
                 for part, piece in form.read(data):
                     if part.name != _FILE:
                         raise _missing()

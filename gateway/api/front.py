@@ -7,7 +7,7 @@ of endpoints with another provider's.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -15,9 +15,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from gateway.api.asgi import Message, Receive, Scope, Send, send_error
+from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error
+from gateway.journey.bodies import Bodies, Body, ClientGone
 from gateway.journey.turn import arrive
-from gateway.wire.errors import MethodNotAllowed, NotFound
+from gateway.wire.errors import ApiError, MethodNotAllowed, NotFound
 from gateway.wire.types import MEDIA
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
@@ -51,6 +52,7 @@ class Front:
     def __init__(self, app: Any, routes: Routes) -> None:
         self._app = app
         self._routes = routes
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +65,8 @@ class Front:
             plain, model = _as_v1(_plain(path))
             methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
-                await self._app(_with_get(scope), _bounded(receive), _kept_close(send))
+                body = self._bodies.anonymous(receive, headers_of(scope))
+                await self._app(_with_get(scope), _bounded(body, receive), _kept_close(send))
                 return
             scope = {**scope, "path": plain}
             if model:
@@ -186,17 +189,23 @@ def _kept_close(send: Send) -> Send:
     return kept
 
 
-def _bounded(receive: Receive) -> Receive:
-    """`receive` with a limit of 1 MiB: FastAPI reads a body before it authenticates the caller."""
-    left = _ADMIN_BODY_BYTES_MAX
+def _bounded(body: Body, receive: Receive) -> Receive:
+    """`receive` of `body`, in bounded time and size: FastAPI reads it before it authenticates the caller."""
+    pieces: AsyncIterator[bytes] | None = body.read(_ADMIN_BODY_BYTES_MAX)
 
     async def bounded() -> Message:
-        nonlocal left
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
-            raise HTTPException(413, "The request body is larger than an admin's request can be")
-        return message
+        nonlocal pieces
+        if pieces is None:
+            return await receive()
+        try:
+            piece = await anext(pieces, None)
+        except ClientGone:
+            return {"type": "http.disconnect"}
+        except ApiError as error:  # FastAPI makes others a 400
+            raise HTTPException(error.http_status, error.message, dict(error.headers)) from None
+        if piece is None:
+            pieces = None
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
 
     return bounded
 

@@ -17,7 +17,7 @@ import msgspec
 from gateway.accounts import Identity, Team
 from gateway.accounts.conversations import Added, Conversation, HistoryTooLong
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
-from gateway.api.asgi import ClientGone
+from gateway.journey.bodies import ClientGone
 from gateway.journey.turn import new_id
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, ConversationLocked, Forbidden, NotFound, shown

@@ -27,6 +27,7 @@ from gateway.api.provider_ids import BLANK, IDS_MAX, fields_of, ids_in
 from gateway.backends.base import Passage
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
+from gateway.journey.bodies import Body
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Arrival, Ended, Turn, labels_of
 from gateway.pipeline import Pipeline
@@ -73,7 +74,7 @@ class Passthrough(Chat):
         return Alias(turn.alias, settings, RoutingPolicy(), {self._deployment.name: self._deployment})
 
     async def take(
-        self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str], arrival: Arrival, identity: Identity
+        self, scope: asgi.Scope, incoming: Body, headers: Mapping[str, str], arrival: Arrival, identity: Identity
     ) -> tuple[Turn, Renderer]:
         name, team_id = self._deployment.name, identity.team.id
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -84,11 +85,11 @@ class Passthrough(Chat):
         body: dict[str, Any] = {}
         upload = None
         if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
-            upload, body = await read_form(receive, headers, boundary, self._settings)
+            upload, body = await read_form(incoming, boundary, self._settings)
             asked += _by_names(body.items())
         elif method != "GET" and not is_counted and _BYTES.fullmatch(media):
-            upload = await self._kept(receive, headers, media)
-        elif method != "GET" and (raw := await asgi.read_body(receive, headers, self._body_bytes_max)):
+            upload = await self._kept(incoming, media)
+        elif method != "GET" and (raw := await incoming.whole(self._body_bytes_max)):
             if media.partition(";")[0].strip().lower() != "application/json":
                 words = "Expected a body of application/json, or of multipart/form-data with files, or sounds, images, videos"
                 raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
@@ -123,11 +124,11 @@ class Passthrough(Chat):
             owned = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
             return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
 
-    async def _kept(self, receive: asgi.Receive, headers: Mapping[str, str], media: str) -> FormFiles:
+    async def _kept(self, incoming: Body, media: str) -> FormFiles:
         """The bytes of a body, on the disk. The caller closes them. Raises ApiError."""
         begun = b""
         with FormFiles(self._settings.data_dir, media) as upload:
-            async for data in asgi.pieces(receive, headers, self._settings.upload_bytes_max):
+            async for data in incoming.pieces(self._settings.upload_bytes_max):
                 begun = begun or data.lstrip(BLANK)[:1]
                 if begun in (b"{", b"["):  # a provider that ignores the type would find ids in it
                     raise UnsupportedMediaType(f"The body begins as JSON does, and is said to be {media}")

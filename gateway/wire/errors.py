@@ -6,6 +6,7 @@
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
+    ├── BodyTooSlow        408 the body did not come in time
     ├── TooLarge           413
     ├── UnsupportedMediaType 415 a body in another compression than gzip
     ├── InUse              409 a batch needs the file, or has ended
@@ -129,17 +130,15 @@ class MethodNotAllowed(ApiError):
     code = "method_not_allowed"
 
 
-class ReaderStalled(ApiError):
-    """In a stream and in records: the response has begun."""
-
+class BodyTooSlow(ApiError):
     status = 408
     type = "invalid_request_error"
-    code = "client_stalled"
+    code = "request_timeout"
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, size_bytes: int, idle_s: float) -> None:
         super().__init__(
-            f"The client took no byte of the answer for {duration_s(stall_s)}: expected a client that reads the answer "
-            "while it arrives; send the request again"
+            f"The request's body came too slowly: {size_bytes} bytes of it; expected some of it every "
+            f"{duration_s(idle_s)}. Send the request again"
         )
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
 from playwright.async_api import Browser, BrowserContext, Page, async_playwright
 
+from gateway.transport.http_server import HttpServer, reserve
 from tests.admin.world import ADMIN_KEY, World
 
 _FLAGS = [
@@ -25,16 +24,14 @@ _FLAGS = [
 @asynccontextmanager
 async def serving(world: World) -> AsyncIterator[str]:
     """The application on a free port; answers its base URL."""
-    config = uvicorn.Config(world.app, port=0, log_config=None, lifespan="off", access_log=False)
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+    with reserve("127.0.0.1", 0) as reserved:
+        address, port = reserved.getsockname()
+        server = HttpServer(world.app, address, port, stall_s=60)
+        await server.start()
+        try:
+            yield f"http://{address}:{port}"
+        finally:
+            await server.stop(grace_s=1.0)
 
 
 @asynccontextmanager

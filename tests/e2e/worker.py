@@ -18,7 +18,8 @@ from cache import ExactCache
 from gateway import app as app_module
 from gateway.app import Parts, create_app
 from gateway.settings import Settings
-from gateway.worker import server_of
+from gateway.transport.http_server import reserve
+from gateway.worker import run
 from tests.e2e.gateway import API_KEY
 
 
@@ -42,18 +43,29 @@ async def open_worker(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> As
     keep_collector(monkeypatch)
     monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
     monkeypatch.setattr(ExactCache, "is_l1_on", True)  # the loop that would say so is off
-    app = create_app(settings)
-    server = server_of(app, settings)
-    server.config.port = 0
-    serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(90):
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    app, stop = create_app(settings), asyncio.Event()
+    with reserve("127.0.0.1", 0) as reserved:
+        address, port = reserved.getsockname()
+        serving = asyncio.create_task(run(app, settings, address, port, stop))
+        async with asyncio.timeout(90):
+            while not await answers(address, port):
+                assert not serving.done()
+                await asyncio.sleep(0.01)
+        try:
+            yield OpenWorker(app.state.parts, port)
+        finally:
+            stop.set()
+            await serving
+
+
+async def answers(address: str, port: int) -> bool:
+    """Whether a server listens there."""
     try:
-        yield OpenWorker(app.state.parts, server.servers[0].sockets[0].getsockname()[1])
-    finally:
-        server.should_exit = True
-        await serving
+        _, writer = await asyncio.open_connection(address, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 class Host:

@@ -1,0 +1,175 @@
+"""Reads request bodies within limits of size, of time, and of what a team's unfinished ones hold.
+
+Formats: ASGI HTTP specification 2.5; gzip (RFC 1952). Knows no HTTP server and no endpoints.
+Invariants: no more of a body than its limit is held, whatever its announced length, and no more of
+its decompressed content; a body that does not come counts as a request, and ends.
+"""
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from typing import Any
+
+from gateway.accounts import Identity
+from gateway.journey.rate_limits import Headers, Limits
+from gateway.transport.eager import Eager
+from gateway.wire.errors import BadRequest, BodyTooSlow, RateLimited, TooLarge, UnsupportedMediaType
+
+_IDLE_S = 20.0  # without a byte; a body has this long, too, and a second more for each _BYTES_PER_S
+_BYTES_PER_S = 500  # as Apache's mod_reqtimeout
+_UNFINISHED_MAX = 4  # full bodies of a size, of one owner in one worker
+_GZIP_WBITS = 31  # zlib's argument for one gzip member with its checksum
+_GZIP_STEP_BYTES = 256 << 10  # one to two milliseconds of work
+_GZIP_MEMBERS_MAX = 1_000  # a block compressor makes one for each 64 KiB; each costs time, empty or not
+
+Receive = Callable[[], Awaitable[Any]]
+
+
+class ClientGone(Exception):
+    """The client left: no response is sent."""
+
+
+class BodyBroken(ClientGone):
+    """The body ended before its end, or is not one by HTTP's rules: who is still there gets a 400."""
+
+
+class Bodies:
+    """The bodies under way in one worker, and the bytes that they hold, by owner and limit of size."""
+
+    def __init__(self, limits: Limits | None = None, idle_s: float = _IDLE_S) -> None:
+        self._limits = limits
+        self.idle_s = idle_s
+        self.held: Counter[tuple[Hashable, int]] = Counter()
+
+    def of(self, receive: Receive, headers: Mapping[str, str], identity: Identity, is_counted: bool = False) -> "Body":
+        """The body of a request, which `is_counted` in the rate limits or will be if it takes long."""
+        limits = None if is_counted else self._limits
+        return Body(self, receive, headers, identity.team.id, identity, limits)
+
+    def anonymous(self, receive: Receive, headers: Mapping[str, str]) -> "Body":
+        """The body of a request whose caller is not known yet."""
+        return Body(self, receive, headers, None, None, None)
+
+
+class Body:
+    """One request's body. `taken` has the headers of rate limits, if it was counted while it arrived."""
+
+    __slots__ = ("_bodies", "_headers", "_identity", "_limits", "_owner", "_receive", "taken")
+
+    def __init__(
+        self,
+        bodies: Bodies,
+        receive: Receive,
+        headers: Mapping[str, str],
+        owner: Hashable,
+        identity: Identity | None,
+        limits: Limits | None,
+    ) -> None:
+        self._bodies = bodies
+        self._receive = receive
+        self._headers = headers
+        self._owner = owner
+        self._identity = identity
+        self._limits = limits
+        self.taken: Eager[Headers] | None = None
+
+    async def whole(self, bytes_max: int) -> bytes:
+        """All of it, of `bytes_max` bytes at most, compressed and decompressed.
+
+        Raises TooLarge, UnsupportedMediaType, BadRequest for invalid gzip, BodyTooSlow, RateLimited,
+        BodyBroken.
+        """
+        encoding = self._headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity", "gzip", "x-gzip"):  # RFC 9110, section 8.4.1.3: the same
+            raise UnsupportedMediaType(
+                f"The body has Content-Encoding {encoding[:100]!r}: expected gzip, or none for a plain body"
+            )
+        body = b"".join([piece async for piece in self.read(bytes_max)])
+        return await _decompressed(body, bytes_max) if "gzip" in encoding else body
+
+    def pieces(self, bytes_max: int) -> AsyncIterator[bytes]:
+        """The same as it arrives, without an encoding."""
+        if self._headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise UnsupportedMediaType("Files can't be sent with a Content-Encoding: send them as they are")
+        return self.read(bytes_max)
+
+    async def read(self, bytes_max: int) -> AsyncIterator[bytes]:
+        """The body as it is sent, encoded or not."""
+        announced = self._headers.get("content-length", "0")
+        if announced.isdecimal() and int(announced) > bytes_max:
+            raise _too_large(bytes_max)
+        held, owner, size = self._bodies.held, (self._owner, bytes_max), 0
+        clock, idle_s = asyncio.get_running_loop().time, self._bodies.idle_s
+        began = clock()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(min(clock(), began + size / _BYTES_PER_S) + idle_s):
+                        message = await self._receive()
+                except TimeoutError:
+                    raise BodyTooSlow(size, idle_s) from None
+                if message["type"] != "http.request":
+                    raise BodyBroken
+                piece: bytes = message.get("body", b"")
+                size += len(piece)
+                held[owner] += len(piece)
+                if size > bytes_max:
+                    raise _too_large(bytes_max)
+                yield piece
+                if not message.get("more_body"):
+                    return
+                if held[owner] > _UNFINISHED_MAX * bytes_max:
+                    raise RateLimited(
+                        f"Requests whose bodies have not come to their end hold over {_UNFINISHED_MAX * bytes_max} "
+                        "bytes: end them, or send fewer at once",
+                        retry_after_s=1.0,
+                    )
+                await self._count()
+        finally:
+            held[owner] -= size
+            if not held[owner]:
+                del held[owner]
+
+    async def _count(self) -> None:
+        """Count the request before more of its body is read. Raises RateLimited."""
+        if self._limits is not None and self.taken is None:
+            assert self._identity is not None
+            self.taken = Eager.done(await self._limits.take(self._identity))
+
+
+async def _decompressed(body: bytes, bytes_max: int) -> bytes:
+    """The content of all gzip members in `body` (RFC 1952, section 2.2).
+
+    Works in bounded steps, and other requests run between them. Raises TooLarge, BadRequest.
+    """
+    inflate, members, parts, size = zlib.decompressobj(_GZIP_WBITS), 1, list[bytes](), 0
+    for start in range(0, len(body), _GZIP_STEP_BYTES):
+        # a member's end returns the rest of its input: a slice bounds what is copied
+        rest = body[start : start + _GZIP_STEP_BYTES]
+        while rest:
+            if inflate.eof:
+                inflate, members = zlib.decompressobj(_GZIP_WBITS), members + 1
+            if members > _GZIP_MEMBERS_MAX:
+                raise _bad_gzip(f"it has more than {_GZIP_MEMBERS_MAX} members")
+            try:
+                part = inflate.decompress(rest, _GZIP_STEP_BYTES)
+            except zlib.error:
+                raise _bad_gzip("it is not gzip, or not all of it") from None
+            size += len(part)
+            if size > bytes_max:
+                raise _too_large(bytes_max, "decompressed ")
+            parts.append(part)
+            rest = inflate.unused_data or inflate.unconsumed_tail
+            await asyncio.sleep(0)
+    if not inflate.eof:
+        raise _bad_gzip("it ends before its data does")
+    return b"".join(parts)
+
+
+def _bad_gzip(why: str) -> BadRequest:
+    return BadRequest(f"The body has Content-Encoding gzip, but {why}", code="invalid_encoding")
+
+
+def _too_large(bytes_max: int, how: str = "") -> TooLarge:
+    return TooLarge(f"The {how}request body is larger than the limit of {bytes_max} bytes")
