@@ -126,7 +126,7 @@ class Chat:
             identity = (
                 caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
             )
-            incoming = self._pipeline.bodies.of(receive, headers, identity, is_counted=caller is not None)
+            incoming = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.take(scope, incoming, headers, arrival, identity)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)

@@ -108,9 +108,10 @@ class ObjectEndpoint(ABC):
                 headers=headers,
                 out=base_headers(arrival.request_id),
                 scope=scope,
-                body=self._pipeline.bodies.of(receive, headers, identity, is_counted=True),
+                body=self._pipeline.bodies.of(receive, headers, identity),
                 send=send,
             )
+            call.body.is_counted = True
             call.out += (await self._pipeline.limits.take_requests(call.identity)).items()
             reply = await self.answer(call)
             if reply is not None:

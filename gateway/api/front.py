@@ -65,7 +65,7 @@ class Front:
             plain, model = _as_v1(_plain(path))
             methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
-                body = self._bodies.anonymous(receive, headers_of(scope))
+                body = self._bodies.of(receive, headers_of(scope), None)
                 await self._app(_with_get(scope), _bounded(body, receive), _kept_close(send))
                 return
             scope = {**scope, "path": plain}

@@ -17,6 +17,7 @@ from gateway.transport.eager import Eager
 from gateway.wire.errors import BadRequest, BodyTooSlow, RateLimited, TooLarge, UnsupportedMediaType
 
 _IDLE_S = 20.0  # without a byte; a body has this long, too, and a second more for each _BYTES_PER_S
+_LOOKS = 20  # within that time
 _BYTES_PER_S = 500  # as Apache's mod_reqtimeout
 _UNFINISHED_MAX = 4  # full bodies of a size, of one owner in one worker
 _GZIP_WBITS = 31  # zlib's argument for one gzip member with its checksum
@@ -38,41 +39,53 @@ class Bodies:
     """The bodies under way in one worker, and the bytes that they hold, by owner and limit of size."""
 
     def __init__(self, limits: Limits | None = None, idle_s: float = _IDLE_S) -> None:
-        self._limits = limits
+        self.limits = limits
         self.idle_s = idle_s
         self.held: Counter[tuple[Hashable, int]] = Counter()
+        self.late_at_s: dict[Body, float] = {}  # of those that wait for bytes, on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
 
-    def of(self, receive: Receive, headers: Mapping[str, str], identity: Identity, is_counted: bool = False) -> "Body":
-        """The body of a request, which `is_counted` in the rate limits or will be if it takes long."""
-        limits = None if is_counted else self._limits
-        return Body(self, receive, headers, identity.team.id, identity, limits)
+    def of(self, receive: Receive, headers: Mapping[str, str], identity: Identity | None) -> "Body":
+        """The body of a request of `identity`; None: the caller is not known yet."""
+        body = Body(self, receive, headers, identity)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.idle_s / _LOOKS, self._look)
+        return body
 
-    def anonymous(self, receive: Receive, headers: Mapping[str, str]) -> "Body":
-        """The body of a request whose caller is not known yet."""
-        return Body(self, receive, headers, None, None, None)
+    def _look(self) -> None:
+        """End the bodies that are late. One timer for all of them costs a request less than its own."""
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        for body, late_at_s in list(self.late_at_s.items()):
+            if late_at_s <= loop.time():
+                body.expire()
+        if self.late_at_s:
+            self._timer = loop.call_later(self.idle_s / _LOOKS, self._look)
 
 
 class Body:
-    """One request's body. `taken` has the headers of rate limits, if it was counted while it arrived."""
+    """One request's body.
 
-    __slots__ = ("_bodies", "_headers", "_identity", "_limits", "_owner", "_receive", "taken")
+    A request that `is_counted` in the rate limits is not counted again. `taken` has their headers, if
+    it was counted while it arrived.
+    """
 
-    def __init__(
-        self,
-        bodies: Bodies,
-        receive: Receive,
-        headers: Mapping[str, str],
-        owner: Hashable,
-        identity: Identity | None,
-        limits: Limits | None,
-    ) -> None:
+    __slots__ = ("_bodies", "_headers", "_identity", "_receive", "_task", "is_counted", "taken")
+
+    def __init__(self, bodies: Bodies, receive: Receive, headers: Mapping[str, str], identity: Identity | None) -> None:
         self._bodies = bodies
         self._receive = receive
         self._headers = headers
-        self._owner = owner
         self._identity = identity
-        self._limits = limits
+        self._task: asyncio.Task[Any] | None = None  # that waits for bytes; None once it is late
+        self.is_counted = identity is None
         self.taken: Eager[Headers] | None = None
+
+    def expire(self) -> None:
+        """End the wait for bytes."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     async def whole(self, bytes_max: int) -> bytes:
         """All of it, of `bytes_max` bytes at most, compressed and decompressed.
@@ -96,19 +109,16 @@ class Body:
 
     async def read(self, bytes_max: int) -> AsyncIterator[bytes]:
         """The body as it is sent, encoded or not."""
-        announced = self._headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced) > bytes_max:
+        announced = self._headers.get("content-length", "")
+        length = int(announced) if announced.isdecimal() else None
+        if length is not None and length > bytes_max:
             raise _too_large(bytes_max)
-        held, owner, size = self._bodies.held, (self._owner, bytes_max), 0
-        clock, idle_s = asyncio.get_running_loop().time, self._bodies.idle_s
-        began = clock()
+        held, size = self._bodies.held, 0
+        owner = (self._identity and self._identity.team.id, bytes_max)
+        began_s = asyncio.get_running_loop().time()
         try:
             while True:
-                try:
-                    async with asyncio.timeout_at(min(clock(), began + size / _BYTES_PER_S) + idle_s):
-                        message = await self._receive()
-                except TimeoutError:
-                    raise BodyTooSlow(size, idle_s) from None
+                message = await self._next(began_s, size)
                 if message["type"] != "http.request":
                     raise BodyBroken
                 piece: bytes = message.get("body", b"")
@@ -117,7 +127,7 @@ class Body:
                 if size > bytes_max:
                     raise _too_large(bytes_max)
                 yield piece
-                if not message.get("more_body"):
+                if size == length or not message.get("more_body"):
                     return
                 if held[owner] > _UNFINISHED_MAX * bytes_max:
                     raise RateLimited(
@@ -125,17 +135,35 @@ class Body:
                         "bytes: end them, or send fewer at once",
                         retry_after_s=1.0,
                     )
-                await self._count()
+                if not self.is_counted:  # before more of it is read
+                    self.is_counted = True
+                    self.taken = await self._count()
         finally:
             held[owner] -= size
             if not held[owner]:
                 del held[owner]
 
-    async def _count(self) -> None:
-        """Count the request before more of its body is read. Raises RateLimited."""
-        if self._limits is not None and self.taken is None:
-            assert self._identity is not None
-            self.taken = Eager.done(await self._limits.take(self._identity))
+    async def _count(self) -> Eager[Headers]:
+        """Count the request. Raises RateLimited."""
+        assert self._bodies.limits is not None
+        assert self._identity is not None
+        return Eager.done(await self._bodies.limits.take(self._identity))
+
+    async def _next(self, began_s: float, size: int) -> Any:
+        """The next message, after `size` bytes. Raises BodyTooSlow."""
+        idle_s, late_at_s = self._bodies.idle_s, self._bodies.late_at_s
+        self._task = task = asyncio.current_task()
+        now_s = asyncio.get_running_loop().time() if size else began_s
+        late_at_s[self] = min(now_s, began_s + size / _BYTES_PER_S) + idle_s
+        try:
+            return await self._receive()
+        except asyncio.CancelledError:
+            if self._task is not None or task is None:
+                raise
+            task.uncancel()
+            raise BodyTooSlow(size, idle_s) from None
+        finally:
+            del late_at_s[self]
 
 
 async def _decompressed(body: bytes, bytes_max: int) -> bytes:

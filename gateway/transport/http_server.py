@@ -15,7 +15,6 @@ import os
 import socket
 import stat
 from collections.abc import Awaitable, Callable, MutableMapping
-from operator import itemgetter
 from typing import Any
 
 from granian.constants import HTTPModes, Interfaces
@@ -26,7 +25,6 @@ WHEN_GONE = "sameway.when_gone"
 """The ASGI extension with a function that registers a callback for a client that leaves."""
 
 HEAD_BYTES_MAX = 64 << 10
-_NAME, _BODY = itemgetter(0), frozenset({b"content-length", b"transfer-encoding"})
 _CONNECTIONS_MAX = 1 << 16  # the limit of open files comes first
 _BACKLOG = 2048
 _KEEP_ALIVE_MS = 75_000  # longer than SDKs keep an idle connection, so that the client closes it first
@@ -120,11 +118,11 @@ class HttpServer:
         task = asyncio.current_task()
         assert task is not None
         self.requests.add(task)
-        exchange = _Exchange(scope, receive)
+        exchange = _Exchange(scope["headers"], receive)
         scope["extensions"] = {WHEN_GONE: exchange.when_gone}
         try:
             await self._app(scope, exchange.receive, send)
-            if exchange.is_partial:
+            if not exchange.is_read():
                 await exchange.linger()
         finally:
             exchange.when_gone(None)
@@ -134,24 +132,30 @@ class HttpServer:
 class _Exchange:
     """One request: how much of it was read, and who learns that its client left."""
 
-    __slots__ = ("_has_begun", "_is_partial", "_receive", "_scope", "_timer", "_watch")
+    __slots__ = ("_headers", "_is_whole", "_receive", "_size", "_timer", "_watch")
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._scope = scope
+    def __init__(self, headers: list[tuple[bytes, bytes]], receive: Receive) -> None:
+        self._headers = headers  # not the scope, which refers to this exchange
         self._receive = receive
-        self._has_begun = self._is_partial = False
+        self._is_whole = False
+        self._size = 0
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def receive(self) -> Any:
         message = await self._receive()
-        self._has_begun, self._is_partial = True, message.get("more_body", False)
+        if message.get("more_body"):
+            self._size += len(message["body"])
+        else:
+            self._is_whole = True
         return message
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether more of a body may come."""
-        return self._is_partial or not (self._has_begun or _BODY.isdisjoint(map(_NAME, self._scope["headers"])))
+    def is_read(self) -> bool:
+        """Whether no more of its body can come."""
+        if self._is_whole:
+            return True
+        headers = dict(self._headers)
+        return b"transfer-encoding" not in headers and int(headers.get(b"content-length", b"0")) == self._size
 
     def when_gone(self, callback: Callable[[], None] | None) -> None:
         """Call `callback` if the client leaves before the response is complete; None removes it."""
@@ -181,5 +185,5 @@ class _Exchange:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while self.is_partial:
+                while not self._is_whole:
                     await self.receive()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.asgi import key_of, read_body
+from gateway.api.asgi import key_of
+from gateway.journey.bodies import Bodies
 from gateway.wire.errors import ApiError, Unauthenticated
 
 _MAX = 1 << 20
@@ -26,7 +27,7 @@ async def read(body: bytes, *, pieces: int = 1, **headers: str) -> bytes:
         piece = sent.pop(0)
         return {"type": "http.request", "body": piece, "more_body": bool(sent)}
 
-    return await read_body(receive, {"content-encoding": "gzip", **headers}, _MAX)
+    return await Bodies().of(receive, {"content-encoding": "gzip", **headers}, None).whole(_MAX)
 
 
 async def refusal(body: bytes, **how: Any) -> tuple[int, str | None, str]:

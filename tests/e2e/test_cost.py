@@ -34,8 +34,9 @@ from tests.e2e.upstream import Upstream
 from tests.e2e.worker import open_worker
 from tests.services import RedisServer
 
-TASKS_OF_A_GENERATION = {"RequestResponseCycle.run_asgi": 1, "Pipeline.generate": 1}
-TASKS_OF_A_HIT = {"RequestResponseCycle.run_asgi": 1}
+SERVER = "_future_watcher_wrapper.<locals>.future_watcher"  # granian's task of a request
+TASKS_OF_A_GENERATION = {SERVER: 1, "Pipeline.generate": 1}
+TASKS_OF_A_HIT = {SERVER: 1}
 
 
 @dataclass
