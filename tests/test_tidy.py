@@ -51,6 +51,7 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/options.py": "the command line of the process",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
+    "gateway/worker.py": "a process",
 }
 # Names that two classes of one package have, with what tells them apart.
 SAME_NAMES: dict[str, str] = {

@@ -64,6 +64,7 @@ from gateway.backends.openai.backend import OpenAIBackend
 from gateway.backends.refusals import Refused, refusal
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
@@ -564,6 +565,11 @@ class World:
     def sql_url(self) -> str:
         """The database, for a second process."""
         return self._pipeline.settings.sql_url
+
+    @property
+    def bodies(self) -> Bodies:
+        """The request bodies under way."""
+        return self._pipeline.bodies
 
     # -- asking
 

@@ -3,7 +3,7 @@
 granian bounds a head's size and time and idle connections, and ends a connection whose answer ends
 unfinished. Here is what it leaves out: a callback reports a client that left, a body that was
 answered early is read on, and the kernel ends a connection whose client takes nothing. Size, time
-and sum of bodies are the endpoints' (`gateway/api/bodies.py`).
+and sum of bodies are the endpoints' (`gateway/journey/bodies.py`).
 
 Sources: ASGI HTTP specification 2.3; granian 2.8, `granian.server.embed`. Knows no endpoints.
 Invariant: the workers listen on one address with SO_REUSEPORT, and the kernel divides connections.
@@ -29,7 +29,7 @@ _CONNECTIONS_MAX = 1 << 16  # the limit of open files comes first
 _BACKLOG = 2048
 _KEEP_ALIVE_MS = 75_000  # longer than SDKs keep an idle connection, so that the client closes it first
 _WATCH_AFTER_S = 0.05  # most answers are complete before, and need no watch
-_LINGER_S = 30.0  # of a body that is read on after its answer
+_LINGER_S, _LINGER_IDLE_S = 30.0, 1.0  # of a body that is read on after its answer
 _UNSENT_BYTES = 128 << 10  # of a connection, in the kernel; it would take megabytes
 
 Scope = MutableMapping[str, Any]
@@ -80,7 +80,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listen. Raises OSError where the address is not to be had."""
-        # decision: granian
+        # decision: granian-reads-http
         self._serving = asyncio.ensure_future(self._server.serve())
         while not self._is_listening():
             if self._serving.done():
@@ -184,6 +184,7 @@ class _Exchange:
         A close with unread bytes would reset the connection (RFC 9112, section 9.6).
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
-                while not self._is_whole:
+            ends_at_s = asyncio.get_running_loop().time() + _LINGER_S
+            while not self._is_whole and asyncio.get_running_loop().time() < ends_at_s:
+                async with asyncio.timeout(_LINGER_IDLE_S):
                     await self.receive()

@@ -286,7 +286,6 @@ LEFT: dict[str, Callable[[Sender], Awaitable[int]]] = {
     "the leader of a failure": lambda to: to.together("late-fails", "leader"),
     "a reader": lambda to: to.together("late", "reader"),
     "both": lambda to: to.together("late", "both"),
-    "with more on its connection": lambda to: _pipelined(to),
 }
 
 
@@ -303,15 +302,6 @@ async def _left(
         opened.close()
         return 0
     return await to.leave(opened, **how)
-
-
-async def _pipelined(to: Sender) -> int:
-    """Three requests on one connection, of which the first waits."""
-    body = to.body("hangs")
-    opened = await to.open(CHAT, body)
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-    await to._loop.sock_sendall(opened, (head.encode() + body) * 2)
-    return await to.leave(opened)
 
 
 def _script(to: Sender) -> Callable[[int, Any], list[Outputs | Failed]]:
