@@ -63,7 +63,7 @@ class Front:
             plain, model = _as_v1(_plain(path))
             methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
-                await self._app(_with_get(scope), _bounded(receive), _kept_close(send))
+                await self._app(_with_get({**scope, "path": plain or "/"}), _bounded(receive), _kept_close(send))
                 return
             scope = {**scope, "path": plain}
             if model:
