@@ -179,25 +179,27 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
 
 
 def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
-    """The place of the first URL in `body` that a server would fetch from none of `hosts`; empty: there is none.
+    """The place of a URL in `body` that a server would fetch from none of `hosts`; empty: there is none.
 
-    A host that begins with `*.` stands for all names below it.
+    A host that begins with `*.` stands for all names one level below it.
     """
-    left: list[tuple[str, Any, bool]] = [(name, one, False) for name, one in body.items() if name not in _NOT_FETCHED]
+    left: list[tuple[str, Any, bool]] = [("", body, False)]
     while left:
         place, value, is_url = left.pop()
         if isinstance(value, dict):
-            named = ((name, one) for name, one in value.items() if name not in _NOT_FETCHED)
-            left += [(f"{place}.{name}", one, name.lower().endswith("url")) for name, one in named]
+            for name, one in value.items():
+                if (is_named := name[-3:].lower() == "url") or (type(one) in _HOLDERS and name not in _NOT_FETCHED):
+                    left.append((f"{place}.{name}" if place else name, one, is_named))
         elif isinstance(value, list):
-            left += [(f"{place}[{number}]", one, is_url) for number, one in enumerate(value)]
-        elif is_url and isinstance(value, str) and not value.startswith("data:"):
+            left += [(f"{place}[{n}]", one, is_url) for n, one in enumerate(value) if is_url or type(one) in _HOLDERS]
+        elif isinstance(value, str) and not value.startswith("data:"):
             host = found["host"].lower() if (found := _PLAIN_URL.fullmatch(value)) else ""
-            if not host or (host not in hosts and f"*.{host.partition('.')[2]}" not in hosts):
+            if host not in hosts and f"*.{host.partition('.')[2]}" not in hosts:
                 return place
     return ""
 
 
+_HOLDERS = (dict, list)
 _NOT_FETCHED = frozenset(
     {"tools", "functions", "response_format", "metadata", "tool_calls", "annotations", "citations"}
 )
