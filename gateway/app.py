@@ -138,6 +138,7 @@ def create_app(settings: Settings) -> FastAPI:
         description="A semantic-caching inference gateway. `/v1` speaks OpenAI's API; `/admin/api` is for operators.",
         lifespan=_lifespan,
         redoc_url=None,
+        redirect_slashes=False,  # it would lead to whatever host the client named
     )
     app.state.settings = settings
     app.state.routes = {}
@@ -171,7 +172,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def readyz(request: Request) -> JSONResponse:
         parts: Parts = request.app.state.parts
         report = parts.watch.report()
-        shown = report if parts.guard.may_observe(request, Endpoint.READYZ) else {"is_ready": report["is_ready"]}
+        shown = report if await parts.guard.may_observe(request, Endpoint.READYZ) else {"is_ready": report["is_ready"]}
         return JSONResponse(shown, status_code=200 if report["is_ready"] else 503)
 
     @app.get(
@@ -184,7 +185,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     async def metrics(request: Request) -> Response:
         parts: Parts = request.app.state.parts
-        parts.guard.check_observer(request, Endpoint.METRICS)
+        await parts.guard.check_observer(request, Endpoint.METRICS)
         return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
 
     return app

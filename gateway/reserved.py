@@ -2,15 +2,16 @@
 
 Other fields say how a model answers. These choose another model or server, raise a priority, reach
 into a server, or let the provider's own tools run. A deployment takes those that its `allow_fields`
-names. Knows no deployments. Invariant: a tool is reserved unless it is a function or a custom tool
-that the client runs, whatever its name.
+names. Knows no deployments. Invariants: a tool is reserved unless it is a function or a custom tool
+that the client runs, whatever its name; where a value decides, one of another type is reserved; a
+URL that a server would fetch is found in every part of a request, whatever the part's type.
 
 Sources: the request models of vLLM, SGLang, TensorRT-LLM, llama.cpp and litellm; the API references
 of OpenAI, Anthropic, Google, OpenRouter, xAI and Alibaba.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +20,16 @@ _GROUPS = {
     # who is served first, and at which price
     "priority": "vLLM, SGLang: is computed before the requests of others",
     "service_tier": "another price and priority; `auto`, `default` and `flex` need no permission",
+    "use_beam_search num_beams beam_width n_cmpl": "vLLM, TensorRT-LLM, llama.cpp: more answers are computed than `n`",
+    "n_predict max_new_tokens": "llama.cpp, TGI: a length beside `max_tokens`, which no budget has held",
+    "modalities": "images at the price of text; `text` and `audio`, which needs that capability, need no permission",
+    "image_config": "OpenRouter: larger images",
+    "deferred": "xAI: an answer that is fetched and billed later",
+    # what the provider keeps or shows
+    "prompt_cache_retention": "OpenAI: how long the prompt is kept; `in_memory` needs no permission",
+    "session_id trace": "OpenRouter: reports to the operator's other services, and requests bound together by a name",
+    "debug": "OpenRouter: shows the request that the operator's provider got",
+    "return_hidden_states": "SGLang: the inside of the model, a thousand times the answer's size",
     "speed": "Anthropic: faster at a multiple of the price",
     "inference_geo": "Anthropic: another region at another price",
     # which model, at which provider
@@ -97,6 +108,7 @@ SEARCHES = frozenset(name for name, effect in TOOLS.items() if effect == _SEARCH
 """Those that search the web, at the provider's price of a search."""
 
 _DEARER = (
+    "use_beam_search num_beams beam_width n_cmpl n_predict max_new_tokens modalities image_config deferred "
     "service_tier speed inference_geo models fallbacks context_window_fallbacks content_policy_fallbacks route provider "
     "providerOptions preset plugins model_list custom_llm_provider deployment_id specific_deployment mcp_servers container"
 )
@@ -106,7 +118,13 @@ PAID = frozenset(_DEARER.split()) | SEARCHES | (frozenset(TOOLS) - _ON_CLIENTS)
 
 _CLIENTS_OWN = frozenset({"function", "custom"})
 _RESPONSES_OWN = _CLIENTS_OWN | {"local_shell", "apply_patch", "tool_search"}  # in a request of the Responses API
-_TIERS = frozenset({"auto", "default", "flex"})
+_FREE = {
+    "service_tier": ("auto", "default", "flex"),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "modalities": ("text", "audio"),
+}
+"""The values that need no permission; of `modalities` in a list."""
+
 _NAMES = frozenset(FIELDS) | {"tools", "functions", "chat_template_kwargs"}
 _HEADS = _CLIENTS_OWN | {"type", "name"}
 _GOOGLES = frozenset(
@@ -147,13 +165,49 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
         if name in ("tools", "functions"):
             found += _tools(name, value, is_response="input" in body)
         elif name == "chat_template_kwargs":
-            if isinstance(value, dict) and value.get("chat_template") is not None:
-                found.append(Reserved("chat_template", f"{name}.chat_template", f"The field `{name}.chat_template`"))
-        elif name != "service_tier":
+            template = value.get("chat_template") if isinstance(value, dict) else value
+            if template is not None:
+                place = f"{name}.chat_template" if isinstance(value, dict) else name
+                found.append(Reserved("chat_template", place, f"The field `{place}`"))
+        elif name not in _FREE:
             found.append(Reserved(name, name, f"The field `{name}`"))
-        elif not (isinstance(value, str) and value in _TIERS):
-            found.append(Reserved(name, name, "A `service_tier` other than auto, default and flex"))
+        elif isinstance(value, list) != (name == "modalities") or not all(
+            one in _FREE[name] for one in (value if isinstance(value, list) else [value])
+        ):
+            found.append(Reserved(name, name, f"A `{name}` other than {', '.join(_FREE[name])}"))
     return found
+
+
+def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
+    """The place of a URL in `body` that a server would fetch from none of `hosts`; empty: there is none.
+
+    A host that begins with `*.` stands for all names one level below it.
+    """
+    left: list[tuple[str, Any, bool]] = [("", body, False)]
+    while left:
+        place, value, is_url = left.pop()
+        if isinstance(value, dict):
+            for name, one in value.items():
+                if (is_named := name[-3:].lower() == "url") or (type(one) in _HOLDERS and name not in _NOT_FETCHED):
+                    left.append((f"{place}.{name}" if place else name, one, is_named))
+        elif isinstance(value, list):
+            left += [(f"{place}[{n}]", one, is_url) for n, one in enumerate(value) if is_url or type(one) in _HOLDERS]
+        elif isinstance(value, str) and not value.startswith("data:"):
+            host = found["host"].lower() if (found := _PLAIN_URL.fullmatch(value)) else ""
+            if host not in hosts and f"*.{host.partition('.')[2]}" not in hosts:
+                return place
+    return ""
+
+
+_HOLDERS = (dict, list)
+_NOT_FETCHED = frozenset(
+    {"tools", "functions", "response_format", "metadata", "tool_calls", "annotations", "citations"}
+)
+_NOT_FETCHED |= {"action", "results", "outputs"}  # of calls that the provider made
+# no user, backslash or space: whoever reads it, reads the same host
+_PLAIN_URL = re.compile(
+    r"https?://(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)*)(?::[0-9]{1,5})?(?:[/?#][!-\[\]-~]*)?", re.IGNORECASE
+)
 
 
 def reserved_in_name(model: str) -> list[Reserved]:
@@ -180,12 +234,14 @@ def _tools(field: str, tools: Any, *, is_response: bool) -> list[Reserved]:
 
     litellm reads Google's names also in a tool that calls itself a function.
     """
+    if not isinstance(tools, list):
+        return [Reserved(OTHER_TOOLS, field, f"A `{field}` that is no array")]
     found: list[Reserved] = []
     own = _RESPONSES_OWN if is_response else _CLIENTS_OWN
-    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+    for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace" and is_response:
-            found += _tools(f"{field}[{number}].tools", tool.get("tools"), is_response=True)
+            found += _tools(f"{field}[{number}].tools", tool.get("tools") or [], is_response=True)
         elif (
             kind == "shell" and isinstance(tool.get("environment"), dict) and tool["environment"].get("type") != "local"
         ):

@@ -235,6 +235,12 @@ class DeploymentSettings(_Section):
         [],
         description="reserved fields and tools that clients may send to it (see [below](#reserved-fields-and-tools))",
     )
+    image_hosts: list[str] | None = Field(
+        None,
+        description="hosts that URLs of images, sounds and files in a request may name, `*.example.com` for those one level below "
+        "it; the server fetches them from inside its network; default: none where `base_url` is a private address or a name "
+        "without a public domain, else all; `data:` URLs always pass",
+    )
     passthrough: list[str] = Field(
         [],
         description="openai, anthropic: methods and paths below `base_url` that clients may send under /passthrough/{name}/, such as "

@@ -303,9 +303,9 @@ class Budgets:
                 fullest[place] = state
         return tuple(fullest[place] for place in range(len(budgets)))
 
-    async def states(self, budgets: Sequence[Budget]) -> tuple[BudgetState, ...]:
+    async def states(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
         """As `spent`, with a state of each value that has a count."""
-        return tuple(state for _, state in await self._states(budgets, self._now_ms()))
+        return tuple(state for _, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms))
 
     async def _states(self, budgets: Sequence[Budget], at_ms: int) -> list[tuple[int, BudgetState]]:
         """Each state with the place of its budget. A budget on each value has one at least."""
@@ -323,7 +323,7 @@ class Budgets:
             names[OTHER] = "*"
             for digest, shown in names.items():
                 name = counter.other if digest == OTHER else counter.name.replace(counter.digest, digest)
-                one = msgspec.structs.replace(counter, name=name)
+                one = msgspec.structs.replace(counter, name=name, digest=digest)
                 places.append((place, budget, shown, one))
         states = []
         for start in range(0, len(places), _READ_BATCH):
@@ -331,9 +331,10 @@ class Budgets:
             keys = [key for *_, one in batch for key in keys_of.count_keys(one.name)]
             oldest = [one.oldest for *_, one in batch]
             reply = await self._redis.eval(scripts.SPENT, len(keys), *keys, self._lease_now(), *oldest)
-            for i, (place, budget, shown, _) in enumerate(batch):
-                window = budget.window_at(at_ms)
-                states.append((place, BudgetState(budget, window, int(reply[2 * i]), int(reply[2 * i + 1]), shown)))
+            for i, (place, budget, shown, one) in enumerate(batch):
+                spent, held = int(reply[2 * i]), int(reply[2 * i + 1])
+                state = BudgetState(budget, budget.window_at(at_ms), spent, held, shown, digest=one.digest)
+                states.append((place, state))
         return states
 
     async def is_ready(self) -> bool:

@@ -44,8 +44,8 @@ class BudgetState:
 
     `value` is the value that they belong to: `=` and a text, `-` for requests without one, `*` for
     those that share a count, `#` and a digest until a request names a value again that Redis lost;
-    empty where the budget has one count. `frees_at_ms` is when a rolling
-    window has the room that was asked for.
+    empty where the budget has one count. `digest` is that of the whole value, where it has a count
+    of its own. `frees_at_ms` is when a rolling window has the room that was asked for.
     """
 
     budget: Budget
@@ -54,6 +54,7 @@ class BudgetState:
     held: int
     value: str = ""
     frees_at_ms: int | None = None
+    digest: str = ""
 
     def resets_in_s(self, now_s: float) -> float | None:
         """Seconds until the window ends, or has room; None where it never does."""

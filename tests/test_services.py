@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -9,7 +11,15 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from tests.services import run_redis
+from tests.services import (
+    POSTGRES_VARIABLE,
+    REDIS_VARIABLE,
+    ServiceUnavailable,
+    postgres_binaries,
+    redis_binary,
+    run_redis,
+)
+from tests.touches import services_of
 
 
 async def test_redis_answers(redis: Redis) -> None:
@@ -52,3 +62,40 @@ async def test_postgres_answers(postgres_url: str) -> None:
         tables = await connection.execute(text("select count(*) from pg_tables where schemaname = 'public'"))
         assert tables.scalar_one() == 0
     await engine.dispose()
+
+
+def test_a_variable_names_the_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The named ones are taken, and a wrong name is no way to another server."""
+    for program in ("valkey-server", "postgres"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv(REDIS_VARIABLE, str(tmp_path / "valkey-server"))
+    monkeypatch.setenv(POSTGRES_VARIABLE, str(tmp_path))
+    postgres = postgres_binaries.__wrapped__
+    assert (redis_binary(), postgres()) == (str(tmp_path / "valkey-server"), tmp_path)
+    monkeypatch.setenv(REDIS_VARIABLE, str(tmp_path / "nothing"))
+    monkeypatch.setenv(POSTGRES_VARIABLE, str(tmp_path / "nothing"))
+    for find in (redis_binary, postgres):
+        with pytest.raises(ServiceUnavailable, match="nothing"):
+            find()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fixtures", "touched"),
+    [
+        ("policies/test_budgets.py", "test_all_budgets_or_none", ["redis", "redis_server"], {"redis"}),
+        ("policies/test_routing.py", "test_nothing_of_this_name", [], set()),
+        (
+            "accounts/test_money_crash.py",
+            "test_nothing_of_this_name",
+            ["postgres_url", "postgres_server"],
+            {"postgres"},
+        ),
+        ("cache/test_worker.py", "test_nothing_of_this_name", ["redis"], {"redis"}),
+        ("e2e/test_client.py", "test_nothing_of_this_name", ["client", "gateway"], {"redis"}),
+        ("test_services.py", "test_durable_redis_survives_kill", [], {"redis"}),
+    ],
+)
+def test_the_code_shows_what_a_test_starts(place: str, name: str, fixtures: list[str], touched: set[str]) -> None:
+    """By a fixture, through a helper or by itself; a gateway starts a Redis of its own."""
+    assert services_of(Path(__file__).parent / place, name, fixtures) == touched

@@ -312,7 +312,7 @@ def deployment(name: str, model: str = "m", usd: tuple[float, float] = (1.0, 2.0
     its `allow_fields`."""
     factors = dict.fromkeys(more.get("allow_fields", ()), 1.0)
     price = {"input_usd_per_mtok": usd[0], "output_usd_per_mtok": usd[1], "factors": factors}
-    kind = {"backend": "local"} if "engine" in more else {"backend": "openai", "base_url": "http://0.0.0.0/v1"}
+    kind = {"backend": "local"} if "engine" in more else {"backend": "openai", "base_url": "http://provider.example/v1"}
     own = {} if "engine" in more else {"model": model}
     return {"name": name, "price": price, **kind, **own, **more}
 

@@ -59,7 +59,7 @@ def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
     async def login(request: Request) -> Response:
         fields = await read_form(request)
         try:
-            guard.check_key(request, Endpoint.LOGIN, fields.get("key", ""))
+            await guard.check_key(request, Endpoint.LOGIN, fields.get("key", ""))
         except (Unauthenticated, TooManyWrongKeys) as error:
             refusal = pages.render(request, "login.html", error.http_status, problem=error.message)
             refusal.headers.update(error.headers)

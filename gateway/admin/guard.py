@@ -6,7 +6,8 @@ changes must come from the dashboard's own pages (Fetch Metadata, else `Origin`;
 Request Forgery Prevention Cheat Sheet). A new admin key ends all sessions.
 
 Invariants: under /admin only the login form and static files answer without key and session; keys
-are compared in constant time, and a client that sent wrong ones waits before the next is read.
+are compared in constant time, and a client that sent wrong ones waits before the next is read; one
+with an open session waits only for those that came from its address in a session.
 """
 
 import hashlib
@@ -125,23 +126,27 @@ class Guard:
         self._count = count
         self._guesses = Guesses(clock)
 
-    def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
+    async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
         """Raises Unauthenticated for a wrong key, TooManyWrongKeys where it was not read."""
-        client = client_of(request)
-        if wait_s := self._guesses.wait_s(endpoint, client):
+        client, place = client_of(request), endpoint.value
+        wait_s = self._guesses.wait_s(place, client)
+        if wait_s and await self.has_session(request):
+            place = f"{endpoint} in a session"
+            wait_s = self._guesses.wait_s(place, client)
+        if wait_s:
             self._count(endpoint, "not_read")
             raise TooManyWrongKeys(
                 f"Too many wrong keys came from your address. Wait {_seconds(wait_s)}, then send the right one.", wait_s
             )
         given = _digest(key)
         if hmac.compare_digest(given, self._admin_key):
-            self._guesses.forget(endpoint, client)
+            self._guesses.forget(place, client)
             return
         # the metrics key forgets nothing: with it a client could guess the admin's for ever
         is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
         if is_observer and self._metrics_key and hmac.compare_digest(given, self._metrics_key):
             return
-        pause_s = self._guesses.add(endpoint, client)
+        pause_s = self._guesses.add(place, client)
         self._count(endpoint, "wrong")
         _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
         raise Unauthenticated(_NEEDS[endpoint])
@@ -150,25 +155,25 @@ class Guard:
         """The dependency of each API route. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
         key = _bearer(request)
         if key:
-            self.check_key(request, Endpoint.ADMIN_API, key)
+            await self.check_key(request, Endpoint.ADMIN_API, key)
         elif await self.has_session(request):
             check_same_site(request)
         else:
             raise Unauthenticated(_NEEDS[Endpoint.ADMIN_API])
 
-    def may_observe(self, request: Request, endpoint: Endpoint) -> bool:
+    async def may_observe(self, request: Request, endpoint: Endpoint) -> bool:
         """Whether the request may see what `/metrics` and `/readyz` show of teams and parts.
 
         Raises Unauthenticated and TooManyWrongKeys for a wrong key.
         """
         key = _bearer(request)
         if key:
-            self.check_key(request, endpoint, key)
+            await self.check_key(request, endpoint, key)
         return bool(key) or (self._is_open and self._is_addressed(request))
 
-    def check_observer(self, request: Request, endpoint: Endpoint) -> None:
+    async def check_observer(self, request: Request, endpoint: Endpoint) -> None:
         """Raises Unauthenticated, TooManyWrongKeys, and Forbidden for a foreign `Host`."""
-        if not self.may_observe(request, endpoint):
+        if not await self.may_observe(request, endpoint):
             if self._is_open:
                 raise Forbidden(
                     "Without a key, this address answers only to localhost, to an IP address and to the setting `host`"

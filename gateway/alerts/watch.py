@@ -1,6 +1,7 @@
 """Watches all budgets, and alerts once a window for each threshold and for a projected end.
 
     sameway:{alerts}:sent:...   string  the alert was raised; expires with its window
+    sameway:{alerts}:alike:...  string  how many values of a budget on each have raised it
     sameway:{alerts}:queue      zset    messages for the webhook, by the time of their next try, ms
     sameway:{alerts}:mail       zset    those for the e-mail
     sameway:{alerts}:lock       string  the worker that watches and delivers now
@@ -11,6 +12,8 @@ Every worker runs a watch; the lock lets one of them work. Knows no requests. In
   workers have the lock;
 - a message leaves the queue when the receiver took it, or after `KEPT_S`. A kill between the two
   repeats it with the same id, by which receivers drop repetitions;
+- of a budget on each value every value has its own alert, whatever others did before it; those after
+  the first `VALUES_TOLD` are told of when their number doubles, so that no client fills a mailbox;
 - a queue has `QUEUE_MAX` messages at most; one that is full or whose receiver is away delays no other.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
@@ -41,8 +45,11 @@ KEPT_S = 86_400
 
 QUEUE_MAX = 1_000
 
+VALUES_TOLD = 20
+"""How many values of one budget raise the same alert in a window with a message each."""
+
 _PREFIX = "sameway:{alerts}:"
-_SENT, _LOCK = _PREFIX + "sent:", _PREFIX + "lock"
+_SENT, _ALIKE, _LOCK = _PREFIX + "sent:", _PREFIX + "alike:", _PREFIX + "lock"
 CHANNELS = {"webhook": _PREFIX + "queue", "email": _PREFIX + "mail"}
 """The queues of the channels that need one. The log needs none."""
 
@@ -57,14 +64,20 @@ _TRIES_AFTER_S = (5, 30, 120, 600, 1_800, 3_600, 7_200)  # the last one again un
 _VALUE_CHARS_MAX = 64
 _PROJECTED = "projected"
 
-# KEYS mark, queues. ARGV the mark's life in ms (0: for ever), message, due, the most messages of a
-# queue. Replies 0 where the alert was raised before, else the places of the queues that are full.
+# KEYS mark, number of those alike, queues. ARGV the keys' life in ms (0: for ever), message, due,
+# the most messages of a queue, VALUES_TOLD. Replies 0 where the alert was raised before or is not
+# told, else the places of the queues that are full.
 _RAISE = """
 if redis.call('SETNX', KEYS[1], 1) == 0 then return 0 end
-if ARGV[1] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
+local number = redis.call('INCR', KEYS[2])
+if ARGV[1] ~= '0' then
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+  if number == 1 then redis.call('PEXPIRE', KEYS[2], ARGV[1]) end
+end
+if number > tonumber(ARGV[5]) and math.frexp(number) ~= 0.5 then return 0 end
 local full = {}
-for place = 2, #KEYS do
-  if redis.call('ZCARD', KEYS[place]) >= tonumber(ARGV[4]) then full[#full + 1] = place - 2
+for place = 3, #KEYS do
+  if redis.call('ZCARD', KEYS[place]) >= tonumber(ARGV[4]) then full[#full + 1] = place - 3
   else redis.call('ZADD', KEYS[place], ARGV[3], ARGV[2]) end
 end
 return full
@@ -84,7 +97,8 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The `data` of a message, and the fields of the log line. Amounts are in `unit`; money in
     µUSD.
 
-    `percent` is the threshold, None for a projection; `value` is the fullest of a budget on each.
+    `percent` is the threshold, None for a projection; `value` is the one that a budget on each is
+    about.
     """
 
     budget_id: int
@@ -105,8 +119,11 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """An alert that is due. `mark` names it among all; `kept_ms` is the mark's life, 0 for ever."""
+    """An alert that is due. `kind` names it and its like on other values of the budget, `mark` it
+    alone; `kept_ms` is the life of both, 0 for ever.
+    """
 
+    kind: str
     mark: str
     kept_ms: int
     facts: AlertFacts
@@ -195,25 +212,31 @@ class AlertWatch:
         if not budgets:
             return
         names = {team.id: team.name for team in await self._accounts.list_teams()}
-        states = await self._budgets.spent(budgets, at_ms)
+        alerts = list(due(await self._budgets.states(budgets, at_ms), self._settings, names, at_ms))
+        alike = Counter(alert.kind for alert in alerts)
         known, self._known = self._known, {}
-        for place, alert in enumerate(due(states, self._settings, names, at_ms)):
+        for place, alert in enumerate(alerts):
             raised_ms = known.get(alert.mark)
             if raised_ms is None or not 0 <= at_ms - raised_ms < _ASKED_AGAIN_MS:
-                await self._raise(alert, place, at_ms)
+                await self._raise(alert, place, alike[alert.kind] - 1, at_ms)
                 raised_ms = at_ms
             self._known[alert.mark] = raised_ms
 
-    async def _raise(self, alert: Alert, place: int, at_ms: int) -> None:
-        """Log and queue an alert that was not raised before, the one at this `place` of all."""
-        content = {"type": alert.type, "timestamp": _iso(at_ms), "data": alert.facts}
+    async def _raise(self, alert: Alert, place: int, others: int, at_ms: int) -> None:
+        """Log and queue an alert that was not raised before, the one at this `place` of all; it holds
+        for so many `others` of the budget's values, too.
+        """
+        facts = alert.facts
+        if others:
+            facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {others} more")
+        content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
         name = f"msg_{at_ms:012x}{place:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
         message = msgspec.json.encode(_Message(name, at_ms, msgspec.json.encode(content).decode()))
-        keys = [_SENT + alert.mark, *(CHANNELS[channel] for channel in self._channels)]
-        full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX)
+        keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
+        full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD)
         if full == 0:
             return
-        _log.warning("budget_alert", **msgspec.structs.asdict(alert.facts))
+        _log.warning("budget_alert", **msgspec.structs.asdict(facts))
         for channel in (list(self._channels)[number] for number in full):
             self._count(channel, LOST)
             reason = f"{QUEUE_MAX} messages wait"
@@ -306,7 +329,8 @@ def _alert(
     kept_ms = 0 if window.end_ms is None else window.end_ms - at_ms + WINDOW_KEPT_S * 1000
     if is_rolling:
         kept_ms = budget.rolling_s * 1000
-    return Alert(f"{budget.id}.{budget.epoch}:{window.id}:{limit}:{what}", kept_ms, facts)
+    kind = f"{budget.id}.{budget.epoch}:{window.id}:{limit}:{what}"
+    return Alert(kind, f"{kind}:{state.digest}" if state.digest else kind, kept_ms, facts)
 
 
 def _value(state: BudgetState) -> str:

@@ -32,6 +32,7 @@ from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
 from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind
+from gateway.wire.usage import without_usage_at_start
 
 Respond = Callable[[asgi.Scope, asgi.Send], Awaitable[None]]
 """Sends the response to a request."""
@@ -379,8 +380,10 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
         chunks = unfold(chunks[0].data)
     payloads: list[bytes] = []
     for chunk in chunks:
-        if wants_usage or not chunk.is_usage_only:
+        if chunk.has_content:
             payloads += chunk.each()
+        elif wants_usage or not chunk.is_usage_only:
+            payloads += map(without_usage_at_start, chunk.each())
     return frames(payloads)
 
 

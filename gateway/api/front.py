@@ -66,7 +66,8 @@ class Front:
             methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
-                await self._app(_with_get(scope), _bounded(body, receive), _kept_close(send))
+                plainly = _with_get({**scope, "path": plain or "/"})
+                await self._app(plainly, _bounded(body, receive), _kept_close(send))
                 return
             scope = {**scope, "path": plain}
             if model:

@@ -8,7 +8,7 @@ cache answers it.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 import policies
 from gateway.deployments.deployment import Deployment, with_length
-from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved, reserved_in_name
+from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, foreign_url, reserved, reserved_in_name
 from gateway.settings import ModelSettings, is_pattern
 from gateway.wire.errors import (
     ApiError,
@@ -98,6 +98,9 @@ class Alias:
         """
         if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
             raise self._refusal([one for one in reserved(body) if one.name in demand.reserved])
+        for hosts in {d.image_hosts for d in self.deployments.values()} - {None}:
+            if place := foreign_url(body, hosts or ()):
+                raise _not_fetched(place, self.name, hosts or ())
         if self.has_engine:
             check_rules(body, kind)
 
@@ -242,6 +245,14 @@ def _not_allowed(found: Reserved, alias: str, *, is_unpriced: bool) -> BadReques
     if is_unpriced:
         message = f"{words} for its price: `price` of the deployment has none for `{found.name}`"
     return BadRequest(message, param=found.param, code="field_not_allowed")
+
+
+def _not_fetched(place: str, alias: str, hosts: Collection[str]) -> BadRequest:
+    words = (
+        f"`{place}`: a server of the model `{alias}` would fetch it, and may do so from {', '.join(hosts) or 'no host'}"
+    )
+    way = "send a data: URL, or ask the operator to list the host in the deployment's `image_hosts`"
+    return BadRequest(f"{words}: {way}", param=place, code="url_not_allowed")
 
 
 _PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request

@@ -4,6 +4,7 @@ Facts come from the settings, else by the model's name from litellm's table, els
 backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 """
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -59,6 +60,7 @@ class Facts(msgspec.Struct, frozen=True):
     is_price_known: bool = True
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
     can_chat: bool = True
+    image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
 
 
 def describe(deployment: DeploymentSettings) -> Facts:
@@ -91,6 +93,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         is_price_known=price is not None or deployment.backend == "local",
         are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",
         can_chat=deployment.backend == "local" or can_chat(deployment.model or "", _host(deployment)),
+        image_hosts=_image_hosts(deployment),
     )
 
 
@@ -151,6 +154,21 @@ def _row(deployment: DeploymentSettings) -> Known | None:
 
 def _host(deployment: DeploymentSettings) -> str:
     return urlsplit(deployment.base_url or "").hostname or ""
+
+
+def _image_hosts(deployment: DeploymentSettings) -> tuple[str, ...] | None:
+    """The hosts that it may fetch from: those of the settings, none where it is not on the Internet, or else all."""
+    if deployment.image_hosts is not None:
+        return tuple(deployment.image_hosts)
+    host = _host(deployment).rstrip(".")
+    try:
+        is_public = not host or ipaddress.ip_address(host).is_global
+    except ValueError:  # a name
+        is_public = "." in host and not host.endswith(_PRIVATE_ENDINGS)
+    return None if is_public else ()
+
+
+_PRIVATE_ENDINGS = (".internal", ".local", ".localhost", ".lan", ".home.arpa", ".svc")
 
 
 def _allowed(

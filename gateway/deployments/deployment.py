@@ -53,6 +53,7 @@ class Deployment:
     is_price_known: bool = True
     are_capabilities_assumed: bool = False
     can_chat: bool = True
+    image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
     context_learned: int | None = None  # the size that it gave when it refused a longer request

@@ -132,7 +132,8 @@ class ChatRequest(_Request, kw_only=True):
             yield "logprobs"
         if self.candidates > 1:
             yield "n"
-        if body.get("audio"):
+        made = body.get("modalities")
+        if body.get("audio") or (isinstance(made, list) and "audio" in made):
             yield "audio"
 
     def check_contents(self, body: dict[str, Any]) -> None:
@@ -148,7 +149,7 @@ class ChatRequest(_Request, kw_only=True):
                 raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
 
 
-_ASKING = frozenset({"tools", "functions", "response_format", "logprobs", "n", "best_of", "audio"})
+_ASKING = frozenset({"tools", "functions", "response_format", "logprobs", "n", "best_of", "audio", "modalities"})
 
 
 def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:

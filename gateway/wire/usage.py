@@ -136,6 +136,13 @@ def usage_at_start(chunk: bytes) -> Usage | None:
         return None
 
 
+def without_usage_at_start(chunk: bytes) -> bytes:
+    """A chunk as a client of chat completions gets it: the count before the text is for bills and messages."""
+    if b'"usage_at_start"' not in chunk:
+        return chunk
+    return msgspec.json.encode({k: v for k, v in msgspec.json.decode(chunk).items() if k != "usage_at_start"})
+
+
 def _cleaned(given: Any) -> dict[str, Any]:
     """What can be read of a usage: fractions and texts are counts, rounded up; anything else is
     left out.

@@ -244,6 +244,38 @@ async def test_guesses_are_slowed_counted_and_logged(
     assert not any("guess" in line for line in logged)
 
 
+async def test_an_open_session_is_not_shut_out_by_its_address(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong keys of whoever shares the address delay no admin who is logged in; one in a session is slowed by his own."""
+    monkeypatch.setattr(app_module, "Guard", partial(Guard, clock=lambda: 100.0))
+    app = await start()
+    async with visiting(app) as admin, visiting(app) as attacker:
+        assert (await log_in(admin)).status_code == 303
+        for _ in range(10):
+            await log_in(attacker, "wrong")
+            await attacker.get("/admin/api/teams", headers=WRONG)
+        assert (await log_in(attacker)).status_code == 429
+        assert (await admin.get("/admin/api/teams", headers=bearer(ADMIN_KEY))).status_code == 200
+        assert (await log_in(admin)).status_code == 303
+        attacker.cookies.set(COOKIE, "made-up", path="/admin")
+        assert (await log_in(attacker)).status_code == 429
+        guesses = [(await admin.get("/admin/api/teams", headers=WRONG)).status_code for _ in range(8)]
+        assert guesses == [401] * 6 + [429] * 2
+
+
+async def test_no_location_has_the_client_s_host(start: Open) -> None:
+    """Whatever path is asked for, with a slash or several at its end: a redirect names a path alone."""
+    app = await start()
+    app.state.routes.clear()
+    paths = [route.path for route in app.router.routes]  # type: ignore[attr-defined]
+    async with visiting(app, headers={"host": "evil.example"}) as client:
+        await log_in(client)
+        for path in [*paths, "/admin/static", "/admin/static/style.css", "/nothing", "/static-offline-docs"]:
+            for asked in (path, f"{path}/", f"{path}//", f"//evil.example/..{path}/"):
+                reply = await client.get("http://gateway.test" + re.sub(r"\{[^}]*\}", "1", asked))
+                assert "evil.example" not in reply.headers.get("location", "").partition("?")[0], asked
+        assert (await client.get("/admin/teams/")).status_code == 200
+
+
 async def test_a_stranger_does_not_close_another_door(start: Open) -> None:
     """A scraper with an old key slows itself alone: the admin at the same address logs in."""
     app = await start()

@@ -18,12 +18,14 @@ from structlog.testing import capture_logs
 
 from gateway.accounts import Accounts
 from gateway.alerts.mail import Mail
-from gateway.alerts.watch import KEPT_S, QUEUE_MAX, AlertWatch, Channel
+from gateway.alerts.watch import KEPT_S, QUEUE_MAX, VALUES_TOLD, AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
 from gateway.app import create_app
 from gateway.settings import AlertSettings, Settings
-from policies import Budgets, WindowKind
-from policies.windows import Unit
+from policies import Budgets, Hold, WindowKind
+from policies.counters import Need
+from policies.holds import READY_KEY, Charge
+from policies.windows import USER, Unit
 from tests.e2e.worker import keep_collector
 from tests.services import RedisServer
 from tests.world import until
@@ -344,3 +346,50 @@ async def test_a_worker_of_the_application_alerts(
         await until(lambda: len(receiver.got) == 2)
     assert receiver.marks == reached(50, 80)
     assert await redis.get(LOCK) is None
+
+
+async def _spend_by(place: Place, budget_id: int, users: dict[str, int]) -> None:
+    """Requests of these users, charged what each may cost."""
+    budget = next(one for one in await place.accounts.list_budgets() if one.id == budget_id)
+    for user, microusd in users.items():
+        hold = await place.budgets.reserve(
+            f"of {user}", place.team_id, [budget], Need(microusd, values={USER: user}), 60
+        )
+        assert isinstance(hold, Hold)
+        charges = [Charge(taken.name, taken.field, microusd, taken.keep_until_ms) for taken in hold.more]
+        assert await place.budgets.settle(hold, microusd, b"{}", charges)
+
+
+async def test_no_user_takes_the_alert_of_another(place: Place, receiver: Receiver) -> None:
+    """Each value of a budget on each has its own, also where its name begins like one that came first."""
+    budget = await place.budget(1_000_000, WindowKind.TOTAL, axis=USER)
+    await place.redis.set(READY_KEY, "1")
+    worker = place.worker(receiver.url)
+    long = "u" * 100
+    for users in ({long + "1": 1_000_000}, {long + "2": 500_000, "alice": 850_000}):
+        await _spend_by(place, budget, users)
+        for _ in range(2):
+            place.now_s += 5
+            assert await worker.step()
+    told = [(data["value"], data["percent"]) for _, body in receiver.got for data in [json.loads(body)["data"]]]
+    shown = long[:64]
+    assert told[:3] == [(shown, 50), (shown, 80), (shown, 100)]
+    assert sorted(told[3:]) == sorted([(shown, 50), ("alice", 50), ("alice", 80)])
+
+
+async def test_a_flood_of_users_is_told_of_as_it_doubles(place: Place, receiver: Receiver) -> None:
+    """After the first ones a message says how many there are; the next window begins anew."""
+    budget = await place.budget(1_000_000, WindowKind.MONTH, axis=USER)
+    await place.redis.set(READY_KEY, "1")
+    worker = place.worker(receiver.url, thresholds=[80], is_projected=False)
+    for count in (30, 70):
+        await _spend_by(place, budget, {f"{count}-{i}": 800_000 for i in range(count)})
+        place.now_s += 5
+        await worker.step()
+    told = [json.loads(body)["data"]["text"] for _, body in receiver.got]
+    assert len(told) == VALUES_TOLD + 2  # and the 32nd and the 64th
+    assert told[-1].endswith("has reached 80%: $0.8 of $1; so it is for 99 more")
+    place.now_s += 31 * DAY_S
+    await _spend_by(place, budget, {"later": 800_000})
+    await worker.step()
+    assert json.loads(receiver.got[-1][1])["data"]["value"] == "later"

@@ -223,7 +223,8 @@ async def test_a_hit_that_memory_had_no_room_for(worker: Worker, redis: Redis) -
     for stream in (False, True):
         await redis.config_resetstat()
         assert await worker.cost("again", stream=stream) == Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)
-        assert (await redis.info("commandstats")).keys() - {"cmdstat_config", "cmdstat_info"} == {"cmdstat_hget"}
+        counted = {name.split("|")[0] for name in await redis.info("commandstats")}  # from Redis 7 on by sub-command
+        assert counted - {"cmdstat_config", "cmdstat_info"} == {"cmdstat_hget"}
     await worker.parts.exact.purge(Purge())
     assert await worker.cost("again") != Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)
     assert await worker.cost("again") == Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)

@@ -47,6 +47,20 @@ async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world:
     assert row.usage_estimated
 
 
+@pytest.mark.parametrize("usage", [False, True])
+async def test_a_count_at_the_start_is_no_field_of_a_chat(world: World, usage: bool) -> None:
+    """It is for bills and for Anthropic's messages: a streamed chat has OpenAI's fields alone, fresh and from the cache."""
+    count = {"prompt_tokens": 1_150, "completion_tokens": 1}
+    head = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage_at_start": count}
+    world.backends["dear"].plays(Chunk(msgspec.json.encode(head)), "word", Finish(), Tokens(prompt=1_150, completion=1))
+    for _ in range(2):
+        reply = await world.ask(model="dear", stream=True, stream_options={"include_usage": usage})
+        assert '"role":"assistant"' in reply.text
+        assert "usage_at_start" not in reply.text
+        await world.quiet()
+    assert reply.headers["x-sameway-cache"] == "exact"
+
+
 async def test_a_count_of_no_prompt_is_estimated(world: World) -> None:
     """A deployment that counts an answer and no prompt makes no prompt free."""
     world.backends["dear"].plays("x", Finish(), Tokens(prompt=0, completion=5))

@@ -152,3 +152,108 @@ async def test_what_is_not_reserved_passes(world: World) -> None:
 def test_every_name_has_its_effect() -> None:
     """No name is both a field and a tool."""
     assert not FIELDS.keys() & TOOLS.keys()
+
+
+@pytest.mark.parametrize("given", [["x"], "x", 1, True, [{"chat_template": "{{ x }}"}]])
+async def test_another_type_opens_no_door(world: World, given: Any) -> None:
+    """A field whose parts decide is refused as a whole where it is of a type that has no such parts."""
+    for name in ("chat_template_kwargs", "modalities", "prompt_cache_retention", "service_tier"):
+        reply = await world.ask(**{name: given})
+        assert (reply.status, reply.error["param"]) == (400, name)
+    functions = await world.ask(functions={"googleSearch": {}})
+    assert (functions.status, functions.error["param"]) == (400, "functions")
+    assert world.backends["plain"].calls == []
+
+
+async def test_sounds_are_asked_of_those_that_make_them(open_a_world: OpenWorld) -> None:
+    """By `modalities` alone, too; images are another price, and need the operator's word."""
+    models = {
+        "both": {
+            "deployments": [
+                deployment("text", usd=(0, 0), capabilities=[]),
+                deployment("sound", usd=(1, 1), capabilities=["audio"]),
+            ]
+        }
+    }
+    world = await open_a_world(models=models)
+    asked = await world.ask(model="both", modalities=["text", "audio"])
+    assert asked.headers["x-sameway-backend"] == "sound"
+    assert (await world.ask("again", model="both", modalities=["text"])).headers["x-sameway-backend"] == "text"
+    assert (await world.ask(model="both", modalities=["text", "image"])).error["code"] == "field_not_allowed"
+
+
+_PICTURE = "https://pictures.example.com/a.png"
+
+
+def _shown(part: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}]
+
+
+_PARTS = [
+    {"type": "image_url", "image_url": {"url": "URL"}},
+    {"type": "image_url", "image_url": "URL"},
+    {"image_url": {"url": "URL"}},
+    {"type": "video_url", "video_url": {"url": "URL"}},
+    {"type": "text", "text": "x", "audio_url": ["URL"]},
+]
+
+
+def _part(part: Any, url: str) -> Any:
+    return json.loads(json.dumps(part).replace("URL", url.replace("\\", "\\\\")))
+
+
+@pytest.mark.parametrize("part", _PARTS)
+@pytest.mark.parametrize(
+    "base_url", ["http://10.1.2.3:8000/v1", "http://vllm:8000/v1", "http://a.svc.cluster.local/v1"]
+)
+async def test_an_own_server_fetches_from_listed_hosts_alone(
+    open_a_world: OpenWorld, base_url: str, part: dict[str, Any]
+) -> None:
+    """It would reach into its own network for a client; whatever a part calls itself, a data: URL passes."""
+    own = {"base_url": base_url, "capabilities": ["vision"]}
+    models = {
+        "own": {"deployments": [deployment("own", **own)]},
+        "listed": {"deployments": [deployment("listed", **own, image_hosts=["pictures.example.com", "*.cdn.example"])]},
+        "public": {"deployments": [deployment("public", capabilities=["vision"])]},
+    }
+    world = await open_a_world(models=models)
+    for url in (
+        _PICTURE,
+        "http://169.254.169.254/latest",
+        "file:///etc/passwd",
+        "HTTP://localhost/",
+        " http://10.0.0.1/",
+    ):
+        reply = await world.ask(model="own", messages=_shown(_part(part, url)))
+        assert (reply.status, reply.error["code"]) == (400, "url_not_allowed")
+        assert reply.error["param"].startswith("messages[0].content[1].")
+    for url in (
+        "http://pictures.example.com@10.0.0.1/",
+        "http://10.0.0.1\\@pictures.example.com/",
+        "http://a.b.cdn.example/",
+    ):
+        assert (await world.ask(model="listed", messages=_shown(_part(part, url)))).status == 400
+    for model, url in (
+        ("listed", _PICTURE),
+        ("listed", "https://a.cdn.example/b"),
+        ("public", _PICTURE),
+        ("own", "data:,x"),
+    ):
+        assert (await world.ask(model=model, messages=_shown(_part(part, url)))).status == 200, (model, url)
+    assert world.backends["own"].calls[-1].body["messages"][0]["content"][1] == _part(part, "data:,x")
+
+
+async def test_an_own_server_is_not_reached_by_another_api_or_a_fallback(open_a_world: OpenWorld) -> None:
+    """The Responses API, Anthropic's messages and an alias that stands in are refused alike."""
+    own = deployment("own", base_url="http://10.1.2.3/v1", capabilities=["vision"])
+    down = deployment("down", capabilities=["vision"])
+    models = {"own": {"deployments": [own]}, "down": {"deployments": [down], "fallbacks": ["own"]}}
+    world = await open_a_world(models=models)
+    shown = [{"role": "user", "content": [{"type": "input_image", "image_url": _PICTURE}]}]
+    assert (await world.ask(path=_RESPONSES, model="own", input=shown)).error["code"] == "url_not_allowed"
+    block = {"type": "image", "source": {"type": "url", "url": _PICTURE}}
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}
+    assert (await world.ask(path="/v1/messages", model="own", **asked)).status == 400
+    world.backends["down"].is_down("a test")
+    assert (await world.ask(model="down", messages=_shown(_part(_PARTS[0], _PICTURE)))).status >= 400
+    assert world.backends["own"].calls == []
