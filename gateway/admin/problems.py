@@ -61,7 +61,7 @@ def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) ->
     found = []
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
-        away = [view for view in views if not view.is_available]
+        away = [view for view in views if view.is_available is False]
         why = "; ".join(f"{view.name}: {view.reason}" for view in away)
         if len(away) == len(views):
             is_starting = any(view.name in starting for view in away)
@@ -140,7 +140,7 @@ def _of_attempts(deployments: Sequence[DeploymentOut], last_hour: Summary | None
     found = []
     for view in deployments:
         tally = last_hour.by_deployment.get(view.name) if last_hour is not None else None
-        if tally is not None and view.is_available and tally.ok == 0 and tally.failed >= _ATTEMPTS_MIN:
+        if tally is not None and view.is_available is not False and tally.ok == 0 and tally.failed >= _ATTEMPTS_MIN:
             message = f"{view.name} has answered none of the last hour's {tally.failed:,} requests it was tried with"
             found.append(ProblemOut(is_urgent=False, message=message, href="/admin/deployments"))
     return found
