@@ -78,7 +78,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
     version: int = 0
     has_succeeded: bool = False
-    row: str = ""
+    row: dict[str, int] = {}
     rests: bool = False
     openings: int = 0
     rest_s: float = 0.0
@@ -120,7 +120,7 @@ class Breaker:
         self.denial = ""  # the cause of the denial that opened it, until a probe is accepted
         self.was_good = False  # it has succeeded once
         # since the last exchange with other processes
-        self._version = 0
+        self.version = 0  # the number of the state that it took from others last
         self._has_succeeded = False
         self._row_since: list[str] = []
         self._has_changed = False
@@ -134,11 +134,6 @@ class Breaker:
     def is_failing(self) -> bool:
         """Whether its last outcome was a failure, or it still rests after some."""
         return self.is_open or bool(self._row)
-
-    @property
-    def version(self) -> int:
-        """The number of the state that it took from others last."""
-        return self._version
 
     @property
     def is_to_be_sent(self) -> bool:
@@ -258,9 +253,9 @@ class Breaker:
         """What has happened since the last call; `adopt` or `put_back` follows."""
         now = self._clock()
         news = News(
-            version=self._version,
+            version=self.version,
             has_succeeded=self._has_succeeded,
-            row=" ".join(self._row_since),
+            row=dict.fromkeys(self._row_since, 1),
             rests=self._has_changed,
             openings=self._openings,
             rest_s=0.0 if self._open_until is None else max(0.001, self._open_until - now),
@@ -276,7 +271,7 @@ class Breaker:
     def put_back(self, news: News) -> None:
         """Keep `news`, which reached no other process, for the next exchange."""
         if not self._has_succeeded:
-            self._row_since = news.row.split() + self._row_since
+            self._row_since = [*news.row, *self._row_since]
         self._has_succeeded = self._has_succeeded or news.has_succeeded
         self._has_changed = self._has_changed or news.rests
 
@@ -287,8 +282,8 @@ class Breaker:
         """
         self.was_good = self.was_good or state.has_succeeded
         if not self._has_succeeded:
-            self._row = list(dict.fromkeys((*state.row.split(), *self._row_since)))[-self._row_max :]
-        known, self._version = self._version, state.version
+            self._row = list(dict.fromkeys((*state.row, *self._row_since)))[-self._row_max :]
+        known, self.version = self.version, state.version
         if state.version < known:  # it was lost there
             self._has_changed = self._has_changed or self._open_until is not None
         if state.version <= known or state.is_taken or self._has_changed:
@@ -399,10 +394,8 @@ class Health:
 
     def resting(self, asker: Asker) -> tuple[str, bool]:
         """Why a call may not begin, and whether the deployment denies it until a person mends something."""
-        for one, unit, shape in self._of(asker):
-            if not one.allows(unit, shape):
-                return one.reason, bool(one.denial) and not one.is_probed
-        return "", False
+        resting = [one for one, unit, shape in self._of(asker) if not one.allows(unit, shape)]
+        return (resting[0].reason, bool(resting[0].denial) and not resting[0].is_probed) if resting else ("", False)
 
     def succeeded(self, asker: Asker) -> None:
         """Report a success; one that ends an outage of all ends it for each caller."""
@@ -456,21 +449,11 @@ class Health:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """Why it is not well, as text for people, and the cause of its denial; empty where it is."""
-        worst = self._worst
-        if worst is None:
-            return "its last request failed" if self.is_well is False else "", ""
-        return worst.reason, worst.denial
-
-    @property
-    def absence(self) -> str:
-        """`denied` or `failed` where it was left and has not succeeded since; else empty."""
-        return "" if self._worst is None else "denied" if self._worst.denial else "failed"
-
-    @property
-    def _worst(self) -> Breaker | None:
-        resting = [one for one in self.breakers.values() if one.is_open] if self.is_well is False else []
-        return next((one for one in resting if one.denial), resting[0] if resting else None)
+        """Why it was left, as text for people, and the cause of its denial; empty where it was not,
+        or has succeeded since.
+        """
+        left = [(one.reason, one.denial) for one in self.breakers.values() if one.is_open and not self.is_well]
+        return max(left, key=lambda one: bool(one[1]), default=("", ""))
 
     def _of(self, asker: Asker) -> list[tuple[Breaker, str, str]]:
         """The breakers of a call, each with its unit and its shape there."""

@@ -101,13 +101,16 @@ class Deployment:
         """Why it is left alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
         if self.use or not self.backend.load(0).is_ready:
             return "disabled" if self.use else "not_ready"
-        return self.health.absence
+        reason, denial = self.health.trouble
+        return "denied" if denial else "failed" if reason else ""
 
     @property
     def trouble(self) -> str:
         """Why it is not available, for operators; empty where it may be."""
         load = self.backend.load(0)
-        return f"{self.use} by an operator" if self.use else self.health.trouble[0] if load.is_ready else load.why
+        if self.use or not load.is_ready:
+            return f"{self.use} by an operator" if self.use else load.why
+        return self.health.trouble[0] or ("its last request failed" if self.health.is_well is False else "")
 
     @property
     def is_any_model(self) -> bool:

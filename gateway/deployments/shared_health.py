@@ -59,22 +59,15 @@ local function number(value, most)
 end
 local function text(value) if type(value) == 'string' then return value end return '' end
 local function table_of(value) if type(value) == 'table' then return value end return {} end
-local NOTHING = {0, false, '', false, 0, 0, 0, '', '', '*'}
-local function joined(row, more)
-  local kept = {}
-  for one in string.gmatch(row, '%S+') do kept[#kept + 1] = one end
-  for one in string.gmatch(more, '%S+') do
-    if not string.find(' ' .. row .. ' ', ' ' .. one .. ' ', 1, true) then kept[#kept + 1] = one end
-  end
-  return table.concat(kept, ' ', math.max(1, #kept - tonumber(ARGV[5]) + 1))
-end
+local NOTHING = {0, false, {}, false, 0, 0, 0, '', '', '*'}
 local function merged(known, news)
   local until_ms, version = number(known.until_ms, 1e15), number(known.version, 1e15)
   if until_ms > now + tonumber(ARGV[3]) then known, until_ms, version = {}, 0, 0 end
   local is_taken = news[4] and news[1] == version
-  local state = {at = number(known.at, 1e15), good = known.good == true or news[2]}
-  if news ~= NOTHING then state.at = now end
-  state.row = joined(news[2] and '' or text(known.row), news[3])
+  local state, count = {row = news[2] and {} or table_of(known.row), good = known.good == true or news[2]}, 0
+  for unit in pairs(news[3]) do state.row[unit] = 1 end
+  for _ in pairs(state.row) do count = count + 1 end
+  if count > tonumber(ARGV[5]) then state.row = news[3] end
   if is_taken then
     state.version, state.openings, state.cause, state.denial = version + 1, news[5], news[8], news[9]
     state.covers = news[10]
@@ -109,17 +102,10 @@ for i, key in ipairs(KEYS) do
   local breakers = table_of(known.breakers)
   for path in pairs(sent[3]) do breakers[path] = table_of(breakers[path]) end
   for path, one in pairs(breakers) do
-    if type(one) == 'table' then
+    if type(one) == 'table' and (count < tonumber(ARGV[4]) or sent[3][path]) then
       count = count + 1
       state.breakers[path], answers[path] = merged(one, sent[3][path] or NOTHING)
     end
-  end
-  while count > tonumber(ARGV[4]) do
-    local oldest
-    for path, one in pairs(state.breakers) do
-      if not oldest or one.at < state.breakers[oldest].at then oldest = path end
-    end
-    state.breakers[oldest], answers[oldest], count = nil, nil, count - 1
   end
   if sent[1] ~= 1 or next(sent[3]) then redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2]) end
   replies[i] = cjson.encode({state.sums, answers})
@@ -146,7 +132,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _is_sound(path: str, state: News) -> bool:
-    words = f"{path}{state.cause}{state.denial}{state.row}{state.covers}"
+    words = " ".join((path, state.cause, state.denial, state.covers, *state.row))
     return 0 <= state.rest_s <= _REST_S_MAX and len(words) <= _WORDS_MAX and words.isprintable()
 
 

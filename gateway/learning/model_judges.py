@@ -160,4 +160,4 @@ def _has_room(deployment: Deployment) -> bool:
     """Whether a question would delay no client's request, as far as this worker sees."""
     load, places = deployment.backend.load(0), deployment.places
     is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * places.taken <= places.places_max
-    return load.is_ready and not deployment.health.absence and is_idle and not (load.waiting or places.waiting)
+    return not deployment.absence and is_idle and not (load.waiting or places.waiting)

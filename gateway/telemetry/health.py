@@ -216,6 +216,9 @@ class HealthMonitor:
         metrics.set(m.CACHE_WORKER_UP, float(self._cache.is_ready))
         metrics.set(m.INDEX_ENTRIES, self._cache.entries)
         metrics.set(m.L1_BYTES, self._pipeline.exact.l1_bytes)
+        self._set_deployment_gauges(metrics)
+
+    def _set_deployment_gauges(self, metrics: Metrics) -> None:
         for alias in self._fleet.aliases.values():
             absence = alias.absence
             for cause in ABSENCES:

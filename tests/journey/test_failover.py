@@ -306,7 +306,7 @@ async def test_what_a_retry_mends_is_retried_without_what_it_does_not(world: Wor
     [(401, None, "key refused"), (402, None, "no credit"), (404, "model_not_found", "no such model there")],
 )
 async def test_what_refuses_every_request_rests(world: World, status: int, code: str | None, mark: str) -> None:
-    """A key, credit or model that is refused to three requests rests the deployment: the route says why, and a live request tries it later."""
+    """A key, credit or model that three requests were refused rests the deployment; the route says why, and later one tries it."""
     first = world.backends["first"]
     first.plays(denied(status, code=code))
     for number in range(3):
