@@ -57,7 +57,7 @@ async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: s
 
 
 async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, way: str) -> models.TriedOut:
-    """Send one short question to a deployment, whatever its state; an answer closes its breaker.
+    """Send one short question to a deployment, whatever its state; an answer ends its rests.
 
     Its cost has a row in the ledger, of no team. Raises accounts.NotFound, accounts.Invalid, and
     sqlalchemy's errors.
