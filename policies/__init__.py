@@ -4,7 +4,7 @@ Must not import the gateway, the cache, the engine, an HTTP library or torch; ne
 text. Clients, clocks and randomness are arguments. Read `routing` first, then `budgets`.
 """
 
-from policies.breaker import Asker, Health
+from policies.breaker import Health
 from policies.budgets import Budgets, NotReady, Refused
 from policies.estimate import Estimate
 from policies.holds import Hold
@@ -16,7 +16,6 @@ from policies.usage import Usage
 from policies.windows import Budget, WindowKind
 
 __all__ = [
-    "Asker",
     "Budget",
     "Budgets",
     "Candidate",

@@ -415,7 +415,6 @@ class Health:
 
     def failed(self, asker: Asker, retry_after_s: float | None = None, denial: str = "") -> None:
         """Report a failure, as `Breaker.record_failure`."""
-        # decision: health-by-callers
         of_all = self.breaker(asker.scope)
         own = self.breaker(f"{asker.scope} {asker.caller}")
         is_probe = of_all.is_open and not own.is_open

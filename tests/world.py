@@ -75,7 +75,8 @@ from gateway.learning.model_judges import ModelJudges
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.types import KINDS, Chunk
-from policies import Asker, Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
+from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
+from policies.breaker import Asker
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 

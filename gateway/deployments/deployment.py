@@ -21,21 +21,22 @@ from gateway.loggers import get_logger
 from gateway.reserved import PAID
 from gateway.settings import DeploymentSettings
 from gateway.wire.types import CHAT, Kind
-from policies import Asker, Candidate, Cause, Demand, Estimate, Health, Price, Usage
+from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
+from policies.breaker import Asker
 from policies.prices import MicroUSD
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
 _LEARNED_S = 600.0  # a context that has grown is found in this time
 _NEAR = 4  # a request so many times longer tells little of a context
-_WINDOWS_MAX = 256
+_SCOPES_MAX = 256
 _TOOL_CALLS_MAX = 10  # of tools that the provider runs, in one request, as far as a hold foresees
 
 _log = get_logger()
 
 
-class Window(msgspec.Struct):
-    """What is known of a context: the longest prompt that was served, and the size that a refusal
+class Prompts(msgspec.Struct):
+    """What prompts showed of a context: the longest that was served, and the size that a refusal
     gave, which holds until `until_s`.
     """
 
@@ -68,7 +69,7 @@ class Deployment:
     can_chat: bool = True
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
-    windows: dict[str, "Window"] = field(default_factory=dict)  # of its contexts, by operation and model
+    prompts: dict[str, "Prompts"] = field(default_factory=dict)  # by operation and model
     tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
     factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
     batch_factor: int = 1_000_000  # the same of a line of a batch
@@ -81,7 +82,7 @@ class Deployment:
         Prompts that are longer than all that were served are of a shape of their own.
         """
         scope = f"{demand.operation}:{self.model if self.is_any_model else ''}"
-        longest = self.windows[scope].served if scope in self.windows else 0
+        longest = self.prompts[scope].served if scope in self.prompts else 0
         needs = sorted(demand.needs) + ["long"] * (demand.prompt_tokens > longest)
         return Asker(scope, demand.caller, "+".join(needs), request_id)
 
@@ -206,10 +207,10 @@ class Deployment:
         )
 
     def _context(self, load: base.Load, scope: str) -> int | None:
-        known, window = load.context_tokens_max or self.context_tokens_max, self.windows.get(scope)
-        if window is None or self.health.clock() >= window.until_s:
+        known, past = load.context_tokens_max or self.context_tokens_max, self.prompts.get(scope)
+        if past is None or self.health.clock() >= past.until_s:
             return known
-        return window.learned if known is None else min(known, window.learned)
+        return past.learned if known is None else min(known, past.learned)
 
     def learn_window(self, error: base.BackendTooLong, demand: Demand) -> int | None:
         """Keep the size of the context that `error` gives, for a while. Returns the size for this request, if any.
@@ -218,21 +219,19 @@ class Deployment:
         far. A local engine states its size itself, which may change with its next start.
         """
         scope, size = self.asker(demand).scope, error.context_tokens
-        window = self._window(scope)
-        output = demand.output_tokens_max if demand.is_output_asked else 0
-        if (
-            size is not None
-            and self.settings.engine is None
-            and max(window.served, (demand.prompt_tokens + output) // _NEAR) <= size < demand.prompt_tokens_max + output
-        ):
-            window.learned, window.until_s = size, self.health.clock() + _LEARNED_S
         known = self._context(self.backend.load(0), scope)
-        return known if size is None or self.settings.engine is not None else min(size, known or size)
+        if size is None or self.settings.engine is not None:
+            return known
+        past, output = self._prompts(scope), demand.output_tokens_max if demand.is_output_asked else 0
+        least = max(past.served, (demand.prompt_tokens + output) // _NEAR)
+        if least <= size < demand.prompt_tokens_max + output:
+            past.learned, past.until_s = size, self.health.clock() + _LEARNED_S
+        return min(size, known or size)
 
-    def _window(self, scope: str) -> Window:
-        if scope not in self.windows and len(self.windows) >= _WINDOWS_MAX:
-            self.windows.clear()
-        return self.windows.setdefault(scope, Window())
+    def _prompts(self, scope: str) -> Prompts:
+        if scope not in self.prompts and len(self.prompts) >= _SCOPES_MAX:
+            self.prompts.clear()
+        return self.prompts.setdefault(scope, Prompts())
 
     def begin(self, asker: Asker) -> bool:
         """Take a place and the right to make one call; returns False if another call took it.
@@ -288,15 +287,15 @@ class Deployment:
         """
         self.health.succeeded(asker)
         assert made.attempt is not None
-        window, prompt_tokens = self._window(asker.scope), demand.prompt_tokens
-        window.served = max(window.served, prompt_tokens)
+        past, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
+        past.served = max(past.served, prompt_tokens)
         duration_ms, usage, tokens = made.attempt.duration_ms, made.usage, made.content_chunks
         figures = self.estimate.figures()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if usage is not None:
-            window.served = max(window.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
-            if window.served > window.learned:
-                window.until_s = 0.0  # it has grown
+            past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
+            if past.served > past.learned:
+                past.until_s = 0.0  # it has grown
             prompt_tokens = usage.prompt_tokens - usage.cached_tokens
             tokens = usage.completion_tokens
             if usage.reasoning_tokens:

@@ -27,7 +27,8 @@ from gateway.settings import (
     is_pattern,
 )
 from gateway.wire.errors import NotFound, shown
-from policies import Asker, Estimate, Health, RoutingPolicy
+from policies import Estimate, Health, RoutingPolicy
+from policies.breaker import Asker
 from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets

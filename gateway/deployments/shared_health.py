@@ -31,8 +31,7 @@ from redis.exceptions import RedisError
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
 from gateway.settings import Settings
-from policies import Asker
-from policies.breaker import CALLERS_MAX, News
+from policies.breaker import CALLERS_MAX, Asker, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
 _PREFIX = "sameway:{health}:"

@@ -32,7 +32,8 @@ from gateway.journey.queue import routed
 from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
 from gateway.wire.errors import ApiError, DeploymentFull, Unavailable, UpstreamDenied, last_to_reset
 from gateway.wire.types import Chunk
-from policies import Asker, Demand, Route
+from policies import Demand, Route
+from policies.breaker import Asker
 
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20

@@ -13,7 +13,8 @@ from gateway.accounts import Accounts, decode_row
 from gateway.admin.guard import COOKIE
 from gateway.batches.lines import LineRefused
 from gateway.deployments.deployment import Deployment
-from policies import Asker, Price
+from policies import Price
+from policies.breaker import Asker
 from policies.holds import LEDGER_STREAM
 from tests.admin.seed import seed_batch
 from tests.admin.world import ADMIN_KEY, World, open_world

@@ -17,7 +17,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import build_fleet
 from gateway.deployments.shared_health import SharedHealth, identity
 from gateway.settings import Settings
-from policies import Asker
+from policies.breaker import Asker
 from tests.services import RedisServer
 
 _fresh = itertools.count()

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policies import Asker, Health
-from policies.breaker import Breaker, BreakerLimits
+from policies import Health
+from policies.breaker import Asker, Breaker, BreakerLimits
 from tests.policies.clock import Clock
 
 LIMITS = BreakerLimits(open_s=2.0, open_s_max=20.0, jitter=0.0, probe_s=30.0)

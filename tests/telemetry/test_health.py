@@ -14,7 +14,7 @@ from gateway.settings import Settings
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.parts import Health
-from policies import Asker
+from policies.breaker import Asker
 from tests.services import run_redis
 
 
