@@ -81,10 +81,13 @@ class Deployment:
 
         Prompts that are longer than all that were served are of a shape of their own.
         """
-        scope = f"{demand.operation}:{self.model if self.is_any_model else ''}"
+        scope = self._scope(demand)
         longest = self.prompts[scope].served if scope in self.prompts else 0
-        needs = sorted(demand.needs) + ["long"] * (demand.prompt_tokens > longest)
-        return Asker(scope, demand.caller, "+".join(needs), request_id)
+        shape = "+".join(sorted(demand.needs))
+        return Asker(scope, demand.caller, f"{shape}+long" if demand.prompt_tokens > longest else shape, request_id)
+
+    def _scope(self, demand: Demand) -> str:
+        return f"{demand.operation}:{self.model if self.is_any_model else ''}"
 
     @property
     def is_available(self) -> bool | None:
@@ -175,12 +178,12 @@ class Deployment:
 
     def candidate(self, demand: Demand, *, is_alone: bool = False) -> Candidate:
         """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
-        prompt_tokens, asker = demand.prompt_tokens, self.asker(demand)
+        prompt_tokens = demand.prompt_tokens
         load = self.backend.load(prompt_tokens)
         resting, reason = None, ""
         if not load.is_ready:
             resting, reason = Cause.HEALTH, load.reason
-        elif not self.health.allows(asker, is_alone=is_alone):
+        elif self.health.is_resting and not self.health.allows(asker := self.asker(demand), is_alone=is_alone):
             reason, is_denied = self.health.resting(asker)
             resting = Cause.DENIED if is_denied else Cause.HEALTH
         figures = self.estimate.figures()
@@ -192,7 +195,7 @@ class Deployment:
             name=self.name,
             price=self.price,
             capabilities=offers,
-            context_tokens_max=self._context(load, asker.scope),
+            context_tokens_max=self._context(load, self._scope(demand)),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
@@ -218,7 +221,7 @@ class Deployment:
         A size is kept where nothing longer was served, and where the request is longer, but not by
         far. A local engine states its size itself, which may change with its next start.
         """
-        scope, size = self.asker(demand).scope, error.context_tokens
+        scope, size = self._scope(demand), error.context_tokens
         known = self._context(self.backend.load(0), scope)
         if size is None or self.settings.engine is not None:
             return known
