@@ -45,7 +45,7 @@ class BreakerLimits:
     """
 
     failures_max: int = 3
-    open_s: float = 2.0
+    open_s: float = 0.5
     open_s_max: float = 8.0
     retry_after_s_max: float = 3600.0
     alone_s_max: float = 10.0
