@@ -226,7 +226,7 @@ class Deployment:
         if size is None or self.settings.engine is not None:
             return known
         past, output = self._prompts(scope), demand.output_tokens_max if demand.is_output_asked else 0
-        least = max(past.served, (demand.prompt_tokens + output) // _NEAR)
+        least = max(1, past.served, (demand.prompt_tokens + output) // _NEAR)
         if least <= size < demand.prompt_tokens_max + output:
             past.learned, past.until_s = size, self.health.clock() + _LEARNED_S
         return min(size, known or size)

@@ -170,16 +170,17 @@ class HealthMonitor:
         ]
 
     def _part(self, deployment: Deployment) -> Part:
-        if deployment.is_available is not False:
-            words = "no answer from it yet" if deployment.is_available is None else ""
-            return Part(deployment.name, Health.OK, words)
+        if deployment.is_available is None:
+            return Part(deployment.name, Health.UNASKED, "no answer from it yet")
+        if deployment.is_available:
+            return Part(deployment.name, Health.OK)
         is_starting = deployment.backend.load(0).is_starting and not deployment.use
         return Part(deployment.name, Health.STARTING if is_starting else Health.DOWN, deployment.trouble)
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_all_there = all(part.health is Health.OK for part in parts)
+        is_all_there = all(part.health in (Health.OK, Health.UNASKED) for part in parts)
         # what a provider does, and what an operator took out of use, is so on every host: no balancer
         # has a better one, and only requests find out that a deployment is back
         is_answerable = all(
@@ -193,7 +194,8 @@ class HealthMonitor:
         if self._cache.state is WorkerState.FAILED:
             may_be_down.add(_CACHE_WORKER)
         is_up = all(
-            part.health is Health.OK or (part.name in may_be_down and part.health is Health.DOWN) for part in parts
+            part.health is Health.OK or (part.name in may_be_down and part.health is not Health.STARTING)
+            for part in parts
         )
         self._was_ready = self._was_ready or (is_answerable and is_up)
         return {

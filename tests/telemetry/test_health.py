@@ -31,7 +31,7 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
         (part,) = [part for part in monitor.parts() if part.name == "api"]
         return part.health, part.detail
 
-    assert of_api() == (Health.OK, "no answer from it yet")
+    assert of_api() == (Health.UNASKED, "no answer from it yet")
     (deployment,) = fleet.deployments
     deployment.health.succeeded(Asker("chat:"))
     assert of_api() == (Health.OK, "")
@@ -61,7 +61,7 @@ def test_health_is_what_happened_last_everywhere(tmp_path: Path, denial: str, ca
         ]
         return part.health, part.detail, {line for line in shown if "available{dep" in line or line.endswith(" 1.0")}
 
-    assert seen() == (Health.OK, "no answer from it yet", set())
+    assert seen() == (Health.UNASKED, "no answer from it yet", set())
     for number in range(3):
         dead.health.failed(Asker("chat:", request=f"r{number}"), denial=denial)
     now_s[0] += 10_000.0
