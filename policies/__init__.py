@@ -4,7 +4,7 @@ Must not import the gateway, the cache, the engine, an HTTP library or torch; ne
 text. Clients, clocks and randomness are arguments. Read `routing` first, then `budgets`.
 """
 
-from policies.breaker import Breaker
+from policies.breaker import Health
 from policies.budgets import Budgets, NotReady, Refused
 from policies.estimate import Estimate
 from policies.holds import Hold
@@ -16,13 +16,13 @@ from policies.usage import Usage
 from policies.windows import Budget, WindowKind
 
 __all__ = [
-    "Breaker",
     "Budget",
     "Budgets",
     "Candidate",
     "Cause",
     "Demand",
     "Estimate",
+    "Health",
     "Hold",
     "LeasedRateLimits",
     "LocalRateLimits",

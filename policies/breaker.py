@@ -1,10 +1,16 @@
-"""A circuit breaker: stops calls to a failing deployment and probes it with one call at a time.
+"""Health by evidence: who may call what, after which outcomes of whose calls.
 
-A denial (the deployment refuses every call until a person mends something) opens it at once.
+`Health` has a circuit breaker for each operation and model, which all callers share, and one for
+each caller whose calls failed there. Three of one caller's requests that fail in a row rest what
+they have in common, for that caller; requests of three callers that fail, with no success between
+them, rest it for all. So no caller's requests alone take anything from another caller, and what is
+really dead is left after three requests. A denial (a key, credit, a model that is refused) is a
+failure with a longer rest.
 
-Knows no HTTP and no deployments; each process has its own. Invariants: while the breaker is open,
-`begin` allows at most one call in `probe_s`, and the next one at the latest `open_s_max` after it,
-with the jitter, also where that call hangs; only a probe that is accepted ends a denial.
+Knows no HTTP and no deployments; each process has its own. Invariants: a request counts once,
+however often it is tried; a breaker that is open for a caller grants it at most one call in
+`probe_s`, and the next one at the latest `open_s_max` after it, with the jitter, also where that
+call hangs; a caller who has failed never prolongs the rest of all.
 
 Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with
 jitter as in Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
@@ -15,32 +21,31 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from policies.durations import duration_s
 
+_NODES_MAX = 256
+CALLERS_MAX = 16
+_ANY = "*"
+
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
     """When a breaker opens, and for how long.
 
-    It opens after `failures_max` failures in a row, or if a share of `failure_rate_max` failed of
-    at least `calls_min` recent calls (a call's weight halves every `half_life_s`). It stays open
-    for `open_s`, doubled after each failed probe up to `open_s_max` and spread by +-`jitter`; after
-    a probe this counts from the probe's beginning. A probe has `probe_s` to report. A deployment's
-    own retry-after replaces `open_s`, up to `retry_after_s_max`, and up to `alone_s_max` for a call
-    that has nowhere else to go. A denial opens it for `denied_s`, doubled likewise up to
-    `denied_s_max`.
+    It opens after `failures_max` failures in a row, and stays open for `open_s`, doubled after each
+    failed probe up to `open_s_max` and spread by +-`jitter`; after a probe this counts from the
+    probe's beginning. A probe has `probe_s` to report. A deployment's own retry-after replaces
+    `open_s`, up to `retry_after_s_max`, and up to `alone_s_max` for a call that has nowhere else to
+    go. A denial opens it for `denied_s`, doubled likewise up to `denied_s_max`.
     """
 
-    failures_max: int = 5
-    failure_rate_max: float = 0.5
-    calls_min: float = 10.0
-    half_life_s: float = 30.0
-    open_s: float = 2.0
+    failures_max: int = 3
+    open_s: float = 0.5
     open_s_max: float = 8.0
     retry_after_s_max: float = 3600.0
     alone_s_max: float = 10.0
@@ -50,34 +55,296 @@ class BreakerLimits:
     probe_s: float = 8.0
 
 
+class Asker(msgspec.Struct, frozen=True):
+    """Whose call it is: `scope` is an operation and a model, as `chat:gpt-5`; `shape` is what the
+    request needs beside. No text has spaces or bars.
+    """
+
+    scope: str
+    caller: str = "-"
+    shape: str = ""
+    request: str = "-"
+
+
 class News(msgspec.Struct, frozen=True, array_like=True):
     """What has happened to one breaker since its last exchange with others.
 
-    `failures` are those in a row since the last success, if there was one (`has_succeeded`), or
-    all. `rests` says that it has opened or closed since it knew the state with the number
-    `version`; then the next fields are its new state. Durations are in seconds from now, 0 where it
-    is closed. `calls`, of which `failed` failed, are those of the exchange, or of all processes
-    lately.
+    `row` are the failures in a row since the last success, if there was one (`has_succeeded`), or
+    all; of a state, `has_succeeded` says that there ever was one. `rests` says that it has opened
+    or closed since it knew the state with the number `version`; then the next fields are its new
+    state. Durations are in seconds from now, 0 where it is closed. `covers` is the shape that
+    rests. `is_taken`: the state is the one just sent.
     """
 
     version: int = 0
     has_succeeded: bool = False
-    failures: int = 0
+    row: dict[str, int] = {}
     rests: bool = False
     openings: int = 0
     rest_s: float = 0.0
     alone_s: float = 0.0
     cause: str = ""
     denial: str = ""
-    calls: float = 0.0
-    failed: float = 0.0
+    covers: str = _ANY
+    is_taken: bool = False
 
 
 class Breaker:
     """Ask with `allows`, which changes nothing; act with `begin`; report each begun call exactly
     once.
 
-    `clock` gives seconds that never decrease, `random` floats in [0, 1).
+    `unit` is what counts once in a row: a request, or a caller where it is one `of_all`. `clock`
+    gives seconds that never decrease, `random` floats in [0, 1).
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
+        limits: BreakerLimits | None = None,
+        *,
+        of_all: bool = False,
+    ) -> None:
+        self._clock = clock
+        self._random = random
+        self._limits = limits or BreakerLimits()
+        self._of_all = of_all
+        self._row: list[str] = []  # `unit|shape`, each once
+        self._openings = 0
+        self._open_until: float | None = None
+        self._alone_until = 0.0  # at most `_open_until`
+        self._covers = _ANY
+        self._probe_until: float | None = None
+        self._prober = ""
+        self._cause = ""
+        self.denial = ""  # the cause of the denial that opened it, until a probe is accepted
+        self.was_good = False  # it has succeeded once
+        # since the last exchange with other processes
+        self.version = 0  # the number of the state that it took from others last
+        self._has_succeeded = False
+        self._row_since: list[str] = []
+        self._has_changed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its next call is a probe."""
+        return self._open_until is not None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether its last outcome was a failure, or it still rests after some."""
+        return self.is_open or bool(self._row)
+
+    @property
+    def is_to_be_sent(self) -> bool:
+        """Whether others may not know its state."""
+        return self.has_news or self._has_succeeded or self.is_open
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it has failed, opened or closed since its last exchange with others."""
+        return self._has_changed or bool(self._row_since)
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether it is open for all calls but one that is running."""
+        return self._probe_until is not None and not self.allows()
+
+    @property
+    def reason(self) -> str:
+        """Why it is open, as text for people; empty while it is closed."""
+        now = self._clock()
+        if self._open_until is None:
+            return ""
+        cause = self.denial or self._cause
+        if self.allows():
+            return f"{cause}, the next request tries it"
+        if now < self._open_until:
+            words = f"{cause}, next try in {_rounded(self._open_until - now)}"
+            if now < self._alone_until < self._open_until:
+                words += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
+            return words
+        return f"{cause}, one call is probing it"
+
+    def is_probe(self, unit: str) -> bool:
+        """Whether the call of `unit` is the probe."""
+        return self._probe_until is not None and self._prober == unit
+
+    def rests_for(self, shape: str) -> bool:
+        """Whether it is open for calls of `shape`, which then are probes."""
+        return self._open_until is not None and self._covers in (_ANY, shape)
+
+    def allows(self, unit: str = "", shape: str = _ANY, *, is_alone: bool = False) -> bool:
+        """Whether a call may begin now.
+
+        `is_alone`: no other deployment can take the call.
+        """
+        if self._open_until is None or not (shape == _ANY or self.rests_for(shape)):
+            return True
+        now = self._clock()
+        if now < (self._alone_until if is_alone else self._open_until):
+            return False
+        return self._has_failed(unit) or self._probe_until is None or now >= self._probe_until
+
+    def begin(self, unit: str, shape: str = "") -> None:
+        """Begin a call that it allows; a half-open breaker grants it as its one probe."""
+        if self.rests_for(shape) and not self._has_failed(unit):
+            self._probe_until = self._clock() + self._limits.probe_s
+            self._prober = unit
+
+    def record_success(self, unit: str, shape: str = "") -> None:
+        """Report a success.
+
+        It closes an open breaker, even if the call began before the opening, but not before a
+        denial.
+        """
+        is_proof = not self.denial or self._proves(unit)
+        self._row, self._row_since = [], []
+        self._has_succeeded = self.was_good = True
+        if not is_proof or (self.is_open and not self.rests_for(shape)):
+            return
+        self._close()
+
+    def record_failure(
+        self,
+        unit: str,
+        shape: str = "",
+        retry_after_s: float | None = None,
+        denial: str = "",
+        *,
+        is_probe: bool = False,
+    ) -> None:
+        """Report a failure of the deployment.
+
+        `retry_after_s` is the delay that the deployment asked for; `denial`, the cause as text for
+        people, says that it refused the call; `is_probe`: the call was one beyond this breaker.
+        """
+        is_probe = is_probe or self.is_probe(unit)
+        limits, entry = self._limits, f"{unit}|{shape}"
+        if entry not in self._row:
+            self._row = [*self._row, entry][-self._row_max :]
+            self._row_since.append(entry)
+        in_a_row = len(self._row)
+        is_enough = in_a_row >= limits.failures_max
+        if retry_after_s is not None and retry_after_s > 0 and (is_enough or not self._of_all):
+            until = self._clock() + min(retry_after_s, limits.retry_after_s_max)
+            self._rest(until, "it asked to be left alone", min(until, self._clock() + limits.alone_s_max))
+        elif is_probe:
+            self._back_off("its last probe failed", denial)
+        elif self._open_until is not None:
+            if is_enough and self._covers not in (_ANY, self._common_shape):
+                self._covers, self._has_changed = _ANY, True
+        elif is_enough:
+            what = "requests of {} callers failed in a row" if self._of_all else "it failed {} times in a row"
+            self._back_off(what.format(in_a_row), denial)
+
+    def record_cancelled(self, unit: str) -> None:
+        """Report a call without an outcome (the client left): the next call may probe."""
+        if self.is_probe(unit):
+            self._probe_until = None
+
+    def reset(self) -> None:
+        """Forget every failure, rest and denial."""
+        self._row, self._row_since = [], []
+        self._close()
+        self._has_succeeded = self._has_changed = True
+
+    def news(self) -> News:
+        """What has happened since the last call; `adopt` or `put_back` follows."""
+        now = self._clock()
+        news = News(
+            version=self.version,
+            has_succeeded=self._has_succeeded,
+            row=dict.fromkeys(self._row_since, 1),
+            rests=self._has_changed,
+            openings=self._openings,
+            rest_s=0.0 if self._open_until is None else max(0.001, self._open_until - now),
+            alone_s=0.0 if self._open_until is None else max(0.0, self._alone_until - now),
+            cause=self._cause,
+            denial=self.denial,
+            covers=self._covers,
+        )
+        self._has_succeeded = self._has_changed = False
+        self._row_since = []
+        return news
+
+    def put_back(self, news: News) -> None:
+        """Keep `news`, which reached no other process, for the next exchange."""
+        if not self._has_succeeded:
+            self._row_since = [*news.row, *self._row_since]
+        self._has_succeeded = self._has_succeeded or news.has_succeeded
+        self._has_changed = self._has_changed or news.rests
+
+    def adopt(self, state: News) -> None:
+        """Take the state that all processes share.
+
+        What happened here since then stays, and is the next news.
+        """
+        self.was_good = self.was_good or state.has_succeeded
+        if not self._has_succeeded:
+            self._row = list(dict.fromkeys((*state.row, *self._row_since)))[-self._row_max :]
+        known, self.version = self.version, state.version
+        if state.version < known:  # it was lost there
+            self._has_changed = self._has_changed or self._open_until is not None
+        if state.version <= known or state.is_taken or self._has_changed:
+            return
+        self._openings, self._cause, self.denial = state.openings, state.cause, state.denial
+        self._covers = state.covers
+        self._probe_until = None
+        now = self._clock()
+        self._open_until = now + state.rest_s if state.rest_s > 0 else None
+        self._alone_until = now + min(state.alone_s, state.rest_s)
+
+    @property
+    def _row_max(self) -> int:
+        return CALLERS_MAX if self._of_all else self._limits.failures_max
+
+    @property
+    def _common_shape(self) -> str:
+        """The shape that all failures in the row have."""
+        shapes = {entry.partition("|")[2] for entry in self._row}
+        return shapes.pop() if len(shapes) == 1 else _ANY
+
+    def _has_failed(self, unit: str) -> bool:
+        """Whether a caller's next call says nothing new to all: its own breaker judges it."""
+        return self._of_all and f"{unit}|" in self._row
+
+    def _proves(self, unit: str) -> bool:
+        """Whether the call of `unit` began after the opening."""
+        is_over = self._open_until is not None and self._clock() >= self._open_until
+        return self.is_probe(unit) or (is_over and self._has_failed(unit))
+
+    def _close(self) -> None:
+        self._has_changed = self._has_changed or self.is_open
+        self._open_until = self._probe_until = None
+        self._covers, self.denial, self._openings = _ANY, "", 0
+
+    def _back_off(self, cause: str, denial: str) -> None:
+        limits = self._limits
+        first_s, longest_s = (limits.denied_s, limits.denied_s_max) if denial else (limits.open_s, limits.open_s_max)
+        rest_s = min(first_s * 2.0 ** min(self._openings, 30), longest_s)
+        self._openings += 1
+        rest_s *= 1.0 + limits.jitter * (2.0 * self._random() - 1.0)
+        # a probe that hung has rested the deployment already
+        since = self._clock() if self._probe_until is None else self._probe_until - limits.probe_s
+        self._rest(since + rest_s, cause, since + rest_s)
+        self.denial = denial
+
+    def _rest(self, until: float, cause: str, alone_until: float) -> None:
+        if self._open_until is not None:
+            until, alone_until = max(until, self._open_until), max(alone_until, self._alone_until)
+            self._covers = self._covers if self._covers == self._common_shape else _ANY
+        else:
+            self._covers = self._common_shape
+        self._open_until, self._alone_until = until, alone_until
+        self._probe_until = None
+        self._cause = cause
+        self._has_changed = True
+
+
+class Health:
+    """The breakers of one deployment: one of all callers for each operation and model, and one for
+    each caller who failed there. Ask and report as a `Breaker`'s.
     """
 
     def __init__(
@@ -86,239 +353,120 @@ class Breaker:
         random: Callable[[], float] = random.random,
         limits: BreakerLimits | None = None,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._random = random
-        self._limits = limits or BreakerLimits()
-        self._in_a_row = 0
-        self._openings = 0
-        self._open_until: float | None = None
-        self._alone_until = 0.0  # at most `_open_until`
-        self._probe_until: float | None = None
-        self._calls = 0.0
-        self._failures = 0.0
-        self._weighed_at = clock()
-        self._cause = ""
-        self.denial = ""  # the cause of the denial that opened it, until a probe is accepted
-        # since the last exchange with other processes
-        self._version = 0
-        self._has_succeeded = False
-        self._failures_since = 0
-        self._calls_since = self._failed_since = 0.0
-        self._has_changed = False
+        self._limits = limits
+        self.breakers: dict[str, Breaker] = {}  # by scope, or by scope and caller
+
+    def breaker(self, path: str) -> Breaker:
+        """The breaker of a scope, or of `scope caller`; made where there is none."""
+        found = self.breakers.get(path)
+        if found is None:
+            if len(self.breakers) >= _NODES_MAX:
+                idle = (name for name, one in self.breakers.items() if not one.is_failing)
+                del self.breakers[next(idle, next(iter(self.breakers)))]
+            found = Breaker(self.clock, self._random, self._limits, of_all=" " not in path)
+            self.breakers[path] = found
+        return found
 
     @property
-    def is_closed(self) -> bool:
-        """Whether it allows all calls."""
-        return self._open_until is None
+    def is_resting(self) -> bool:
+        """Whether it rests for anyone."""
+        return any(one.is_open for one in self.breakers.values())
 
-    @property
-    def is_probed(self) -> bool:
-        """Whether it is open for all calls but one that is running."""
-        return self._probe_until is not None and not self.allows()
+    def allows(self, asker: Asker, *, is_alone: bool = False) -> bool:
+        """Whether a call may begin now; `is_alone`: no other deployment can take it."""
+        return all(one.allows(unit, shape, is_alone=is_alone) for one, unit, shape in self._of(asker))
 
-    @property
-    def is_open(self) -> bool:
-        """Whether its next call is a probe."""
-        return self._open_until is not None
-
-    @property
-    def version(self) -> int:
-        """The number of the state that it took from others last."""
-        return self._version
-
-    @property
-    def has_news(self) -> bool:
-        """Whether it has failed, opened or closed since its last exchange with others."""
-        return self._has_changed or self._failures_since > 0
-
-    @property
-    def reason(self) -> str:
-        """Why it is open, as text for people; empty while it allows calls, except after a denial."""
-        now = self._clock()
-        if self.allows():
-            return f"{self.denial}, the next request tries it" if self.denial else ""
-        if self._open_until is not None and now < self._open_until:
-            words = f"{self._cause}, next try in {_rounded(self._open_until - now)}"
-            if now < self._alone_until < self._open_until:
-                words += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
-            return words
-        return f"{self._cause}, one call is probing it"
-
-    def allows(self, *, is_alone: bool = False) -> bool:
-        """Whether a call may begin now.
-
-        `is_alone`: no other deployment can take the call.
-        """
-        now = self._clock()
-        if self._open_until is None:
+    def begin(self, asker: Asker) -> bool:
+        """Take the right to make one call; returns False if another call took it."""
+        if not self.is_resting:
             return True
-        open_until = self._alone_until if is_alone else self._open_until
-        return now >= open_until and (self._probe_until is None or now >= self._probe_until)
-
-    def begin(self) -> bool:
-        """Take the right to make one call, after `allows`; returns False if another call took it.
-
-        A half-open breaker grants one probe.
-        """
-        if not self.allows(is_alone=True):
+        if not self.allows(asker, is_alone=True):
             return False
-        if self._open_until is not None:
-            self._probe_until = self._clock() + self._limits.probe_s
+        for one, unit, shape in self._of(asker):
+            one.begin(unit, shape)
         return True
 
-    def begin_anyway(self) -> None:
-        """Begin one call, which is a probe if it is open."""
-        if self._open_until is not None:
-            self._probe_until = self._clock() + self._limits.probe_s
+    def is_open(self, asker: Asker) -> bool:
+        """Whether this caller's next call is a probe."""
+        return any(one.rests_for(shape) for one, _, shape in self._of(asker))
 
-    def record_success(self) -> None:
-        """Report a success.
+    def probed(self, asker: Asker) -> Iterator[str]:
+        """A name for each breaker whose probe this call is, in its present state."""
+        for path in (asker.scope, f"{asker.scope} {asker.caller}"):
+            one = self.breakers.get(path)
+            if one is not None and one.is_probe(asker.request if " " in path else asker.caller):
+                yield f"{path}:{one.version}"
 
-        It closes an open breaker, even if the call began before the opening, but not before a
-        denial.
-        """
-        self._weigh(0.0)
-        self._in_a_row = self._failures_since = 0
-        self._has_succeeded = True
-        if self.denial and self._probe_until is None:
-            return
-        if self._open_until is not None:
-            self._forget_calls()
-            self._has_changed = True
-        self._openings = 0
-        self._open_until = self._probe_until = None
-        self.denial = ""
+    def resting(self, asker: Asker) -> tuple[str, bool]:
+        """Why a call may not begin, and whether the deployment denies it until a person mends something."""
+        resting = [one for one, unit, shape in self._of(asker) if not one.allows(unit, shape)]
+        return (resting[0].reason, bool(resting[0].denial) and not resting[0].is_probed) if resting else ("", False)
 
-    def record_accepted(self) -> None:
+    def succeeded(self, asker: Asker) -> None:
+        """Report a success; one that ends an outage of all ends it for each caller."""
+        of_all = self.breaker(asker.scope)
+        was_open = of_all.is_open
+        for one, unit, shape in self._of(asker):
+            one.record_success(unit, shape)
+        if was_open and not of_all.is_open:
+            for path, one in self.breakers.items():
+                if path.startswith(f"{asker.scope} "):
+                    one.reset()
+
+    def accepted(self, asker: Asker) -> None:
         """Report that a call which is still running was accepted: it ends a denial."""
-        if self.denial and self._probe_until is not None:
-            self._open_until = self._probe_until = None
-            self.denial = ""
-            self._has_changed = True
+        if any(one.denial for one, _, _ in self._of(asker)):
+            self.succeeded(asker)
 
-    def record_failure(self, retry_after_s: float | None = None) -> None:
-        """Report a failure of the deployment.
+    def failed(self, asker: Asker, retry_after_s: float | None = None, denial: str = "") -> None:
+        """Report a failure, as `Breaker.record_failure`."""
+        of_all = self.breaker(asker.scope)
+        own = self.breaker(f"{asker.scope} {asker.caller}")
+        is_probe = of_all.is_open and not own.is_open
+        own.record_failure(asker.request, asker.shape, retry_after_s, denial, is_probe=is_probe)
+        of_all.record_failure(asker.caller, "", retry_after_s, denial)
 
-        `retry_after_s` is the delay that the deployment asked for.
-        """
-        self._weigh(1.0)
-        self._in_a_row += 1
-        self._failures_since += 1
-        was_probe = self._probe_until is not None
-        limits = self._limits
-        if retry_after_s is not None and retry_after_s > 0:
-            until = self._clock() + min(retry_after_s, limits.retry_after_s_max)
-            self._rest(until, "it asked to be left alone", min(until, self._clock() + limits.alone_s_max))
-        elif was_probe:
-            self._back_off("its last probe failed")
-        elif self._open_until is not None:
-            return  # this call began before the opening: no new evidence
-        elif self._in_a_row >= limits.failures_max:
-            self._back_off(f"it failed {self._in_a_row} times in a row")
-        elif self._calls >= limits.calls_min and self._failures >= limits.failure_rate_max * self._calls:
-            self._back_off(f"{self._failures / self._calls:.0%} of its recent calls failed")
-
-    def record_denial(self, cause: str) -> None:
-        """Report that the deployment refuses every call; `cause` is text for people."""
-        if self.denial and self._probe_until is None:
-            return  # this call began before the denial: no new evidence
-        self._back_off(cause, is_denied=True)
-
-    def record_cancelled(self) -> None:
-        """Report a call without an outcome (the client left): the next call may probe."""
-        self._probe_until = None
+    def cancelled(self, asker: Asker) -> None:
+        """Report a call without an outcome."""
+        for one, unit, _ in self._of(asker):
+            one.record_cancelled(unit)
 
     def reset(self) -> None:
         """Forget every failure, rest and denial."""
-        self._in_a_row = self._openings = self._failures_since = 0
-        self._forget_calls()
-        self._open_until = self._probe_until = None
-        self.denial = ""
-        self._has_succeeded = self._has_changed = True
+        for one in self.breakers.values():
+            one.reset()
 
-    def news(self) -> News:
-        """What has happened since the last call; `adopt` or `put_back` follows."""
-        now = self._clock()
-        news = News(
-            version=self._version,
-            has_succeeded=self._has_succeeded,
-            failures=self._failures_since,
-            rests=self._has_changed,
-            openings=self._openings,
-            rest_s=0.0 if self._open_until is None else max(0.001, self._open_until - now),
-            alone_s=0.0 if self._open_until is None else max(0.0, self._alone_until - now),
-            cause=self._cause,
-            denial=self.denial,
-            calls=self._calls_since,
-            failed=self._failed_since,
-        )
-        self._calls_since = self._failed_since = 0.0
-        self._has_succeeded = self._has_changed = False
-        self._failures_since = 0
-        return news
+    @property
+    def is_well(self) -> bool | None:
+        """Whether what happened last was good; None: it was never asked.
 
-    def put_back(self, news: News) -> None:
-        """Keep `news`, which reached no other process, for the next exchange."""
-        self._failures_since += 0 if self._has_succeeded else news.failures
-        self._has_succeeded = self._has_succeeded or news.has_succeeded
-        self._has_changed = self._has_changed or news.rests
-        self._calls_since += news.calls
-        self._failed_since += news.failed
-
-    def adopt(self, state: News, *, is_own: bool) -> None:
-        """Take the state that all processes share; `is_own` if it is the one just sent.
-
-        What happened here since then stays, and is the next news.
+        An operation is well if one of its models is. It is not well if it fails in an operation
+        that it once did, or in all that it was asked for.
         """
-        self._in_a_row = state.failures + self._failures_since if not self._has_succeeded else self._in_a_row
-        if not self._has_changed:
-            self._calls, self._failures = state.calls + self._calls_since, state.failed + self._failed_since
-            self._weighed_at = self._clock()
-        known, self._version = self._version, state.version
-        if state.version < known:  # it was lost there
-            self._has_changed = self._has_changed or self._open_until is not None
-        if state.version <= known or is_own or self._has_changed:
-            return
-        self._openings, self._cause, self.denial = state.openings, state.cause, state.denial
-        self._probe_until = None
-        if state.rest_s > 0:
-            now = self._clock()
-            self._open_until, self._alone_until = now + state.rest_s, now + min(state.alone_s, state.rest_s)
-        elif self._open_until is not None:
-            self._open_until = None
+        asked: dict[str, list[Breaker]] = {}
+        for path, one in self.breakers.items():
+            if " " not in path and (one.was_good or one.is_failing):
+                asked.setdefault(path.partition(":")[0], []).append(one)
+        if not asked:
+            return None
+        failing = [ones for ones in asked.values() if all(one.is_failing for one in ones)]
+        return len(failing) < len(asked) and not any(one.was_good for ones in failing for one in ones)
 
-    def _back_off(self, cause: str, *, is_denied: bool = False) -> None:
-        limits = self._limits
-        first_s, longest_s = limits.open_s, limits.open_s_max
-        if is_denied:
-            first_s, longest_s = limits.denied_s, limits.denied_s_max
-        rest_s = min(first_s * 2.0 ** min(self._openings, 30), longest_s)
-        self._openings += 1
-        rest_s *= 1.0 + limits.jitter * (2.0 * self._random() - 1.0)
-        # a probe that hung has rested the deployment already
-        since = self._clock() if self._probe_until is None else self._probe_until - limits.probe_s
-        self._rest(since + rest_s, cause, since + rest_s)
-        self.denial = cause if is_denied else ""
+    @property
+    def trouble(self) -> tuple[str, str]:
+        """Why it was left, as text for people, and the cause of its denial; empty where it was not,
+        or has succeeded since.
+        """
+        left = [(one.reason, one.denial) for one in self.breakers.values() if one.is_open and not self.is_well]
+        return max(left, key=lambda one: bool(one[1]), default=("", ""))
 
-    def _rest(self, until: float, cause: str, alone_until: float) -> None:
-        if self._open_until is not None:
-            until, alone_until = max(until, self._open_until), max(alone_until, self._alone_until)
-        self._open_until, self._alone_until = until, alone_until
-        self._probe_until = None
-        self._cause = cause
-        self._has_changed = True
-
-    def _weigh(self, failure: float) -> None:
-        now = self._clock()
-        keep = 0.5 ** ((now - self._weighed_at) / self._limits.half_life_s)
-        self._weighed_at = now
-        self._calls = self._calls * keep + 1.0
-        self._failures = self._failures * keep + failure
-        self._calls_since += 1.0
-        self._failed_since += failure
-
-    def _forget_calls(self) -> None:
-        self._calls = self._failures = self._calls_since = self._failed_since = 0.0
+    def _of(self, asker: Asker) -> list[tuple[Breaker, str, str]]:
+        """The breakers of a call, each with its unit and its shape there."""
+        of_all, own = self.breakers.get(asker.scope), self.breakers.get(f"{asker.scope} {asker.caller}")
+        found = [] if of_all is None else [(of_all, asker.caller, "")]
+        return found if own is None else [*found, (own, asker.request, asker.shape)]
 
 
 def _rounded(seconds: float) -> str:

@@ -65,7 +65,8 @@ class Demand(msgspec.Struct, frozen=True):
     cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked;
     `is_batch`, a line of one; the `units` that a price of each request is charged for, or the most
     images, characters or seconds where a `measure` names them as `Price.unit` does. `prefers` are
-    capabilities that rank a deployment before all without them, and that none needs.
+    capabilities that rank a deployment before all without them, and that none needs. A deployment's
+    health is asked for an `operation` and a `caller`.
     """
 
     prompt_tokens: int
@@ -87,6 +88,8 @@ class Demand(msgspec.Struct, frozen=True):
     units: int = 1
     prefers: frozenset[str] = frozenset()
     measure: str = ""
+    operation: str = "chat"
+    caller: str = "-"
 
 
 class Cause(StrEnum):

@@ -77,6 +77,7 @@ from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.types import KINDS, Chunk
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
+from policies.breaker import Asker
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 
@@ -820,10 +821,15 @@ class World:
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
 
-        async def is_taken() -> bool:
+        async def is_taken(_: Any) -> bool:
             return False
 
         self._deployment(deployment).claim = is_taken
+
+    def rests(self, deployment: str) -> None:
+        """Requests of three callers fail at a deployment."""
+        for caller in "abc":
+            self._deployment(deployment).health.failed(Asker("chat:", caller))
 
     def _deployment(self, name: str) -> Deployment:
         (found,) = [one for one in self._pipeline.fleet.deployments if one.name == name]

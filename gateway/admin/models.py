@@ -656,7 +656,7 @@ class DeploymentOut(_Out):
     backend: str
     model: str
     policy: str
-    is_available: bool
+    is_available: bool | None = Field(description="whether what happened last was good; null: it was never asked")
     reason: str
     use: str = Field("", description="`drained` or `disabled` by an operator; empty: in use")
     denial: str = Field("", description="why it refuses every request until an operator mends it; empty if it does not")

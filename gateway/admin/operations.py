@@ -29,7 +29,7 @@ from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
 from gateway.wire.fold import fold
 from gateway.wire.types import CHAT, Chunk
-from policies import Hold, Usage
+from policies import Demand, Hold, Usage
 
 _ACTIONS = {"drain": DRAINED, "disable": DISABLED, "enable": ENABLED, "reset": RESET}
 _QUESTION = "Say: ok"
@@ -57,7 +57,7 @@ async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: s
 
 
 async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, way: str) -> models.TriedOut:
-    """Send one short question to a deployment, whatever its state; an answer closes its breaker.
+    """Send one short question to a deployment, whatever its state; an answer ends its rests.
 
     Its cost has a row in the ledger, of no team. Raises accounts.NotFound, accounts.Invalid, and
     sqlalchemy's errors.
@@ -72,9 +72,11 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     progress, chunks = Progress(deployment.name), list[Chunk]()
     question = _question(alias, deployment)
     hold = parts.budgets.unreserved(question.request_id, 0)
-    deployment.begin_try_out()
+    deployment.places.taken += 1
     try:
-        failure = await attempt(deployment, question, progress, chunks.extend, prompt_tokens=_PROMPT_TOKENS)
+        failure = await attempt(deployment, question, progress, chunks.extend, demand=Demand(_PROMPT_TOKENS, 0, 0))
+        if failure is None:
+            deployment.health.reset()
     finally:  # an operator who leaves has spent it, too
         is_charged = progress.has_begun or progress.is_abandoned
         usage = progress.usage or Usage(_PROMPT_TOKENS if is_charged else 0, progress.content_chunks)

@@ -17,7 +17,6 @@ _FAILED_SHARE_MAX = 0.05
 _REFUSED_SHARE_MAX = 0.5
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
-_ATTEMPTS_MIN = 5
 
 
 def problems(
@@ -37,7 +36,6 @@ def problems(
         *_of_budgets(budgets, team_names),
         *_of_traffic(parts, last_hour),
         *_of_refusals(team_names, last_hour),
-        *_of_attempts(deployments, last_hour),
         *_of_truth(truths),
         *(_of_judges(deployments) if is_judged else ()),
     ]
@@ -61,7 +59,7 @@ def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) ->
     found = []
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
-        away = [view for view in views if not view.is_available]
+        away = [view for view in views if view.is_available is False]
         why = "; ".join(f"{view.name}: {view.reason}" for view in away)
         if len(away) == len(views):
             is_starting = any(view.name in starting for view in away)
@@ -130,20 +128,6 @@ def _of_judges(deployments: Sequence[DeploymentOut]) -> list[ProblemOut]:
         for alias in dict.fromkeys(view.alias for view in deployments)
         if alias not in able
     ]
-
-
-def _of_attempts(deployments: Sequence[DeploymentOut], last_hour: Summary | None) -> list[ProblemOut]:
-    """Deployments that failed each attempt of the last hour.
-
-    Between two attempts such a deployment's breaker looks healthy.
-    """
-    found = []
-    for view in deployments:
-        tally = last_hour.by_deployment.get(view.name) if last_hour is not None else None
-        if tally is not None and view.is_available and tally.ok == 0 and tally.failed >= _ATTEMPTS_MIN:
-            message = f"{view.name} has answered none of the last hour's {tally.failed:,} requests it was tried with"
-            found.append(ProblemOut(is_urgent=False, message=message, href="/admin/deployments"))
-    return found
 
 
 def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[ProblemOut]:

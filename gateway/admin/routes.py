@@ -357,12 +357,12 @@ def _add_machine(api: APIRouter, parts: AdminParts) -> None:
 
     @api.get("/deployments")
     async def deployments() -> models.DeploymentsOut:
-        """Every deployment: health, breaker, estimates, queue."""
+        """Every deployment: health, estimates, queue."""
         return models.DeploymentsOut(deployments=await views.deployments(parts))
 
     @api.post("/deployments/try")
     async def try_deployment(body: models.TryDeploymentIn, request: Request) -> models.TriedOut:
-        """Sends one short question to a deployment, whatever its state. An answer closes its breaker."""
+        """Sends one short question to a deployment, whatever its state. An answer ends its rests."""
         return await operations.try_out(parts, body, client_of(request), "api")
 
     @api.post("/deployments/{act}")

@@ -37,6 +37,7 @@ from policies import Demand
 
 _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
+_SHOWN = Demand(_PROMPT_TOKENS_SHOWN, 0, 0)
 _ERRORS_SHOWN = 3
 Key = TypeVar("Key", int, str)
 # a short question, without `max_tokens`, in a body of 100 bytes
@@ -472,24 +473,21 @@ def deployments_of(fleet: Fleet) -> list[models.DeploymentOut]:
 
 def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
     """One deployment as this worker sees it now."""
-    seen = deployment.candidate(_PROMPT_TOKENS_SHOWN)
+    seen = deployment.candidate(_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
     output_tokens = alias.output_max(deployment, _SHORT)
-    reason = load.why if not load.is_ready else deployment.breaker.reason
-    if deployment.use:
-        reason = f"{deployment.use} by an operator"
     return models.DeploymentOut(
         name=deployment.name,
         alias=alias.name,
         backend=deployment.settings.backend,
         model=deployment.model,
         policy=alias.settings.policy,
-        is_available=not (seen.resting or deployment.breaker.denial or deployment.use),
-        reason=reason,
+        is_available=deployment.is_available,
+        reason=deployment.trouble,
         use=deployment.use,
         ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
         recent_calls=deployment.estimate.weight,
-        denial=deployment.breaker.denial,
+        denial=deployment.health.trouble[1],
         running=load.running,
         waiting=load.waiting + deployment.places.waiting,
         ttft_ms=seen.ttft_ms,

@@ -182,7 +182,7 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
         marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
         alias = self.alias(call, request.model)
         for one in alias.deployments.values():
-            is_up = not one.use and not one.breaker.is_open
+            is_up = not one.absence
             if native is not None and is_up and isinstance(one.backend, AnthropicBackend):
                 name = one.model if alias.is_pattern else ""
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server

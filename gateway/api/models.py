@@ -22,6 +22,7 @@ from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, is_pattern
 from gateway.wire.errors import ApiError, BadRequest, NotFound, shown
+from policies import Demand
 
 
 class Models:
@@ -66,7 +67,7 @@ class Models:
 
     def _model(self, name: str) -> dict[str, Any]:
         deployments = self._pipeline.fleet.alias(name).deployments.values()
-        now = [deployment.candidate(0) for deployment in deployments]
+        now = [deployment.candidate(Demand(0, 0, 0)) for deployment in deployments]
         # routing finds the deployment that offers what a request needs
         offers = sorted(frozenset().union(*(one.capabilities for one in now)))
         assumed = [one.are_capabilities_assumed for one in deployments]

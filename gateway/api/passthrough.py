@@ -190,7 +190,7 @@ class Passthrough(Chat):
 
     def _demand(self, body: dict[str, Any]) -> Demand:
         """The worst case of a request whose tokens are charged: it may refer to what it does not hold."""
-        size, now = len(msgspec.json.encode(body)), self._deployment.candidate(0)
+        size, now = len(msgspec.json.encode(body)), self._deployment.candidate(Demand(0, 0, 0))
         context = now.context_tokens_max or _TOKENS_MAX
         prompts, many = body.get("prompt"), [body.get(name) for name in ("n", "best_of")]
         texts = sum(isinstance(one, str | list) for one in prompts) if isinstance(prompts, list) else 1

@@ -10,7 +10,7 @@ into this tree in its own file; refusals.py maps the statuses that two of them s
     ├── BackendRejected             400, 413 or 422: the request is at fault, and a retry is useless
     │   └── BackendTooLong          it does not fit this deployment's context; `context_tokens` if known
     ├── BackendDenied               401, 402, 403, 404, 409 or 451: a retry here is useless, another
-    │                               one may do better; `mark` if every request is denied
+    │                               one may do better; `mark` if it may deny others too
     └── BackendBroken               the stream ended without its finish: never a finished answer
 
 Invariant: a stream ends after its finish reason, or raises. It never just stops.
@@ -203,18 +203,18 @@ class BackendTooLong(BackendUnfit):
 
 
 class Mark(StrEnum):
-    """Why a deployment denies every request until a person mends it."""
+    """Why a deployment denies a request until a person mends something, if others get it too."""
 
     KEY = "key refused"
     CREDIT = "no credit"
     MODEL = "no such model there"
-    ADDRESS = "nothing at this address"
+    ABSENT = "not found there"
 
 
 class BackendDenied(BackendError):
     """A permanent refusal that is not the fault of the request's form.
 
-    `mark` is None where the refusal may concern this request alone.
+    `mark` is None where the refusal concerns this request alone.
     """
 
     def __init__(self, message: str, *, detail: str, status: int, mark: Mark | None = None) -> None:

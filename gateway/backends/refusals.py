@@ -35,27 +35,26 @@ _MARKS = {
     "model_not_available": Mark.MODEL,
     "deploymentnotfound": Mark.MODEL,
 }
+_MARKS_BY_STATUS = {401: Mark.KEY, 402: Mark.CREDIT} | dict.fromkeys((404, 405, 410), Mark.ABSENT)
 _PERMISSION = frozenset({"permission_error", "permission_denied"})
-# a 404 for one of these is the request's
-_OF_A_REQUEST = re.compile(
-    r"\b(?:files?|images?|audio|videos?|messages?|tools?|containers?|vector|responses?|conversations?|prompts?)\b"
-    r"|that support|in the v1/",
-    re.I,
-)
 _MASKED = re.compile(r"(?<![\w.-])[\w.-]++\*{3,}[\w-]*|(?<![\w.*-])\*{4,}+[\w-]+")
-_FEWER_TOKENS = re.compile(r"max_(?:completion_|output_)?tokens", re.I)  # a 402 that a smaller request would not get
 _TOO_LONG = frozenset({"context_length_exceeded", "context_window_exceeded", "exceed_context_size_error"})
-# the words of servers that send no code: vLLM, SGLang, Anthropic, Gemini, llama.cpp, TGI
+# the words of servers that send no code: vLLM, SGLang, Anthropic, Gemini, llama.cpp, TGI. They may be
+# a client's, so they decide for its request alone: another deployment is asked
 _TOO_LONG_WORDS = re.compile(
     r"maximum context length|context (?:length|window|size) (?:is |was )?(?:exceed|of only)|prompt is too long"
     r"|exceeds? (?:the )?(?:model'?s? )?(?:maximum |available )?context (?:length|window|size)"
     r"|exceeds the maximum number of tokens allowed",
     re.I,
 )
+# the beginnings of servers' messages with a size, where no client's word can be: OpenAI and vLLM,
+# Anthropic, Gemini, SGLang
 _CONTEXT = re.compile(
-    r"(?:context (?:length|window|size)(?: is| of)?|number of tokens allowed|tokens >) ?\(?(\d[\d,]*)", re.I
+    r"(?:This model's maximum context length is|prompt is too long: \d+ tokens >"
+    r"|The input token count \(\d+\) exceeds the maximum number of tokens allowed"
+    r"|The input \(\d+ tokens\) is longer than the model's context length) \(?(\d[\d,]*)",
+    re.I,
 )
-_CONTEXT_TOKENS_MIN = 16  # a smaller size is another number
 _STATUS_BY_WORD = {
     "rate_limit_exceeded": 429,
     "rate_limit_error": 429,
@@ -120,26 +119,16 @@ def refusal(refused: Refused) -> base.BackendError:
 def _context_tokens(error: dict[str, Any], message: str) -> int | None:
     """The size of the context that a refusal names; None if it names none."""
     named = error.get("n_ctx")  # llama.cpp
-    if not isinstance(named, int):
-        found = _CONTEXT.search(message)
-        named = int(found[1].replace(",", "")[:12]) if found else 0
-    return named if named >= _CONTEXT_TOKENS_MIN else None
+    if isinstance(named, int):
+        return named
+    found = _CONTEXT.match(message)
+    return int(found[1].replace(",", "")[:12]) if found else None
 
 
 def _mark(status: int, error: dict[str, Any]) -> Mark | None:
-    """The mark that a status gives a deployment; None if it may concern this request alone."""
-    message = str(error.get("message", ""))
-    match status:
-        case 401:
-            return Mark.KEY
-        case 402:
-            return None if _FEWER_TOKENS.search(message) else Mark.CREDIT
-        case 404 | 410 if error and message != "Not Found" and not message.startswith("Invalid URL"):
-            is_the_requests = error.get("param") not in (None, "", "model") or _OF_A_REQUEST.search(message)
-            return None if is_the_requests else Mark.MODEL
-        case 404 | 405 | 410:  # no error object of an API
-            return Mark.ADDRESS
-    return None
+    """The mark that a status gives a deployment; None if the refusal names a field of the request."""
+    mark = _MARKS_BY_STATUS.get(status)
+    return None if mark is Mark.ABSENT and error.get("param") not in (None, "", "model") else mark
 
 
 def _denial(refused: Refused, error: dict[str, Any], mark: Mark | None) -> str:

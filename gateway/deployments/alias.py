@@ -36,6 +36,7 @@ from policies import Candidate, Cause, Demand, Route, RoutingPolicy
 from policies.estimate import Lengths
 
 _PASSED_NAME_MAX = 200
+ABSENCES = ("denied", "failed", "not_ready", "disabled")
 _PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without spaces and `*`
 
 
@@ -151,6 +152,12 @@ class Alias:
         return with_length(deployment, body, self.output_max(deployment, demand))
 
     @property
+    def absence(self) -> str:
+        """Why no deployment can answer, by the worst of their causes; empty where one may."""
+        found = [d.absence for d in self.deployments.values()]
+        return next(cause for cause in ABSENCES if cause in found) if all(found) else ""
+
+    @property
     def is_starting(self) -> bool:
         """No deployment is ready, and at least one is starting."""
         loads = [d.backend.load(0) for d in self.deployments.values()]
@@ -187,7 +194,7 @@ class Alias:
         return self.deployments[ranked[0].name].model if ranked else ""
 
     def _candidates(self, demand: Demand, *, is_alone: bool = False) -> Sequence[Candidate]:
-        return [d.candidate(demand.prompt_tokens, is_alone=is_alone) for d in self.deployments.values()]
+        return [d.candidate(demand, is_alone=is_alone) for d in self.deployments.values()]
 
     def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
         """`demand` with what this alias adds to it."""

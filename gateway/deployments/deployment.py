@@ -1,4 +1,4 @@
-"""One place where an alias can be answered: a backend with its price, its breaker and its
+"""One place where an alias can be answered: a backend with its price, its health and its
 estimates.
 
 It gives the values that `policies.routing` decides by, and learns from the outcome of each call.
@@ -21,14 +21,28 @@ from gateway.loggers import get_logger
 from gateway.reserved import PAID
 from gateway.settings import DeploymentSettings
 from gateway.wire.types import CHAT, Kind
-from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Usage
+from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
+from policies.breaker import Asker
 from policies.prices import MicroUSD
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
+_LEARNED_S = 600.0  # a context that has grown is found in this time
+_NEAR = 4  # a request so many times longer tells little of a context
+_SCOPES_MAX = 256
 _TOOL_CALLS_MAX = 10  # of tools that the provider runs, in one request, as far as a hold foresees
 
 _log = get_logger()
+
+
+class Prompts(msgspec.Struct):
+    """What prompts showed of a context: the longest that was served, and the size that a refusal
+    gave, which holds until `until_s`.
+    """
+
+    served: int = 0
+    learned: int = 0
+    until_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -44,10 +58,10 @@ class Deployment:
     output_tokens_max: int | None
     output_tokens_default: int | None  # its own limit where a request has none
     settings: DeploymentSettings
-    breaker: Breaker
+    health: Health
     estimate: Estimate
     places: Places
-    claim: Callable[[], Awaitable[bool]]  # the right to probe, among all workers and hosts
+    claim: Callable[[Asker], Awaitable[bool]]  # the right to probe, among all workers and hosts
     allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
     is_price_known: bool = True
@@ -56,17 +70,52 @@ class Deployment:
     image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
-    context_learned: int | None = None  # the size that it gave when it refused a longer request
+    prompts: dict[str, "Prompts"] = field(default_factory=dict)  # by operation and model
     tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
     factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
     batch_factor: int = 1_000_000  # the same of a line of a batch
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
 
+    def asker(self, demand: Demand, request_id: str = "-") -> Asker:
+        """Whose call a request's is, for the health of this deployment.
+
+        Prompts that are longer than all that were served are of a shape of their own.
+        """
+        scope = self._scope(demand)
+        longest = self.prompts[scope].served if scope in self.prompts else 0
+        shape = "+".join(sorted(demand.needs))
+        return Asker(scope, demand.caller, f"{shape}+long" if demand.prompt_tokens > longest else shape, request_id)
+
+    def _scope(self, demand: Demand) -> str:
+        return f"{demand.operation}:{self.model if self.is_any_model else ''}"
+
     @property
-    def has_answered(self) -> bool:
-        """Whether it has answered a request lately, whatever the model's name."""
-        return self.estimate.weight > 0
+    def is_available(self) -> bool | None:
+        """Whether it answers, by what happened last; None: it was never asked.
+
+        A local engine was asked at its start.
+        """
+        if self.use or not self.backend.load(0).is_ready:
+            return False
+        is_well = self.health.is_well
+        return True if is_well is None and self.settings.backend == "local" else is_well
+
+    @property
+    def absence(self) -> str:
+        """Why it is left alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
+        if self.use or not self.backend.load(0).is_ready:
+            return "disabled" if self.use else "not_ready"
+        reason, denial = self.health.trouble
+        return "denied" if denial else "failed" if reason else ""
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not available, for operators; empty where it may be."""
+        load = self.backend.load(0)
+        if self.use or not load.is_ready:
+            return f"{self.use} by an operator" if self.use else load.why
+        return self.health.trouble[0] or ("its last request failed" if self.health.is_well is False else "")
 
     @property
     def is_any_model(self) -> bool:
@@ -128,15 +177,16 @@ class Deployment:
             cost = -(-cost * self.factors[name] // 1_000_000)
         return cost
 
-    def candidate(self, prompt_tokens: int, *, is_alone: bool = False) -> Candidate:
+    def candidate(self, demand: Demand, *, is_alone: bool = False) -> Candidate:
         """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
+        prompt_tokens = demand.prompt_tokens
         load = self.backend.load(prompt_tokens)
         resting, reason = None, ""
         if not load.is_ready:
             resting, reason = Cause.HEALTH, load.reason
-        elif not self.breaker.allows(is_alone=is_alone):
-            is_denied = self.breaker.denial and not self.breaker.is_probed
-            resting, reason = Cause.DENIED if is_denied else Cause.HEALTH, self.breaker.reason
+        elif self.health.is_resting and not self.health.allows(asker := self.asker(demand), is_alone=is_alone):
+            reason, is_denied = self.health.resting(asker)
+            resting = Cause.DENIED if is_denied else Cause.HEALTH
         figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior rejects no deployment
         offers = self.capabilities
@@ -146,7 +196,7 @@ class Deployment:
             name=self.name,
             price=self.price,
             capabilities=offers,
-            context_tokens_max=self._context(load),
+            context_tokens_max=self._context(load, self._scope(demand)),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
@@ -160,37 +210,44 @@ class Deployment:
             batch_factor=self.batch_factor,
         )
 
-    def _context(self, load: base.Load) -> int | None:
-        known = load.context_tokens_max or self.context_tokens_max
-        if self.context_learned is None:
+    def _context(self, load: base.Load, scope: str) -> int | None:
+        known, past = load.context_tokens_max or self.context_tokens_max, self.prompts.get(scope)
+        if past is None or self.health.clock() >= past.until_s:
             return known
-        return self.context_learned if known is None else min(known, self.context_learned)
+        return past.learned if known is None else min(known, past.learned)
 
-    def learn_window(self, error: base.BackendTooLong) -> int | None:
-        """Keep the size of the context that `error` gives. Returns the size that is known, if any.
+    def learn_window(self, error: base.BackendTooLong, demand: Demand) -> int | None:
+        """Keep the size of the context that `error` gives, for a while. Returns the size for this request, if any.
 
-        A local engine states its size itself, which may change with its next start.
+        A size is kept where nothing longer was served, and where the request is longer, but not by
+        far. A local engine states its size itself, which may change with its next start.
         """
-        if error.context_tokens is not None and self.settings.engine is None:
-            self.context_learned = error.context_tokens
-        return self._context(self.backend.load(0))
+        scope, size = self._scope(demand), error.context_tokens
+        known = self._context(self.backend.load(0), scope)
+        if size is None or self.settings.engine is not None:
+            return known
+        past, output = self._prompts(scope), demand.output_tokens_max if demand.is_output_asked else 0
+        least = max(1, past.served, (demand.prompt_tokens + output) // _NEAR)
+        if least <= size < demand.prompt_tokens_max + output:
+            past.learned, past.until_s = size, self.health.clock() + _LEARNED_S
+        return min(size, known or size)
 
-    def begin(self) -> bool:
+    def _prompts(self, scope: str) -> Prompts:
+        if scope not in self.prompts and len(self.prompts) >= _SCOPES_MAX:
+            self.prompts.clear()
+        return self.prompts.setdefault(scope, Prompts())
+
+    def begin(self, asker: Asker) -> bool:
         """Take a place and the right to make one call; returns False if another call took it.
 
         `end` gives the place back.
         """
         if not self.places.take():
             return False
-        if not self.breaker.begin():
+        if not self.health.begin(asker):
             self.places.give_back()
             return False
         return True
-
-    def begin_try_out(self) -> None:
-        """Take a place and the right to make one call for an operator, whatever the state."""
-        self.places.taken += 1
-        self.breaker.begin_anyway()
 
     def take_use(self, use: str) -> list[base.ChunkStream]:
         """Set what an operator made of it. Returns the answers that must be given up."""
@@ -198,12 +255,12 @@ class Deployment:
         self.use = use
         return list(self.answers) if is_cut else []
 
-    async def may_probe(self) -> bool:
+    async def may_probe(self, asker: Asker) -> bool:
         """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
         try:
-            is_first = await self.claim()
+            is_first = await self.claim(asker)
         except BaseException:
-            self.breaker.record_cancelled()
+            self.health.cancelled(asker)
             self.end()
             raise
         if not is_first:
@@ -226,20 +283,23 @@ class Deployment:
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
         return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
 
-    def succeeded(self, made: Progress, prompt_tokens: int) -> None:
+    def succeeded(self, made: Progress, demand: Demand, asker: Asker) -> None:
         """Learn from a complete generation.
 
         An answer that came whole has only a total: its time to first token is taken as predicted,
         and its tokens share the rest.
         """
-        self.breaker.record_success()
+        self.health.succeeded(asker)
         assert made.attempt is not None
+        past, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
+        past.served = max(past.served, prompt_tokens)
         duration_ms, usage, tokens = made.attempt.duration_ms, made.usage, made.content_chunks
         figures = self.estimate.figures()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if usage is not None:
-            if self.context_learned and usage.prompt_tokens > self.context_learned:
-                self.context_learned = None  # it has grown
+            past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
+            if past.served > past.learned:
+                past.until_s = 0.0  # it has grown
             prompt_tokens = usage.prompt_tokens - usage.cached_tokens
             tokens = usage.completion_tokens
             if usage.reasoning_tokens:
@@ -252,27 +312,19 @@ class Deployment:
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
-    def failed(self, error: base.BackendError) -> None:
+    def failed(self, error: base.BackendError, asker: Asker) -> None:
         """Count a failure against the deployment, unless the request itself may be at fault."""
-        if self.use == "disabled":  # its answers were given up
-            self.breaker.record_cancelled()
-            return
         match error:
-            case base.BackendRejected() if not self.breaker.denial:
-                self.breaker.record_success()
-            case base.BackendDenied(mark=base.Mark() as mark) if not (mark is base.Mark.ADDRESS and self.has_answered):
-                if not self.breaker.denial:
+            case _ if self.use == "disabled":  # its answers were given up
+                self.health.cancelled(asker)
+            case base.BackendDenied(mark=base.Mark() as mark):
+                if not self.health.resting(asker)[1]:
                     _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
-                if mark is base.Mark.MODEL and self.is_any_model:  # the client chose that name
-                    self.breaker.record_cancelled()
-                    return
-                self.breaker.record_denial(f"{mark} (HTTP {error.status})")
-            case base.BackendRejected() | base.BackendDenied():
-                self.breaker.record_cancelled()
-            case base.BackendOverloaded():
-                self.breaker.record_failure(error.retry_after_s)
+                self.health.failed(asker, denial=f"{mark} (HTTP {error.status})")
+            case base.BackendDenied() | base.BackendRejected():
+                self.health.cancelled(asker)
             case _:
-                self.breaker.record_failure()
+                self.health.failed(asker, error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)
 
     def note_timeout(self, prompt_tokens: int) -> None:
         """Learn from a time-out, where no other deployment could answer either.

@@ -27,7 +27,8 @@ from gateway.settings import (
     is_pattern,
 )
 from gateway.wire.errors import NotFound, shown
-from policies import Breaker, Estimate, RoutingPolicy
+from policies import Estimate, Health, RoutingPolicy
+from policies.breaker import Asker
 from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
@@ -142,7 +143,7 @@ def _deployed(
         backend=backend,
         output_tokens_default=None,
         settings=settings,
-        breaker=Breaker(clock, random.random),
+        health=Health(clock, random.random),
         estimate=Estimate(clock),
         places=Places(settings.concurrency_max, settings.queue_max),
         claim=_alone,
@@ -150,6 +151,6 @@ def _deployed(
     )
 
 
-async def _alone() -> bool:
+async def _alone(_: Asker) -> bool:
     """The claim of a worker that shares nothing."""
     return True

@@ -1,7 +1,7 @@
 """One state of health of each deployment for all workers and hosts, in Redis.
 
-    sameway:{health}:D           string  the state, as JSON: sums of the estimate, the breaker
-    sameway:{health}:D:probe:N   string  a probe of state N has begun
+    sameway:{health}:D            string  the state, as JSON: sums of the estimate, the breakers
+    sameway:{health}:D:probe:B:N  string  a probe of breaker B in state N has begun
 
 D is a digest of what the deployment is: its name, address, model, headers and key. So another
 configuration begins anew. A deployment that only its own host reaches is that host's.
@@ -31,22 +31,24 @@ from redis.exceptions import RedisError
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
 from gateway.settings import Settings
-from policies.breaker import BreakerLimits, News
+from policies.breaker import CALLERS_MAX, Asker, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
 _PREFIX = "sameway:{health}:"
 _TTL_MS = 86_400_000
 _PROBE_MS = 8_000
 _REST_S_MAX = 3_700.0
+_BREAKERS_MAX = 64
+_WORDS_MAX = 8_000
 _EXCHANGE_EVERY_S = 0.5
 _SOON_S = 0.1
 _SUM_MAX = 1e15
-_CALLS_HALF_LIFE_MS = int(BreakerLimits().half_life_s * 1000)
 _WEIGHT_MAX = 1.01 / (1.0 - KEEP_PER_OBSERVATION)
 
 # KEYS: one for each deployment. ARGV: the sums' half-life in ms, the time to live, the longest rest
-# in ms, the half-life of a breaker's calls in ms, then for each deployment {what its observations
-# leave of the sums, sums, news}. Answers for each {1 if its state was taken, sums, news}, as JSON.
+# in ms, the most breakers, the most failures in a row, then for each deployment {what its
+# observations leave of the sums, sums, news by breaker}. Answers for each {sums, states by
+# breaker}, as JSON.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -55,72 +57,82 @@ local function number(value, most)
   return 0
 end
 local function text(value) if type(value) == 'string' then return value end return '' end
-local replies = {}
-for i, key in ipairs(KEYS) do
-  local sent = cjson.decode(ARGV[i + 4])
-  local news, count = sent[3], #sent[2]
-  local raw = redis.pcall('GET', key)
-  local is_read, known = pcall(cjson.decode, raw)
-  if not is_read or type(known) ~= 'table' then known = {} end
-  local at, until_ms = number(known.at, 1e15), number(known.until_ms, 1e15)
-  if at > now + 60000 or until_ms > now + tonumber(ARGV[3]) then known, at, until_ms = {}, now, 0 end
-  local sums = type(known.sums) == 'table' and known.sums or {}
-  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
-  local state = {sums = {}, at = now}
-  for n = 1, count do state.sums[n] = number(sums[n], 1e15) * keep + sent[2][n] end
-  local version = number(known.version, 1e15)
-  local row = number(known.row, 1e9)
-  state.row = news[2] and news[3] or row + news[3]
+local function table_of(value) if type(value) == 'table' then return value end return {} end
+local NOTHING = {0, false, {}, false, 0, 0, 0, '', '', '*'}
+local function merged(known, news)
+  local until_ms, version = number(known.until_ms, 1e15), number(known.version, 1e15)
+  if until_ms > now + tonumber(ARGV[3]) then known, until_ms, version = {}, 0, 0 end
   local is_taken = news[4] and news[1] == version
-  local left = is_taken and news[6] == 0 and 0 or 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[4]))
-  state.calls = number(known.calls, 1e9) * left + news[10]
-  state.failed = number(known.failed, 1e9) * left + news[11]
+  local state, count = {row = news[2] and {} or table_of(known.row), good = known.good == true or news[2]}, 0
+  for unit in pairs(news[3]) do state.row[unit] = 1 end
+  for _ in pairs(state.row) do count = count + 1 end
+  if count > tonumber(ARGV[5]) then state.row = news[3] end
   if is_taken then
     state.version, state.openings, state.cause, state.denial = version + 1, news[5], news[8], news[9]
+    state.covers = news[10]
     state.until_ms = news[6] > 0 and now + news[6] * 1000 or 0
     state.alone_ms = news[6] > 0 and now + news[7] * 1000 or 0
   else
     state.version, state.openings = version, number(known.openings, 1e6)
     state.until_ms, state.alone_ms = until_ms, number(known.alone_ms, 1e15)
-    state.cause, state.denial = text(known.cause), text(known.denial)
-  end
-  if is_taken or sent[1] ~= 1 or news[10] > 0 or state.row ~= row then
-    redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2])
+    state.cause, state.denial, state.covers = text(known.cause), text(known.denial), text(known.covers)
   end
   local rest, alone = 0, 0
   if state.until_ms > 0 then
     rest, alone = math.max(1, state.until_ms - now) / 1000, math.max(0, state.alone_ms - now) / 1000
   end
-  local answer = {
-    state.version, false, state.row, false, state.openings, rest, alone, state.cause, state.denial,
-    state.calls, state.failed
+  return state, {
+    state.version, state.good, state.row, false, state.openings, rest, alone, state.cause, state.denial,
+    state.covers, is_taken
   }
-  replies[i] = cjson.encode({is_taken and 1 or 0, state.sums, answer})
+end
+local replies = {}
+for i, key in ipairs(KEYS) do
+  local sent = cjson.decode(ARGV[i + 5])
+  local raw = redis.pcall('GET', key)
+  local is_read, known = pcall(cjson.decode, raw)
+  if not is_read or type(known) ~= 'table' then known = {} end
+  local at = number(known.at, 1e15)
+  if at > now + 60000 then known, at = {}, now end
+  local sums = table_of(known.sums)
+  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
+  local state, answers, count = {sums = {}, at = now, breakers = {}}, {}, 0
+  for n = 1, #sent[2] do state.sums[n] = number(sums[n], 1e15) * keep + sent[2][n] end
+  local breakers = table_of(known.breakers)
+  for path in pairs(sent[3]) do breakers[path] = table_of(breakers[path]) end
+  for path, one in pairs(breakers) do
+    if type(one) == 'table' and (count < tonumber(ARGV[4]) or sent[3][path]) then
+      count = count + 1
+      state.breakers[path], answers[path] = merged(one, sent[3][path] or NOTHING)
+    end
+  end
+  if sent[1] ~= 1 or next(sent[3]) then redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2]) end
+  replies[i] = cjson.encode({state.sums, answers})
 end
 return replies
 """
 
 
 class _Reply(msgspec.Struct, frozen=True, array_like=True):
-    is_taken: int
     sums: tuple[float, ...]
-    state: News
+    states: dict[str, News]
 
     @property
     def is_sound(self) -> bool:
         """Whether a worker can have written it."""
-        sums, state = self.sums, self.state
+        sums = self.sums
         return (
             len(sums) == SUMS
             and all(-_SUM_MAX <= one <= _SUM_MAX for one in sums)
             and all(-1e-6 <= sums[weight] <= _WEIGHT_MAX for weight in (0, 5, 8))
             and min(sums[1], sums[2], sums[3], sums[7], sums[9]) >= -1e-6
-            and 0 <= state.failures <= 1_000_000_000
-            and 0 <= state.rest_s <= _REST_S_MAX
-            and -1e-6 <= state.failed <= state.calls + 1e-6 <= _SUM_MAX
-            and len(state.cause) + len(state.denial) <= 1_000
-            and f"{state.cause}{state.denial}".isprintable()
+            and all(_is_sound(path, state) for path, state in self.states.items())
         )
+
+
+def _is_sound(path: str, state: News) -> bool:
+    words = " ".join((path, state.cause, state.denial, state.covers, *state.row))
+    return 0 <= state.rest_s <= _REST_S_MAX and len(words) <= _WORDS_MAX and words.isprintable()
 
 
 class _Shared:
@@ -134,12 +146,12 @@ class _Shared:
         self._base_calls = 0
         self._base_at_s = clock()
         self._sent = (self._base, 0, self._base_at_s)
-        self._news = News()
+        self._news: dict[str, News] = {}
         self._is_reset = False
 
     def reset(self) -> None:
         """Forget all, also what others have learned."""
-        self.deployment.breaker.reset()
+        self.deployment.health.reset()
         self.deployment.estimate.restore((0.0,) * SUMS)
         self._is_reset = True
 
@@ -147,7 +159,9 @@ class _Shared:
         """What is to be sent."""
         estimate = self.deployment.estimate
         calls, sums = estimate.calls_seen, estimate.sums()
-        self._sent, self._news = (sums, calls, self._clock()), self.deployment.breaker.news()
+        self._sent = (sums, calls, self._clock())
+        breakers = self.deployment.health.breakers
+        self._news = {path: one.news() for path, one in breakers.items() if one.is_to_be_sent}
         kept = KEEP_PER_OBSERVATION ** (calls - self._base_calls)
         learned = self._beyond(sums, self._base, kept, self._base_at_s) if kept < 1.0 else (0.0,) * SUMS
         if self._is_reset:
@@ -156,7 +170,8 @@ class _Shared:
 
     def failed(self) -> None:
         """It was not sent."""
-        self.deployment.breaker.put_back(self._news)
+        for path, news in self._news.items():
+            self.deployment.health.breaker(path).put_back(news)
 
     def incoming(self, data: bytes) -> bool:
         """Take what all have learned; returns False, and changes nothing, if no worker wrote that."""
@@ -173,7 +188,8 @@ class _Shared:
         since = self._beyond(estimate.sums(), sums, kept, at_s)
         self._base, self._base_calls, self._base_at_s = reply.sums, calls, at_s
         estimate.restore(_clean([one * kept + more for one, more in zip(reply.sums, since, strict=True)]))
-        self.deployment.breaker.adopt(reply.state, is_own=bool(reply.is_taken))
+        for path, state in reply.states.items():
+            self.deployment.health.breaker(path).adopt(state)
         return True
 
     def _beyond(self, sums: Sequence[float], base: Sequence[float], kept: float, at_s: float) -> tuple[float, ...]:
@@ -211,7 +227,7 @@ class SharedHealth:
             await self.exchange()
             for _ in range(int(_EXCHANGE_EVERY_S / _SOON_S)):
                 await asyncio.sleep(_SOON_S)
-                if any(shared.deployment.breaker.has_news for shared in self._shared):
+                if any(one.has_news for shared in self._shared for one in shared.deployment.health.breakers.values()):
                     break
 
     async def reset(self, deployment: Deployment) -> None:
@@ -229,7 +245,7 @@ class SharedHealth:
 
     async def _exchange(self) -> None:
         keys = [shared.key for shared in self._shared]
-        limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000), _CALLS_HALF_LIFE_MS)
+        limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000), _BREAKERS_MAX, CALLERS_MAX)
         news = [shared.outgoing() for shared in self._shared]
         try:
             replies = await self._link.eval(_EXCHANGE, len(keys), *keys, *limits, *news)
@@ -242,13 +258,16 @@ class SharedHealth:
                 shared.failed()
                 await self._link.execute_command("DEL", shared.key)
 
-    async def _claim(self, shared: _Shared) -> bool:
+    async def _claim(self, shared: _Shared, asker: Asker) -> bool:
         """Whether this worker may probe now; also while Redis is away."""
-        key = f"{shared.key}:probe:{shared.deployment.breaker.version}"
         try:
-            return bool(await self._link.execute_command("SET", key, "1", "NX", "PX", _PROBE_MS))
+            for name in shared.deployment.health.probed(asker):
+                key = f"{shared.key}:probe:{name}"
+                if not await self._link.execute_command("SET", key, "1", "NX", "PX", _PROBE_MS):
+                    return False
         except RedisError:
             return True
+        return True
 
 
 def identity(deployment: Deployment, settings: Settings, host: str) -> str:

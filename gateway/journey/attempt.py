@@ -32,7 +32,8 @@ from gateway.journey.queue import routed
 from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
 from gateway.wire.errors import ApiError, DeploymentFull, Unavailable, UpstreamDenied, last_to_reset
 from gateway.wire.types import Chunk
-from policies import Route
+from policies import Demand, Route
+from policies.breaker import Asker
 
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
@@ -151,23 +152,22 @@ class Tries:
 
     async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
         flight, generation = self._flight, self._generation
+        demand = generation.demand
         generation.why = why
-        if not await _is_admitted(deployment):
+        if not await self._is_admitted(deployment):
             return BackendUnavailable("Another request is trying whether this deployment is back")
         request, progress = self._begin(deployment, is_alone=is_alone)
-        prompt_tokens, slow_ms = generation.turn.demand.prompt_tokens, None
+        slow_ms = None
         if generation.serving.settings.hedge_cost_max and request.is_stream and not is_alone and self._failed is None:
-            slow_ms = deployment.estimate.ttft_p95_ms(prompt_tokens)
+            slow_ms = deployment.estimate.ttft_p95_ms(demand.prompt_tokens)
         if slow_ms is not None:
             deployment, progress, failure = await self._raced_with(deployment, request, progress, slow_ms)
         else:
-            failure = await attempt(
-                deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens, flight=flight
-            )
+            failure = await attempt(deployment, request, progress, flight.extend, demand=demand, flight=flight)
         if failure is None:
             return None
         if isinstance(failure, BackendTooLong):
-            window = deployment.learn_window(failure)
+            window = deployment.learn_window(failure, demand)
             if window is not None:
                 generation.must_fit(window)
         elif isinstance(failure, BackendRejected) and not isinstance(failure, BackendUnfit):
@@ -187,9 +187,17 @@ class Tries:
         try:
             return self._generation.begin_try(deployment, is_alone=is_alone)
         except BaseException:  # a bug must not keep the place
-            deployment.breaker.record_cancelled()
+            deployment.health.cancelled(self._asker(deployment))
             deployment.end()
             raise
+
+    def _asker(self, deployment: Deployment) -> Asker:
+        return deployment.asker(self._generation.demand, self._generation.turn.arrival.request_id)
+
+    async def _is_admitted(self, deployment: Deployment) -> bool:
+        """Whether `deployment` has a place for a call, which no other worker's probe forbids."""
+        asker = self._asker(deployment)
+        return deployment.begin(asker) and (not deployment.health.is_open(asker) or await deployment.may_probe(asker))
 
     async def _raced_with(
         self, first: Deployment, request: BackendRequest, progress: Progress, slow_ms: float
@@ -233,21 +241,21 @@ class Tries:
         return ended.deployment, ended.progress, failure
 
     def _enter(self, race: Race, deployment: Deployment, request: BackendRequest, progress: Progress) -> None:
-        tokens, flight = self._generation.turn.demand.prompt_tokens, self._flight
+        demand, flight = self._generation.demand, self._flight
         race.enter(
             deployment,
             progress,
-            lambda deliver: attempt(deployment, request, progress, deliver, prompt_tokens=tokens, flight=flight),
+            lambda deliver: attempt(deployment, request, progress, deliver, demand=demand, flight=flight),
         )
 
     async def _may_hedge(self, race: Race, second: Deployment, expected: int) -> bool:
         """Whether `second`, which would cost `expected`, may be asked now; then it has a place for it."""
         generation, hedges = self._generation, self._generation.serving.hedges
-        if second.breaker.is_open or generation.cut_at is not None:  # a budget is nearly used up
+        if second.health.is_open(self._asker(second)) or generation.cut_at is not None:  # a budget is nearly used up
             return False
         if not hedges.take(expected, generation.serving.settings.hedge_cost_max):
             return False
-        if await self._cover(generation, second) and race.is_open and second.begin():
+        if await self._cover(generation, second) and race.is_open and second.begin(self._asker(second)):
             return True
         hedges.give_back(expected)
         return False
@@ -275,7 +283,7 @@ class Tries:
             is_covered = await self._cover(generation, deployment)
             if is_covered and deployment.places.is_full:  # since the route was made
                 continue
-            if not is_covered or not await _is_admitted(deployment):
+            if not is_covered or not await self._is_admitted(deployment):
                 self._done_with |= {best.name}
                 continue
             generation.why = best.why
@@ -290,9 +298,7 @@ class Tries:
 
             request, progress = generation.begin_try(deployment, is_alone=len(route.ranked) == 1, said=said)
             generation.seams.append(seam)
-            failure = await attempt(
-                deployment, request, progress, deliver, prompt_tokens=turn.demand.prompt_tokens, flight=flight
-            )
+            failure = await attempt(deployment, request, progress, deliver, demand=generation.demand, flight=flight)
             if failure is None:
                 generation.whole_usage = joint.usage
                 return True
@@ -310,18 +316,13 @@ def _pause_before_retry(failure: BackendError, attempts: int) -> float | None:
     return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
 
 
-async def _is_admitted(deployment: Deployment) -> bool:
-    """Whether `deployment` has a place for a call, which no other worker's probe forbids."""
-    return deployment.begin() and (not deployment.breaker.is_open or await deployment.may_probe())
-
-
 async def attempt(
     deployment: Deployment,
     request: BackendRequest,
     progress: Progress,
     deliver: Callable[[list[Chunk]], bool | None],
     *,
-    prompt_tokens: int,
+    demand: Demand,
     flight: Flight | None = None,
 ) -> BackendError | None:
     """Send `request` to `deployment`, whose `begin` has admitted the call.
@@ -331,8 +332,9 @@ async def attempt(
     Returns the failure, or None if the answer is complete; `progress.has_begun` tells whether
     chunks were delivered before it.
     """
-    answer = deployment.backend.stream(request)
+    answer, asker = deployment.backend.stream(request), deployment.asker(demand, request.request_id)
     held: list[Chunk] = []
+    is_probe = deployment.health.is_open(asker)
     deployment.answers.add(answer)
     try:
         async for chunks in answer:
@@ -342,24 +344,24 @@ async def attempt(
             # decision: commit-on-content
             held += chunks
             if progress.has_begun:
-                if deployment.breaker.denial:
-                    deployment.breaker.record_accepted()
+                if is_probe:
+                    deployment.health.accepted(asker)
                 if deliver(held) or progress.is_whole:
                     break
                 held.clear()
                 if flight is not None and (caught_up := flight.held_up()) is not None:
                     await progress.apart(caught_up)
     except BackendError as error:
-        deployment.failed(error)
+        deployment.failed(error, asker)
         is_refusal, is_denial = isinstance(error, BackendRejected), isinstance(error, BackendDenied)
         progress.end(error.detail[:300], is_refusal=is_refusal, is_denial=is_denial)
         return error
     except asyncio.CancelledError:
-        deployment.breaker.record_cancelled()
+        deployment.health.cancelled(asker)
         progress.abandon()
         raise
     except Exception:
-        deployment.breaker.record_cancelled()  # a bug here is no failure of the deployment
+        deployment.health.cancelled(asker)  # a bug here is no failure of the deployment
         raise
     finally:
         try:
@@ -368,5 +370,5 @@ async def attempt(
             deployment.answers.discard(answer)
             deployment.end()
     progress.complete()
-    deployment.succeeded(progress, prompt_tokens)
+    deployment.succeeded(progress, demand, asker)
     return None

@@ -334,7 +334,7 @@ def generation_of(
         alias=alias,
         serving=alias,
         fingerprint=fingerprint,
-        demand=turn.demand,
+        demand=msgspec.structs.replace(turn.demand, operation=turn.kind.name, caller=str(identity.key.id)),
         warm=warm,
         lacking=lacking,
         progress=_NO_PROGRESS,

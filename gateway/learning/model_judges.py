@@ -27,7 +27,7 @@ from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.llm_judge import LlmJudge
 from gateway.loggers import get_logger
 from gateway.wire.errors import ApiError
-from policies import Breaker, Estimate, Usage
+from policies import Estimate, Health, Usage
 
 _AT_ONCE = 2  # questions of one worker
 _BUSY = 64  # generations under way from which on nothing is asked
@@ -114,7 +114,7 @@ class ModelJudges:
                 self._copies.clear()
             own = dataclasses.replace(
                 deployment,
-                breaker=Breaker(time.monotonic, random.random),
+                health=Health(time.monotonic, random.random),
                 estimate=Estimate(time.monotonic),
                 places=Places(_AT_ONCE, 0),
             )
@@ -160,4 +160,4 @@ def _has_room(deployment: Deployment) -> bool:
     """Whether a question would delay no client's request, as far as this worker sees."""
     load, places = deployment.backend.load(0), deployment.places
     is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * places.taken <= places.places_max
-    return load.is_ready and deployment.breaker.is_closed and is_idle and not (load.waiting or places.waiting)
+    return not deployment.absence and is_idle and not (load.waiting or places.waiting)

@@ -2,11 +2,12 @@
 
 Checks twice a second, so a probe of `/readyz` waits for nothing. Knows no requests. Invariants:
 `/readyz` is 503 until every part was ready once, so a balancer sends no request to a cold host;
-after that it is 503 only while some alias cannot be answered, because a gateway without its cache
-still answers.
+after that it is 503 only while this host has no deployment for some alias, because a gateway without
+its cache still answers.
 """
 
 import asyncio
+import math
 import os
 import resource
 import time
@@ -22,6 +23,7 @@ from cache.worker import Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
 from gateway.accounts.database import name_of
 from gateway.accounts.ledger_writer import WriterStats
+from gateway.deployments.alias import ABSENCES
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.journey.budget import Money
@@ -168,24 +170,21 @@ class HealthMonitor:
         ]
 
     def _part(self, deployment: Deployment) -> Part:
-        load = deployment.backend.load(0)
-        if deployment.use:
-            return Part(deployment.name, Health.DOWN, f"{deployment.use} by an operator")
-        if load.is_ready:
-            reason = deployment.breaker.reason
-            is_proved = deployment.has_answered or deployment.settings.backend == "local"
-            detail = reason or ("" if is_proved else "no answer from it yet")
-            return Part(deployment.name, Health.DOWN if reason else Health.OK, detail)
-        return Part(deployment.name, Health.STARTING if load.is_starting else Health.DOWN, load.why)
+        if deployment.is_available is None:
+            return Part(deployment.name, Health.UNASKED, "no answer from it yet")
+        if deployment.is_available:
+            return Part(deployment.name, Health.OK)
+        is_starting = deployment.backend.load(0).is_starting and not deployment.use
+        return Part(deployment.name, Health.STARTING if is_starting else Health.DOWN, deployment.trouble)
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_all_there = all(part.health is Health.OK for part in parts)
-        # a deployment that refuses the gateway refuses every host, and one that an operator took out of
-        # use is so on every host: no balancer has a better one
+        is_all_there = all(part.health in (Health.OK, Health.UNASKED) for part in parts)
+        # what a provider does, and what an operator took out of use, is so on every host: no balancer
+        # has a better one, and only requests find out that a deployment is back
         is_answerable = all(
-            any(_is_available(d, is_alone=True) or d.breaker.denial or d.use for d in alias.deployments.values())
+            any(d.backend.load(0).is_ready or d.use for d in alias.deployments.values())
             for alias in self._fleet.aliases.values()
         )
         # before the first readiness every part must be ready, except deployments that are down, not
@@ -195,7 +194,8 @@ class HealthMonitor:
         if self._cache.state is WorkerState.FAILED:
             may_be_down.add(_CACHE_WORKER)
         is_up = all(
-            part.health is Health.OK or (part.name in may_be_down and part.health is Health.DOWN) for part in parts
+            part.health is Health.OK or (part.name in may_be_down and part.health is not Health.STARTING)
+            for part in parts
         )
         self._was_ready = self._was_ready or (is_answerable and is_up)
         return {
@@ -218,23 +218,23 @@ class HealthMonitor:
         metrics.set(m.CACHE_WORKER_UP, float(self._cache.is_ready))
         metrics.set(m.INDEX_ENTRIES, self._cache.entries)
         metrics.set(m.L1_BYTES, self._pipeline.exact.l1_bytes)
+        self._set_deployment_gauges(metrics)
+
+    def _set_deployment_gauges(self, metrics: Metrics) -> None:
+        for alias in self._fleet.aliases.values():
+            absence = alias.absence
+            for cause in ABSENCES:
+                metrics.set(m.MODEL_UNAVAILABLE, float(absence == cause), alias.name, cause)
         for deployment in self._fleet.deployments:
             load = deployment.backend.load(0)
-            metrics.set(m.DEPLOYMENT_AVAILABLE, float(_is_available(deployment)), deployment.name)
+            is_available = deployment.is_available
+            now = math.nan if is_available is None else float(is_available)
+            metrics.set(m.DEPLOYMENT_AVAILABLE, now, deployment.name)
             workers = 1 if load.engine is None else self._settings.workers  # an engine reports its total to each worker
             metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
             if load.engine is not None:
                 metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)
             metrics.set(m.DEPLOYMENT_WAITING, load.waiting / workers + deployment.places.waiting, deployment.name)
-
-
-def _is_available(deployment: Deployment, *, is_alone: bool = False) -> bool:
-    breaker = deployment.breaker
-    return (
-        deployment.backend.load(0).is_ready
-        and breaker.allows(is_alone=is_alone)
-        and not (breaker.denial or deployment.use)
-    )
 
 
 def _memory_bytes() -> float:

@@ -272,8 +272,14 @@ L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway wo
 DEPLOYMENT_AVAILABLE = _gauge(
     "sameway_deployment_available",
     Merge.MIN,
-    "1 while the deployment is ready, its breaker is closed, and it does not deny every request.",
+    "1 if what happened last at the deployment was good, 0 if not; absent until it is asked.",
     "deployment",
+)
+MODEL_UNAVAILABLE = _gauge(
+    "sameway_model_unavailable",
+    Merge.MAX,
+    "1 while every deployment of the model is left alone, by the worst cause: denied, failed, not_ready or disabled.",
+    "model cause",
 )
 DEPLOYMENT_RUNNING = _gauge(
     "sameway_deployment_running_requests", Merge.SUM, "Generations running at the deployment.", "deployment"

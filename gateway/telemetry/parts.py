@@ -8,6 +8,7 @@ class Health(StrEnum):
     OK = "ok"
     STARTING = "starting"  # loads a model or rebuilds an index; needs no action
     DOWN = "down"
+    UNASKED = "unasked"  # a deployment that has no outcome yet; needs no action
 
 
 @dataclass(frozen=True, slots=True)

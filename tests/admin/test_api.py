@@ -658,20 +658,6 @@ async def test_a_gateway_that_starts_is_no_alarm(world: World, client: httpx.Asy
     assert [problem["is_urgent"] for problem in problems] == [True, True]
 
 
-async def test_a_deployment_that_only_fails_is_named(world: World, client: httpx.AsyncClient) -> None:
-    """One that may be tried again and has never answered deserves a look, until it answers."""
-    for _ in range(6):
-        fallback = (Attempt("large@api", "Unreachable", 1.0), Attempt("small@local", "ok", 200.0))
-        world.stats.add(miss(at_s=NOW_S, deployment="small@local", attempts=fallback))
-    await world.stats.flush()
-    world.deployments = [LOCAL, LOCAL.model_copy(update={"name": "large@api"})]
-    (problem,) = (await client.get("/admin/api/status")).json()["problems"]
-    assert problem["message"] == "large@api has answered none of the last hour's 6 requests it was tried with"
-    world.stats.add(miss(at_s=NOW_S, deployment="large@api", attempts=(Attempt("large@api", "ok", 200.0),)))
-    await world.stats.flush()
-    assert (await client.get("/admin/api/status")).json()["problems"] == []
-
-
 async def test_deployments_show_what_they_did(world: World, client: httpx.AsyncClient) -> None:
     """Each has its health, its estimates and its last 24 hours."""
     world.stats.add(miss(at_s=NOW_S, deployment="small@local", attempts=(Attempt("small@local", "ok", 200.0),)))

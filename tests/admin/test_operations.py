@@ -14,10 +14,13 @@ from gateway.admin.guard import COOKIE
 from gateway.batches.lines import LineRefused
 from gateway.deployments.deployment import Deployment
 from policies import Price
+from policies.breaker import Asker
 from policies.holds import LEDGER_STREAM
 from tests.admin.seed import seed_batch
 from tests.admin.world import ADMIN_KEY, World, open_world
 from tests.world import Finish, ScriptedBackend, Tokens, broken, denied
+
+ASKER = Asker("chat:")
 
 
 @pytest.fixture
@@ -63,20 +66,21 @@ async def test_each_act_holds_is_audited_and_survives(world: World, client: Asyn
 async def test_a_reset_forgets_failures_and_figures(world: World, client: AsyncClient) -> None:
     """Here at once, and on other hosts with their next exchange."""
     one, _ = only(world)
-    one.breaker.record_failure(retry_after_s=600)
+    one.health.failed(ASKER, retry_after_s=600)
     one.estimate.observe(900.0, 20.0, 100)
     await world.admin.shared_health.exchange()
     assert (await client.post("/admin/api/deployments/reset", json={"name": one.name})).json()["is_available"]
-    assert (one.breaker.allows(), one.has_answered) == (True, False)
+    assert (one.health.allows(ASKER), one.estimate.weight) == (True, 0)
     for _ in range(2):
         await world.admin.shared_health.exchange()
-    assert (one.breaker.allows(), one.has_answered) == (True, False)
+    assert (one.health.allows(ASKER), one.estimate.weight) == (True, 0)
 
 
 async def test_a_try_tells_what_came_and_closes_the_breaker(world: World, client: AsyncClient) -> None:
     """A try asks even a resting deployment that is out of use; an answer ends the rest, and not what an operator set."""
     one, backend = only(world)
-    one.breaker.record_denial("key refused (HTTP 401)")
+    for number in range(3):
+        one.health.failed(Asker("chat:", request=f"r{number}"), denial="key refused (HTTP 401)")
     backend.plays(denied(401, "No such key"))
     tried = (await client.post("/admin/api/deployments/try", json={"name": one.name})).json()
     assert (tried["is_ok"], "No such key" in tried["problem"]) == (False, True)
@@ -84,7 +88,7 @@ async def test_a_try_tells_what_came_and_closes_the_breaker(world: World, client
     backend.plays("o", "k", Finish(), Tokens(3, 2))
     tried = (await client.post("/admin/api/deployments/try", json={"name": one.name})).json()
     assert (tried["is_ok"], tried["answer"], tried["prompt_tokens"], tried["completion_tokens"]) == (True, "ok", 3, 2)
-    assert (one.breaker.denial, one.use, one.places.taken) == ("", "drained", 0)
+    assert (one.health.trouble[1], one.use, one.places.taken) == ("", "drained", 0)
     assert backend.calls[-1].body["max_tokens"] == 16
 
 

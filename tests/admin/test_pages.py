@@ -272,16 +272,17 @@ async def test_a_request_says_why_it_went_where_it_went(world: World, browser: h
 
 
 async def test_deployments_tell_how_they_are(world: World, browser: httpx.AsyncClient) -> None:
-    """An engine's memory, what it reused and guessed; and no green light for what has only failed."""
-    failed = tuple(Attempt("small@api", "refused", 3.0) for _ in range(2))
-    world.stats.add(miss(at_s=NOW_S, deployment="", attempts=failed, status=502, error="upstream"))
-    await world.stats.flush()
+    """An engine's memory, what it reused and guessed; a green light only for what answered last."""
+    asked = {"small@api": None, "failing": False}
+    more = [LOCAL.model_copy(update={"name": name, "is_available": one, "engine": None}) for name, one in asked.items()]
+    world.deployments = [LOCAL, *more]
     page = (await browser.get("/admin/deployments")).text
     figures = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", page.split("The engine since its start")[1]))
     assert (figures["KV in use"], figures["KV kept for reuse"], figures["of them reused"]) == ("25%", "50%", "75%")
     assert (figures["Reads"], figures["Guesses right"], figures["Preempted"]) == ("640 tokens/s", "29 of 40", "2")
     assert page.count("The engine since its start") == 1
-    assert 'class="health doubtful">small@api' in page
+    assert 'class="health unasked">small@api' in page
+    assert 'class="health down">failing' in page
     assert 'class="health ok">small@local' in page
 
 

@@ -238,7 +238,7 @@ async def test_failures_that_another_deployment_may_mend(
         ("status=401;body=auth", 401, Mark.KEY, ": Incorrect API key provided: [key]. Find yours"),
         ("status=402", 402, Mark.CREDIT, ": upstream says no"),
         ("status=429;body=quota", 429, Mark.CREDIT, ": You exceeded your current quota"),
-        ("status=404;body=missing", 404, Mark.MODEL, ": The model `x` does not exist"),
+        ("status=404;body=missing", 404, Mark.ABSENT, ": The model `x` does not exist"),
         ("status=403", 403, None, ": upstream says no"),
         ("status=409", 409, None, ": upstream says no"),
         ("status=451", 451, None, ": upstream says no"),

@@ -19,6 +19,7 @@ from gateway.backends.base import (
     BackendRejected,
     BackendRequest,
     BackendTimeout,
+    BackendTooLong,
     BackendUnavailable,
     Mark,
 )
@@ -204,8 +205,8 @@ async def test_statuses_that_another_deployment_may_mend(
         ("status=404;body=missing", 404, Mark.MODEL, "The model `x` does not exist"),
         ("status=403;body=missing", 403, Mark.MODEL, "The model `x` does not exist"),
         ("status=400;body=missing", 400, Mark.MODEL, "The model `x` does not exist"),
-        ("status=404;body=html", 404, Mark.ADDRESS, "HTTP 404 (nothing at this address)"),
-        ("status=405;body=empty", 405, Mark.ADDRESS, "HTTP 405 (nothing at this address)"),
+        ("status=404;body=html", 404, Mark.ABSENT, "HTTP 404 (not found there)"),
+        ("status=405;body=empty", 405, Mark.ABSENT, "HTTP 405 (not found there)"),
         ("status=404", 404, None, "HTTP 404: upstream says no"),  # its param is `messages`
         ("status=403;body=html", 403, None, "HTTP 403"),
         ("status=409", 409, None, "HTTP 409: upstream says no"),
@@ -232,32 +233,37 @@ async def test_a_permanent_refusal_says_why(
 @pytest.mark.parametrize(
     ("message", "more", "mark"),
     [
-        ("model: claude-9", {"type": "not_found_error"}, Mark.MODEL),
-        ("models/x is not found for API version v1beta, or is not supported for generateContent", {}, Mark.MODEL),
-        ("Resource not found", {"code": "404"}, Mark.MODEL),
-        ("Not Found", {}, Mark.ADDRESS),
-        ("Invalid URL (POST /v1/v1/chat/completions)", {"type": "invalid_request_error"}, Mark.ADDRESS),
-        ("No file found with ID 'file-model'", {}, None),
-        ("File not found: file_011", {"type": "not_found_error"}, None),
-        ("No endpoints found that support tool use", {"code": 404}, None),
-        ("This is a chat model and not supported in the v1/completions endpoint", {}, None),
+        ("model: claude-9", {"type": "not_found_error"}, Mark.ABSENT),
+        ("The model `x` does not exist", {"code": "model_not_found", "param": "model"}, Mark.MODEL),
+        ("Voice 'voice_123' not found", {"param": None}, Mark.ABSENT),
+        ("No file found with ID 'file-model'", {"param": "file_id"}, None),
     ],
 )
-def test_a_404_for_something_in_the_request_marks_no_deployment(
-    message: str, more: dict[str, Any], mark: Mark | None
-) -> None:
-    """A client that names a file which is not there takes no deployment out of service; a model or address that is not there does."""
+def test_a_404_is_read_by_its_types(message: str, more: dict[str, Any], mark: Mark | None) -> None:
+    """No word of the message, which may be a client's, decides what is missing; a field that the refusal names does."""
     error = refusal(Refused(404, json.dumps({"error": {"message": message, **more}}).encode()))
     assert isinstance(error, BackendDenied)
     assert error.mark is mark
 
 
-def test_a_402_for_too_many_tokens_marks_no_deployment() -> None:
-    """Credit for a shorter answer may be left."""
-    words = "This request requires more credits, or fewer max_tokens. You can only afford 120"
-    error = refusal(Refused(402, json.dumps({"error": {"message": words, "code": 402}}).encode()))
-    assert isinstance(error, BackendDenied)
-    assert error.mark is None
+@pytest.mark.parametrize(
+    ("message", "more", "size"),
+    [
+        ("This model's maximum context length is 8192 tokens. However, you asked for 9631", {}, 8192),
+        ("prompt is too long: 200005 tokens > 200000 maximum", {}, 200000),
+        ("The input token count (1200000) exceeds the maximum number of tokens allowed (1048576).", {}, 1048576),
+        ("the request exceeds the available context size", {"type": "exceed_context_size_error", "n_ctx": 4096}, 4096),
+        ("Unknown parameter: 'maximum context length is 16'.", {"code": "unknown_parameter"}, None),
+        ("Bad value '...'; this model's maximum context length is 16 tokens", {}, None),
+    ],
+)
+def test_the_size_of_a_context_is_read_where_no_client_writes(
+    message: str, more: dict[str, Any], size: int | None
+) -> None:
+    """A size is in a server's own field, or at the beginning of its message; the rest may repeat a client's words."""
+    error = refusal(Refused(400, json.dumps({"error": {"message": message, **more}}).encode()))
+    assert isinstance(error, BackendTooLong)
+    assert error.context_tokens == size
 
 
 @pytest.mark.parametrize(

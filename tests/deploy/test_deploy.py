@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from gateway.config_file import load_settings
+from gateway.deployments.alias import ABSENCES
 from gateway.telemetry.metric_names import DEFINITIONS, MetricKind
 
 ROOT = Path(__file__).parents[2]
@@ -236,6 +237,86 @@ def test_every_alert_says_what_happened_and_how_bad_it_is() -> None:
         assert alert["labels"]["severity"] in ("page", "ticket")
         assert {"summary", "description"} <= set(alert["annotations"])
     assert sum(alert["labels"]["severity"] == "page" for alert in ALERTS) <= 5
+
+
+def test_a_model_that_cannot_be_answered_pages_within_minutes() -> None:
+    """By model and cause, for each cause but an operator's own; the rule's rest is Prometheus' (see below)."""
+    (rule,) = [alert for alert in ALERTS if alert["alert"] == "SamewayModelUnanswered"]
+    assert rule["expr"] == 'max by (model, cause) (sameway_model_unavailable{cause!="disabled"}) == 1'
+    assert (rule["for"], rule["labels"]["severity"]) == ("2m", "page")
+    assert set(ABSENCES) == {"denied", "failed", "not_ready", "disabled"}
+
+
+# series of a scrape every minute, and what must fire at that minute: rule, labels
+_SCENES: dict[str, tuple[dict[str, str], list[tuple[str, str, dict[str, str]]]]] = {
+    "a refused key pages for its model within minutes": (
+        {
+            'sameway_model_unavailable{instance="a",model="gpt",cause="denied"}': "0 1x20",
+            'sameway_model_unavailable{instance="a",model="gpt",cause="failed"}': "0x21",
+            'sameway_model_unavailable{instance="a",model="other",cause="denied"}': "0x21",
+            'sameway_deployment_available{instance="a",deployment="d"}': "1 0x20",
+        },
+        [
+            ("3m", "SamewayModelUnanswered", {"model": "gpt", "cause": "denied", "severity": "page"}),
+            ("18m", "SamewayDeploymentAway", {"deployment": "d", "severity": "ticket"}),
+        ],
+    ),
+    "what an operator took out of use pages nobody": (
+        {'sameway_model_unavailable{instance="a",model="gpt",cause="disabled"}': "1x20"},
+        [("10m", "SamewayModelUnanswered", {})],
+    ),
+    "a deployment that was never asked pages nobody": (
+        {'sameway_model_unavailable{instance="a",model="gpt",cause="failed"}': "0x20"},
+        [("18m", "SamewayModelUnanswered", {}), ("18m", "SamewayDeploymentAway", {})],
+    ),
+    "requests that are refused with a 424 are failures": (
+        {
+            'sameway_requests_total{status="424"}': "0+60x20",
+            'sameway_requests_total{status="200"}': "0+600x20",
+        },
+        [("12m", "SamewayRequestsFail", {"severity": "page"})],
+    ),
+}
+
+
+@pytest.mark.parametrize("scene", _SCENES)
+def test_prometheus_fires(tmp_path: Path, scene: str) -> None:
+    """Where promtool is installed it plays scrapes to the rules."""
+    promtool = _tool("promtool")
+    if promtool is None:
+        pytest.skip("no promtool; the rules' metrics and labels are checked above")
+    series, fires = _SCENES[scene]
+    texts = {alert["alert"]: alert["annotations"] for alert in ALERTS}
+
+    def expected(rule: str, labels: dict[str, str]) -> list[dict[str, Any]]:
+        if not labels:
+            return []
+        words = {
+            name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text)
+            for name, text in texts[rule].items()
+        }
+        shown = {name: re.sub(r"{{ \$value \| humanizePercentage }}", "9.091%", text) for name, text in words.items()}
+        return [{"exp_labels": labels, "exp_annotations": shown}]
+
+    plan = {
+        "rule_files": [str(DEPLOY / "prometheus/alerts.yml")],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "alert_rule_test": [
+                    {"eval_time": at, "alertname": rule, "exp_alerts": expected(rule, labels)}
+                    for at, rule, labels in fires
+                ],
+            }
+        ],
+    }
+    (tmp_path / "plan.yml").write_text(yaml.safe_dump(plan))
+    done = subprocess.run(
+        [promtool, "test", "rules", str(tmp_path / "plan.yml")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _tool(*names: str) -> str | None:

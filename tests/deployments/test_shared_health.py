@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import build_fleet
 from gateway.deployments.shared_health import SharedHealth, identity
 from gateway.settings import Settings
+from policies.breaker import Asker
 from tests.services import RedisServer
+
+_fresh = itertools.count()
+
+
+def asker(caller: str = "a") -> Asker:
+    """Another request of a caller."""
+    return Asker("chat:", caller, "", f"r{next(_fresh)}")
 
 
 class Worker:
@@ -37,6 +46,17 @@ class Worker:
     def one(self) -> Deployment:
         (found,) = (shared.deployment for shared in self.health._shared)
         return found
+
+    def allows(self, caller: str = "a", *, is_alone: bool = False) -> bool:
+        return self.one.health.allows(asker(caller), is_alone=is_alone)
+
+    def fails(self, caller: str = "a", retry_after_s: float | None = None, denial: str = "") -> None:
+        """A request of its own fails."""
+        self.one.health.failed(asker(caller), retry_after_s, denial)
+
+    def succeeds(self, caller: str = "a") -> None:
+        """A request of its own succeeds."""
+        self.one.health.succeeded(asker(caller))
 
     @property
     def key(self) -> str:
@@ -62,98 +82,106 @@ async def test_an_outage_is_learned_once(workers: list[Worker]) -> None:
     """One worker's failures close a deployment to all, and one's answer opens it to all."""
     first, second, third = workers
     await exchange(*workers)
-    first.one.breaker.record_failure(retry_after_s=600)
+    first.fails(retry_after_s=600)
     await exchange(*workers)
-    assert [worker.one.breaker.allows() for worker in workers] == [False] * 3
-    assert third.one.breaker.reason.startswith("it asked to be left alone, next try in ")
-    assert not second.one.breaker.allows(is_alone=True)
+    assert [worker.allows() for worker in workers] == [False] * 3
+    assert third.one.health.trouble[0].startswith("it asked to be left alone, next try in ")
+    assert not second.allows(is_alone=True)
     for worker in workers:
         worker.now_s += 601
-    assert second.one.begin()
-    second.one.breaker.record_success()
+    probe = asker()
+    assert second.one.begin(probe)
+    second.one.health.succeeded(probe)
     await exchange(*workers)
-    assert [worker.one.breaker.is_open for worker in workers] == [False] * 3
+    assert [worker.one.is_available is False for worker in workers] == [False] * 3
 
 
 async def test_failures_add_up(workers: list[Worker]) -> None:
-    """Five failures in a row open it, wherever they were seen; a success between them counts as well."""
+    """Three of a caller's requests in a row rest it for that caller, wherever they were seen; a success counts as well."""
     first, second, third = workers
-    for worker in (first, first, second, second):
-        worker.one.breaker.record_failure()
+    for worker in (first, second):
+        worker.fails("a")
     await exchange(*workers)
-    first.one.breaker.record_success()
+    first.succeeds("a")
     await exchange(*workers)
-    third.one.breaker.record_failure()
-    assert third.one.breaker.allows()
-    for worker in (first, second, second):
-        worker.one.breaker.record_failure()
+    third.fails("a")
+    assert third.allows("a")
+    for worker in (first, second):
+        worker.fails("a")
     await exchange(*workers)
-    third.one.breaker.record_failure()
-    assert not third.one.breaker.allows()
+    assert [worker.allows("b") for worker in workers] == [True] * 3
+    third.fails("a")
+    await exchange(*workers)
+    assert [worker.allows("a") for worker in workers] == [False] * 3
+    assert [worker.allows("b") for worker in workers] == [True] * 3
 
 
-async def test_the_share_of_failures_is_that_of_all(workers: list[Worker]) -> None:
-    """Half of ten recent calls failed, at no worker more than four: the next failure opens it, and a success that closes it
-    begins anew for all."""
-    first, second, third = workers
-    for worker in (first, second, third):
-        for _ in range(2):
-            worker.one.breaker.record_success()
-            worker.one.breaker.record_failure()
-        worker.one.breaker.record_success()
+async def test_callers_add_up(workers: list[Worker]) -> None:
+    """One request each of three callers rests it for all; the success of one, on any worker, ends the rest of each."""
+    _, second, third = workers
+    for worker, caller in zip(workers, "abc", strict=True):
+        worker.fails(caller)
+        await exchange(*workers)
+    third.fails("c")
     await exchange(*workers)
-    first.one.breaker.record_failure()
-    second.one.breaker.record_failure()
-    await exchange(*workers)
-    assert third.one.breaker.allows()
-    third.one.breaker.record_failure()
-    assert not third.one.breaker.allows()
-    assert "of its recent calls failed" in third.one.breaker.reason
-    await exchange(*workers)
+    assert [worker.allows("d") for worker in workers] == [False] * 3
+    assert [worker.one.is_available for worker in workers] == [False] * 3
     for worker in workers:
         worker.now_s += 3
-    assert first.one.begin()
-    first.one.breaker.record_success()
+    assert second.one.begin(asker("d"))
+    second.succeeds("d")
     await exchange(*workers)
-    for worker in workers:
-        worker.one.breaker.record_failure()
-        assert worker.one.breaker.allows()
-        worker.one.breaker.record_success()
+    assert [worker.allows(one) for worker in workers for one in "abcd"] == [True] * 12
+    assert [worker.one.is_available for worker in workers] == [True] * 3
 
 
-async def test_calls_that_reached_no_exchange_count_once(workers: list[Worker]) -> None:
-    """An exchange that fails keeps its calls for the next one."""
+async def test_failures_that_reached_no_exchange_count_once(workers: list[Worker]) -> None:
+    """An exchange that fails keeps them for the next one."""
     first, second, _ = workers
-    for _ in range(4):
-        first.one.breaker.record_success()
-        first.one.breaker.record_failure()
-    first.one.breaker.put_back(first.one.breaker.news())
+    for _ in range(2):
+        first.fails("a")
+    for one in first.one.health.breakers.values():
+        one.put_back(one.news())
     await exchange(first, second)
     await exchange(first, second)
-    news = second.one.breaker.news()
-    assert (news.calls, news.failed) == (0, 0)
-    assert second.one.breaker._calls == pytest.approx(8, abs=0.2)
-    assert second.one.breaker._failures == pytest.approx(4, abs=0.2)
+    assert second.allows("a")
+    second.fails("a")
+    assert not second.allows("a")
+
+
+async def test_many_breakers_are_bounded(workers: list[Worker]) -> None:
+    """However many callers failed, the state that workers share stays small."""
+    first, second, _ = workers
+    for number in range(100):
+        first.fails(f"caller-{number}")
+        if number % 10 == 9:
+            await exchange(first)
+    await exchange(second)
+    assert 32 <= len(second.one.health.breakers) <= 80
 
 
 async def test_one_worker_probes(workers: list[Worker]) -> None:
     """Where the rest is over for all, the first one probes; the others have another try at the next state."""
     first, second, third = workers
-    first.one.breaker.record_denial("key refused (HTTP 401)")
+    for _ in range(3):
+        first.fails(denial="key refused (HTTP 401)")
     await exchange(*workers)
-    assert third.one.breaker.denial == "key refused (HTTP 401)"
+    assert third.one.health.trouble[1] == "key refused (HTTP 401)"
     for worker in workers:
         worker.now_s += 61
-    assert [worker.one.begin() for worker in workers] == [True] * 3
-    assert [await worker.one.may_probe() for worker in workers] == [True, False, False]
+    probes = [asker() for _ in workers]
+    assert [worker.one.begin(probe) for worker, probe in zip(workers, probes, strict=True)] == [True] * 3
+    found = [await worker.one.may_probe(probe) for worker, probe in zip(workers, probes, strict=True)]
+    assert found == [True, False, False]
     assert [worker.one.places.taken for worker in workers] == [1, 0, 0]
-    assert second.one.breaker.is_probed
-    first.one.breaker.record_denial("key refused (HTTP 401)")
+    assert not second.allows()
+    first.one.health.failed(probes[0], denial="key refused (HTTP 401)")
     await exchange(*workers)
     for worker in workers:
         worker.now_s += 61
-    assert second.one.begin()
-    assert await second.one.may_probe()
+    probe = asker()
+    assert second.one.begin(probe)
+    assert await second.one.may_probe(probe)
 
 
 async def test_estimates_are_those_of_all(workers: list[Worker], redis_server: RedisServer, tmp_path: Path) -> None:
@@ -222,20 +250,20 @@ async def test_a_value_that_no_worker_wrote_is_ignored(workers: list[Worker], re
     first, second, _ = workers
     await redis.set(first.key, value)
     await exchange(first, second)
-    assert first.one.breaker.allows()
-    first.one.breaker.record_failure(retry_after_s=600)
+    assert first.allows()
+    first.fails(retry_after_s=600)
     await exchange(first, second)
     await exchange(first, second)
-    assert not second.one.breaker.allows()
+    assert not second.allows()
 
 
 async def test_a_key_of_another_type_is_replaced(workers: list[Worker], redis: Redis) -> None:
     """A list under the key of the state stops no worker."""
     first, second, _ = workers
     await redis.rpush(first.key, b"x")
-    first.one.breaker.record_failure(retry_after_s=600)
+    first.fails(retry_after_s=600)
     await exchange(first, second)
-    assert not second.one.breaker.allows()
+    assert not second.allows()
 
 
 async def test_without_redis_a_worker_goes_on_alone(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,28 +276,29 @@ async def test_without_redis_a_worker_goes_on_alone(workers: list[Worker], monke
 
     monkeypatch.setattr(first.link, "eval", away)
     monkeypatch.setattr(first.link, "execute_command", away)
-    first.one.breaker.record_failure(retry_after_s=600)
+    first.fails(retry_after_s=600)
     first.one.estimate.observe(100.0, 10.0, 100)
     with pytest.raises(RedisError):
         await first.health.exchange()
-    assert not first.one.breaker.allows()
+    assert not first.allows()
     first.now_s += 20
-    assert first.one.begin()
-    assert await first.one.may_probe()
+    probe = asker()
+    assert first.one.begin(probe)
+    assert await first.one.may_probe(probe)
     first.one.end()
     monkeypatch.setattr(first.link, "eval", evaluate)
     monkeypatch.setattr(first.link, "execute_command", execute)
     await exchange(first, second)
-    assert not second.one.breaker.allows()
-    assert second.one.has_answered
+    assert not second.allows()
+    assert second.one.estimate.weight > 0
 
 
 async def test_a_redis_that_lost_its_data_closes_no_breaker(workers: list[Worker], redis: Redis) -> None:
     """The state is sent again."""
     first, second, third = workers
-    first.one.breaker.record_failure(retry_after_s=600)
+    first.fails(retry_after_s=600)
     await exchange(first, second)
     await redis.flushall()
     await exchange(first, second, third)
     await exchange(first, second, third)
-    assert [worker.one.breaker.allows() for worker in workers] == [False] * 3
+    assert [worker.allows() for worker in workers] == [False] * 3

@@ -187,7 +187,7 @@ class Sender:
     def rest(self) -> None:
         """Close every breaker: each request reaches its upstream."""
         for one in self.worker.parts.fleet.deployments:
-            one.breaker.record_success()
+            one.health.reset()
 
 
 Exit = tuple[int, Callable[[Sender], Awaitable[int]]]

@@ -139,6 +139,8 @@ def _talk(gateway: Gateway, found: Seen) -> None:
     said("upstream fails", chat("x", "failing"))
     said("upstream is busy", chat("x", "busy"))
     said("upstream refuses the key", chat("x", "denying"))
+    for _ in range(2):
+        chat("x", "denying")
     said("upstream rests", chat("x", "denying"))
     said("upstream breaks off", chat("x", "cut", stream=True))
     said("feedback on nothing", post("/v1/feedback", json={"id": "req_0", "verdict": "wrong"}))

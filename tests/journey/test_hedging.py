@@ -134,8 +134,7 @@ async def test_no_second_is_asked(open_a_world: OpenWorld, why: str) -> None:
     if why == "full":
         world._deployment("second").places.taken = 1
     if why == "resting":
-        for _ in range(5):
-            world._deployment("second").breaker.record_failure()
+        world.rests("second")
     world.backends["first"].plays_once(go, "late", Finish(), Tokens())
     calls = len(world.backends["first"].calls)
     client = world.begin("slow", key=team.key if why == "budget" else KEY, max_tokens=5)

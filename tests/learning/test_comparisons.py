@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -96,7 +97,8 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     """A request that is over: one that was generated, or with `entry` one that was a hit."""
     turn = read_turn(BODY, {}, arrive("chat"))
     unused: Any = None
-    generation = generation_of(turn, unused, unused, ask("open the box"), {})
+    caller: Any = SimpleNamespace(key=SimpleNamespace(id=1))
+    generation = generation_of(turn, caller, unused, ask("open the box"), {})
     trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
     generation.looked_up(SemanticResult(entry=entry, trial=trial))
     progress = Progress("somewhere")

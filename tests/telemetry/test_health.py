@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from cache.redis_link import RedisLink
 from gateway.deployments.fleet import build_fleet
 from gateway.settings import Settings
 from gateway.telemetry.health import HealthMonitor
+from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.parts import Health
+from policies.breaker import Asker
 from tests.services import run_redis
 
 
@@ -27,10 +31,54 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
         (part,) = [part for part in monitor.parts() if part.name == "api"]
         return part.health, part.detail
 
-    assert of_api() == (Health.OK, "no answer from it yet")
+    assert of_api() == (Health.UNASKED, "no answer from it yet")
     (deployment,) = fleet.deployments
-    deployment.estimate.observe(10.0, 1.0, 20)
+    deployment.health.succeeded(Asker("chat:"))
     assert of_api() == (Health.OK, "")
+
+
+@pytest.mark.parametrize(("denial", "cause"), [("key refused (HTTP 401)", "denied"), ("", "failed")])
+def test_health_is_what_happened_last_everywhere(tmp_path: Path, denial: str, cause: str) -> None:
+    """Long after its last failure a deployment is down in `/readyz` and in the metrics, its model by cause; a success ends it.
+
+    The host stays ready: another one has the same provider, and only a request can find it well.
+    """
+    api = {"backend": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+    models = {name: {"deployments": [{"name": f"{name}-api", **api}]} for name in ("dead", "unasked")}
+    settings = Settings.model_validate({"data_dir": tmp_path, "models": models})
+    now_s, others = [0.0], cast(Any, None)
+    fleet = build_fleet(settings, lambda: now_s[0], others)
+    monitor = HealthMonitor(settings, others, others, others, others, fleet, others, others)
+    metrics = Metrics(None)
+    dead = fleet.alias("dead").deployments["dead-api"]
+
+    def seen() -> tuple[Health, str, set[str]]:
+        (part,) = [part for part in monitor.parts() if part.name == "dead-api"]
+        monitor._set_deployment_gauges(metrics)
+        lines = metrics.render().decode().splitlines()
+        shown = [
+            line for line in lines if line.startswith(("sameway_deployment_available", "sameway_model_unavailable"))
+        ]
+        return part.health, part.detail, {line for line in shown if "available{dep" in line or line.endswith(" 1.0")}
+
+    assert seen() == (Health.UNASKED, "no answer from it yet", set())
+    for number in range(3):
+        dead.health.failed(Asker("chat:", request=f"r{number}"), denial=denial)
+    now_s[0] += 10_000.0
+    health, detail, shown = seen()
+    assert health is Health.DOWN
+    assert detail.endswith(", the next request tries it")
+    assert shown == {
+        'sameway_deployment_available{deployment="dead-api"} 0.0',
+        f'sameway_model_unavailable{{cause="{cause}",model="dead"}} 1.0',
+    }
+    monitor._was_ready = True
+    assert (monitor.report()["is_ready"], monitor.report()["is_degraded"]) == (True, True)
+    probe = Asker("chat:", request="probe")
+    assert dead.health.begin(probe)
+    dead.health.succeeded(probe)
+    assert seen() == (Health.OK, "", {'sameway_deployment_available{deployment="dead-api"} 1.0'})
+    metrics.close()
 
 
 async def test_a_redis_that_may_evict_says_so(tmp_path: Path) -> None:
