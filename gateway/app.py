@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
-from granian.utils.proxies import wrap_asgi_with_proxy_headers
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Match
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
@@ -148,7 +148,7 @@ def create_app(settings: Settings) -> FastAPI:
     document(app, PATHS, SCHEMAS)
 
     if settings.trusted_proxies:
-        app.add_middleware(wrap_asgi_with_proxy_headers, trusted_hosts=_as_seen(settings.trusted_proxies))
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_as_seen(settings.trusted_proxies))
 
     app.add_exception_handler(HTTPException, _in_openai_shape)
     app.add_exception_handler(ApiError, _refused)
