@@ -196,10 +196,10 @@ class Breaker:
             self.denial = ""
             self._has_changed = True
 
-    def record_failure(self, retry_after_s: float | None = None) -> None:
+    def record_failure(self, retry_after_s: float | None = None, why: str = "it asked to be left alone") -> None:
         """Report a failure of the deployment.
 
-        `retry_after_s` is the delay that the deployment asked for.
+        `retry_after_s` is the delay that the deployment asked for, or that it needs: `why`.
         """
         self._weigh(1.0)
         self._in_a_row += 1
@@ -208,7 +208,7 @@ class Breaker:
         limits = self._limits
         if retry_after_s is not None and retry_after_s > 0:
             until = self._clock() + min(retry_after_s, limits.retry_after_s_max)
-            self._rest(until, "it asked to be left alone", min(until, self._clock() + limits.alone_s_max))
+            self._rest(until, why, min(until, self._clock() + limits.alone_s_max))
         elif was_probe:
             self._back_off("its last probe failed")
         elif self._open_until is not None:

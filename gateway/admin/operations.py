@@ -34,7 +34,7 @@ from policies import Hold, Usage
 _ACTIONS = {"drain": DRAINED, "disable": DISABLED, "enable": ENABLED, "reset": RESET}
 _QUESTION = "Say: ok"
 _ANSWER_TOKENS = 16
-_PROMPT_TOKENS, _PROMPT_TOKENS_MAX = 10, 1_000  # a server may put words of its own before it
+_PROMPT_TOKENS = 10
 _TRY_WITHIN_S = 30.0
 _KIND = "try"  # of its ledger row
 
@@ -78,7 +78,7 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     finally:  # an operator who leaves has spent it, too
         is_charged = progress.has_begun or progress.is_abandoned
         usage = progress.usage or Usage(_PROMPT_TOKENS if is_charged else 0, progress.content_chunks)
-        usage = usage.within(_PROMPT_TOKENS_MAX, max(_ANSWER_TOKENS, progress.content_chunks))
+        usage = usage.within(deployment.window, max(deployment.window, progress.content_chunks))
         cost = deployment.price.cost(usage)
         if is_charged:
             await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))
