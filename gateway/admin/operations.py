@@ -25,6 +25,7 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
 from gateway.journey.attempt import attempt
+from gateway.journey.bill import CONTEXT_UNKNOWN
 from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
 from gateway.wire.fold import fold
@@ -78,7 +79,8 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     finally:  # an operator who leaves has spent it, too
         is_charged = progress.has_begun or progress.is_abandoned
         usage = progress.usage or Usage(_PROMPT_TOKENS if is_charged else 0, progress.content_chunks)
-        usage = usage.within(deployment.window, max(deployment.window, progress.content_chunks))
+        context = deployment.context_tokens_max or CONTEXT_UNKNOWN
+        usage = usage.within(context, max(context, progress.content_chunks))
         cost = deployment.price.cost(usage)
         if is_charged:
             await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))

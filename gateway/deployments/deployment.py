@@ -25,7 +25,6 @@ from policies.prices import MicroUSD
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
-_WINDOW_UNKNOWN = 1 << 20  # tokens: as large as any context that is usual
 _OVERCOUNT_REST_S = 60.0
 
 _log = get_logger()
@@ -99,14 +98,9 @@ class Deployment:
             cost += self._of_units(demand)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
-    @property
-    def window(self) -> int:
-        """The most tokens that it reads, or writes, in one round."""
-        return self.backend.load(0).context_tokens_max or self.context_tokens_max or _WINDOW_UNKNOWN
-
     def overcounted(self) -> None:
         """Rest, as it reported more than it can have read or written."""
-        _log.warning("usage_impossible", deployment=self.name, context_tokens=self.window)
+        _log.warning("usage_impossible", deployment=self.name, context_tokens=self.context_tokens_max)
         self.breaker.record_failure(_OVERCOUNT_REST_S, "it reported more tokens than it can have used")
 
     def lacks_price(self, demand: Demand) -> bool:

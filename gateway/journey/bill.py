@@ -29,6 +29,8 @@ from policies.windows import Unit
 
 _NOTHING = Usage(0, 0)
 _TIMES = 1_000  # a count that no context bounds may be so many times the one that was held
+CONTEXT_UNKNOWN = 1 << 20
+"""The bound of what is read or written in a round where a deployment's context is not known."""
 _UNSEEN_ROUNDS_MAX = 100  # of an answer that tells its calls, and not its rounds
 
 
@@ -95,12 +97,12 @@ def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tupl
             return usage, None
         times = _TIMES if demand.measure else 1
         rounds = 1 + max(demand.rounds, usage.rounds, min(usage.tool_calls, _UNSEEN_ROUNDS_MAX))
-        read = deployment.window * rounds * demand.choices
+        read = (deployment.context_tokens_max or CONTEXT_UNKNOWN) * rounds * demand.choices
         booked = usage.within(
             max(read, prompt_max * times), max(read, output_max * times), calls * _TIMES, units * _TIMES
         )
         claim = Claim(
-            deployment=deployment.name,
+            deployment=progress.deployment,
             prompt_tokens=reported.prompt_tokens,
             completion_tokens=reported.completion_tokens,
             tool_calls=reported.tool_calls,
@@ -115,13 +117,18 @@ def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tupl
     said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
     begun = usage_at_start(progress.chunks[0].data) if progress.chunks else None
     begun = Usage(prompt_tokens, 0) if begun is None else begun
-    known_max = max(prompt_max, deployment.window)
+    known_max = max(prompt_max, deployment.context_tokens_max or CONTEXT_UNKNOWN)
     return msgspec.structs.replace(begun, completion_tokens=said).within(known_max, output_max), None
+
+
+def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
+    """The tokens of a try that are booked."""
+    return _counted(one, alias, demand, cut_at)[0]
 
 
 def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
     """The cost of a try that is charged, in µUSD."""
-    return one.deployment.cost(demand, _counted(one, alias, demand, cut_at)[0])
+    return one.deployment.cost(demand, usage_of(one, alias, demand, cut_at))
 
 
 def book(
