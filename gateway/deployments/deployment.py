@@ -111,10 +111,9 @@ class Deployment:
 
     def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
         """The cost of the units of a request beside its tokens: those `reported`, if any, else the most."""
-        units = reported or demand.units
-        if not demand.measure:
-            return (units - 1) * self.price.request_microusd
-        return -(-units * (self.price.unit(demand.measure) or 0) // 1_000_000)
+        if not demand.measure:  # a search covers no more documents than the request was counted by
+            return (max(reported, demand.units) - 1) * self.price.request_microusd
+        return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
         """The price of the tier asked for; of a tier without one, the dearest."""

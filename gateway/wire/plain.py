@@ -37,8 +37,7 @@ OUTPUT_TOKENS_MAX = 4096  # of an answer without a bound, in the worst case
 BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
 MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file; above every provider's maximum
 _MARKS = 2  # tokens around a text
-_DOCUMENTS_A_UNIT = 100  # Cohere's price of a search covers so many, a long one in parts
-_PART_TOKENS = 500  # of a document with the query
+_DOCUMENTS_A_UNIT = 100  # Cohere's price of a search covers so many
 _IMAGE_OUTPUT_TOKENS_MAX = 16_384  # of one image with its partial ones; above every provider's maximum
 _SPEECH_TOKENS_PER_BYTE = 4  # 20 tokens are a second of speech, which has at least five characters
 _SOUND_BYTES_PER_S = 1_000  # 8 kbit/s: hardly any recording has fewer
@@ -146,9 +145,7 @@ class RerankRequest(_Plain, kw_only=True):
 
     @property
     def units(self) -> int:
-        room = max(_PART_TOKENS // 2, _PART_TOKENS - _size(self.query)[1])
-        parts = sum(-(-max(1, _size(one)[1]) // room) for one in self.documents)
-        return -(-parts // _DOCUMENTS_A_UNIT)
+        return -(-len(self.documents) // _DOCUMENTS_A_UNIT)
 
 
 class ModerationRequest(_Plain, kw_only=True):
