@@ -189,7 +189,7 @@ class Money:
         while self._written and (oldest_ms is None or self._written[0][0] < oldest_ms):
             try:
                 await self._compare(self._written[0][1], was_settled=True)
-            except SQLAlchemyError:
+            except (SQLAlchemyError, OSError):
                 return
             self._written.popleft()
 
@@ -228,7 +228,7 @@ class Money:
             _log.info("ledger_rows_adopted", rows=len(places))
             try:
                 await self._compare(places, was_settled=False)
-            except SQLAlchemyError:
+            except (SQLAlchemyError, OSError):
                 for place in places.values():
                     self._offer(place, was_settled=False)
 
