@@ -315,7 +315,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     memory = Memory(stored_responses, settings)
     ledger = Ledger(accounts.database)
     budgets = Budgets(link, defer=link.defer)
-    money = Money(budgets, settings.budgets, _open_spool(settings))
+    money = Money(budgets, settings.budgets, _open_spool(settings), ledger.saved)
     stack.push_async_callback(money.aclose)
     exact = ExactCache(link, _cache_limits(settings), defer=link.defer)
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)

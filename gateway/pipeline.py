@@ -462,14 +462,6 @@ class Pipeline:
         """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
         generation, turn = flight.generation, flight.generation.turn
         rows, spent = generation.end()
-        if (claimed := spent.claimed) is not None:
-            _log.warning(
-                "usage_above_request",
-                request_id=turn.arrival.request_id,
-                deployment=generation.progress.deployment,
-                claimed=(claimed.prompt_tokens, claimed.completion_tokens),
-                charged=(spent.usage.prompt_tokens, spent.usage.completion_tokens),
-            )
         generation.learn_length(spent)
         if generation.serving.settings.hedge_cost_max:
             hedged = generation.hedge.cost_microusd if generation.hedge is not None else 0

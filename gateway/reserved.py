@@ -116,6 +116,11 @@ _ON_CLIENTS = frozenset(name for name, effect in TOOLS.items() if effect == _CLI
 PAID = frozenset(_DEARER.split()) | SEARCHES | (frozenset(TOOLS) - _ON_CLIENTS)
 """Those with which a request may cost more than its tokens at the deployment's price."""
 
+CALLS_MAX = 10
+"""The most calls of tools that the provider runs in one request, or of one such tool, that a hold foresees."""
+
+_RUN_THERE = PAID - frozenset(_DEARER.split()) | {"plugins", "mcp_servers"}
+_LIMITED = re.compile(r"web_(search|fetch)_\d{8}")  # Anthropic's tools that take `max_uses`
 _CLIENTS_OWN = frozenset({"function", "custom"})
 _RESPONSES_OWN = _CLIENTS_OWN | {"local_shell", "apply_patch", "tool_search"}  # in a request of the Responses API
 _FREE = {
@@ -208,6 +213,47 @@ _NOT_FETCHED |= {"action", "results", "outputs"}  # of calls that the provider m
 _PLAIN_URL = re.compile(
     r"https?://(?P<host>[a-z0-9-]+(?:\.[a-z0-9-]+)*)(?::[0-9]{1,5})?(?:[/?#][!-\[\]-~]*)?", re.IGNORECASE
 )
+
+
+def calls_of(body: Mapping[str, Any], names: frozenset[str]) -> int:
+    """The most calls of tools that the provider runs for `body`, which has the reserved `names`."""
+    if names.isdisjoint(_RUN_THERE):
+        return 0
+    if _is_response(body):
+        return _limited(body.get("max_tool_calls"))
+    run, tools = [one for one in reserved(body) if one.name in _RUN_THERE], body.get("tools")
+    limited = [tool for tool in tools if _is_limited(tool)] if isinstance(tools, list) else []
+    return sum(_limited(tool.get("max_uses")) for tool in limited) + CALLS_MAX * (len(run) - len(limited))
+
+
+def with_calls_bound(body: dict[str, Any]) -> dict[str, Any]:
+    """`body` with the calls that `calls_of` counts as the limits of its tools, where the provider
+    takes any.
+    """
+    if _is_response(body):
+        return {**body, "max_tool_calls": _limited(body.get("max_tool_calls"))}
+    tools = body.get("tools")
+    if not isinstance(tools, list) or not any(map(_is_limited, tools)):
+        return body
+    limited = [{**one, "max_uses": _limited(one.get("max_uses"))} if _is_limited(one) else one for one in tools]
+    return {**body, "tools": limited}
+
+
+def _limited(asked: Any) -> int:
+    return min(asked, CALLS_MAX) if type(asked) is int and asked > 0 else CALLS_MAX
+
+
+def _is_limited(tool: Any) -> bool:
+    """Whether the provider runs `tool`, and takes a limit of its calls."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind is None or kind in ("function", "custom") or _tool(str(kind), "").name not in _RUN_THERE:
+        return False
+    return "max_uses" in tool or _LIMITED.fullmatch(str(kind)) is not None
+
+
+def _is_response(body: Mapping[str, Any]) -> bool:
+    """Whether `body` is a request of the Responses API."""
+    return "input" in body and body.get("messages") is None
 
 
 def reserved_in_name(model: str) -> list[Reserved]:

@@ -227,8 +227,7 @@ class Breaker:
         in_a_row = len(self._row)
         is_enough = in_a_row >= limits.failures_max
         if retry_after_s is not None and retry_after_s > 0 and (is_enough or not self._of_all):
-            until = self._clock() + min(retry_after_s, limits.retry_after_s_max)
-            self._rest(until, "it asked to be left alone", min(until, self._clock() + limits.alone_s_max))
+            self.rest(retry_after_s, "it asked to be left alone")
         elif is_probe:
             self._back_off("its last probe failed", denial)
         elif self._open_until is not None:
@@ -237,6 +236,12 @@ class Breaker:
         elif is_enough:
             what = "requests of {} callers failed in a row" if self._of_all else "it failed {} times in a row"
             self._back_off(what.format(in_a_row), denial)
+
+    def rest(self, rest_s: float, why: str) -> None:
+        """Rest for so long, and shorter where no other deployment can answer; `why` is text for people."""
+        limits, now = self._limits, self._clock()
+        until = now + min(rest_s, limits.retry_after_s_max)
+        self._rest(until, why, min(until, now + limits.alone_s_max))
 
     def record_cancelled(self, unit: str) -> None:
         """Report a call without an outcome (the client left): the next call may probe."""
@@ -427,6 +432,10 @@ class Health:
         is_probe = of_all.is_open and not own.is_open
         own.record_failure(asker.request, asker.shape, retry_after_s, denial, is_probe=is_probe)
         of_all.record_failure(asker.caller, "", retry_after_s, denial)
+
+    def rest(self, asker: Asker, rest_s: float, why: str) -> None:
+        """Rest for all callers of its scope, whoever asked."""
+        self.breaker(asker.scope).rest(rest_s, why)
 
     def cancelled(self, asker: Asker) -> None:
         """Report a call without an outcome."""

@@ -341,6 +341,11 @@ class Budgets:
         """Whether Redis has counts, so that `reserve` works."""
         return bool(await self._redis.execute_command("EXISTS", READY_KEY))
 
+    async def ledger_times(self) -> tuple[int, int | None]:
+        """Redis's present time, and that of the oldest row that waits for SQL (None without any), ms."""
+        now_ms, oldest = await self._redis.eval(scripts.LEDGER_TIMES, 1, LEDGER_STREAM, self._lease_now())
+        return int(now_ms), int(oldest.split(b"-")[0]) if oldest else None
+
     async def restate(self, drained: Sequence[DrainedSpend], lock_token: str) -> Restated:
         """Set the counts of these windows to the ledger's: `drained` plus the entries still in its
         streams.

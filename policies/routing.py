@@ -47,6 +47,7 @@ _TIME_FLOOR_MS = 100.0
 _WARM_TTFT_SHARE_MIN = 0.05
 _TTFT_PRIOR_MS = 1000.0
 _TPOT_PRIOR_MS = 25.0
+_FOUND_TOKENS_MAX = 50_000  # in one round
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -64,7 +65,8 @@ class Demand(msgspec.Struct, frozen=True):
     `reserved` are the parts of the request that only a deployment that allows them may get. For the
     cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked;
     `is_batch`, a line of one; the `units` that a price of each request is charged for, or the most
-    images, characters or seconds where a `measure` names them as `Price.unit` does. `prefers` are
+    images, characters or seconds where a `measure` names them as `Price.unit` does; the most `calls`
+    of tools that the provider runs; `compacts`: it reads the prompt once more before. `prefers` are
     capabilities that rank a deployment before all without them, and that none needs. A deployment's
     health is asked for an `operation` and a `caller`.
     """
@@ -90,6 +92,18 @@ class Demand(msgspec.Struct, frozen=True):
     measure: str = ""
     operation: str = "chat"
     caller: str = "-"
+    calls: int = 0
+    compacts: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """How often the provider may read the prompt again."""
+        return self.calls + self.compacts
+
+    @property
+    def prompt_tokens_read(self) -> int:
+        """The most prompt tokens of all rounds, each with what the provider's tools have found."""
+        return self.prompt_tokens_max + self.rounds * (self.prompt_tokens_max + _FOUND_TOKENS_MAX)
 
 
 class Cause(StrEnum):

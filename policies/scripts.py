@@ -245,6 +245,15 @@ return reply
 """
 )
 
+# KEYS ledger. ARGV now. Replies the time in ms, and the id of the oldest entry or ''.
+LEDGER_TIMES = (
+    _NOW
+    + """
+local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+return {now, oldest and oldest[1] or ''}
+"""
+)
+
 # KEYS lock, ledger, set aside, then the spend key of each window.
 # ARGV token, then team, start_ms, end_ms or 0, drained spend, keep_until of each window. Sets
 # `spent` to the ledger's sum: its drained part as given, plus the entries still in the two streams.

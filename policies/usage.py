@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-_TOOL_CALLS_MAX = 10_000
+COUNT_MAX = 1_000_000_000
+"""No count is above it: sums of counts must not overflow."""
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -20,8 +21,9 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
     for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
     images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
-    by source. `units`: the images or seconds that a provider counts instead of tokens.
-    `cached_audio_tokens`: those of `cached_tokens` that are sounds.
+    by source. `units`: the images, seconds or searches that a provider counts instead of tokens.
+    `cached_audio_tokens`: those of `cached_tokens` that are sounds. `rounds`: how often it read the
+    prompt again, each time with what its tools had found.
     """
 
     prompt_tokens: int
@@ -40,6 +42,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     drafted_tokens: dict[str, int] | None = None
     accepted_tokens: dict[str, int] | None = None
     units: int = 0
+    rounds: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -53,7 +56,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
             return self.prompt_tokens >= 0 <= self.completion_tokens
         written = self.cache_write_tokens + self.cache_write_1h_tokens
         return (
-            min(*astuple(self)[:_COUNTS], self.units) >= 0
+            min(*astuple(self)[:_COUNTS], self.units, self.rounds) >= 0
             and self.cached_audio_tokens <= self.cached_tokens
             and self.cached_tokens + written + self.audio_prompt_tokens + self.image_prompt_tokens <= self.prompt_tokens
             and self.reasoning_tokens + self.audio_completion_tokens + self.image_completion_tokens
@@ -61,15 +64,17 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
         )
 
     def parts(self) -> dict[str, Any]:
-        """The fields beside the prompt, the completion and units by name; empty where none is set."""
-        return {} if self.is_plain else dict(zip(_PARTS, astuple(self)[2:-1], strict=True))
+        """The fields beside the prompt, the completion, units and rounds by name; empty where none is set."""
+        return {} if self.is_plain else dict(zip(_PARTS, astuple(self)[2:-2], strict=True))
 
-    def within(self, prompt_tokens: int, completion_tokens: int) -> Usage:
-        """This usage with a prompt and a completion of at most these sizes, each part cut to what
-        is left of its whole; itself where nothing is above them.
+    def within(
+        self, prompt_tokens: int, completion_tokens: int, tool_calls: int = COUNT_MAX, units: int = COUNT_MAX
+    ) -> Usage:
+        """This usage with counts of at most these, each part cut to what is left of its whole;
+        itself where nothing is above them.
         """
         is_within = self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens
-        if is_within and self.is_sound and self.tool_calls <= _TOOL_CALLS_MAX:
+        if is_within and self.is_sound and self.tool_calls <= tool_calls and self.units <= units:
             return self
         sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         cut = {}
@@ -79,7 +84,8 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
                 cut[part] = max(0, min(getattr(self, part), rest))
                 rest -= cut[part]
         cut["cached_audio_tokens"] = max(0, min(self.cached_audio_tokens, cut["cached_tokens"]))
-        return msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
+        cut["tool_calls"], cut["units"] = max(0, min(self.tool_calls, tool_calls)), max(0, min(self.units, units))
+        return msgspec.structs.replace(self, rounds=max(0, self.rounds), **cut)
 
     def unread(self) -> Usage:
         """As if nothing had been read from the provider's prompt cache."""
@@ -96,5 +102,5 @@ PARTS = {
 """The fields of a `Usage` that are parts of another one."""
 
 _COUNTS = Usage.__struct_fields__.index("tool_calls") + 1
-_PARTS = Usage.__struct_fields__[2:-1]
+_PARTS = Usage.__struct_fields__[2:-2]
 _NO_PARTS = astuple(Usage(0, 0))[2:]

@@ -38,6 +38,7 @@ from cache.verdicts import Judge
 from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, Identity, LedgerRow, decode_row, partition_of, schema
 from gateway.accounts.database import NoAnswer
+from gateway.accounts.ledger import Ledger
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
@@ -1007,7 +1008,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     first = await accounts.find(KEY)
     assert first is not None
     budgets = Budgets(link, defer=link.defer)
-    money = Money(budgets, settings.budgets, Spool(settings.data_dir / "spool"))
+    money = Money(budgets, settings.budgets, Spool(settings.data_dir / "spool"), Ledger(accounts.database).saved)
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
     limits = CacheLimits(entry_bytes_max=settings.cache.entry_bytes_max, ttl_s_max=settings.cache.ttl_s_max)

@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
@@ -31,6 +31,7 @@ from policies import WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
+_SAVED_BATCH = 500
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
 
 
@@ -187,6 +188,16 @@ class Ledger:
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
         return len(new)
+
+    @uncancelled
+    async def saved(self, ids: Collection[str]) -> set[str]:
+        """Those of `ids` that rows in SQL have."""
+        column, found, listed = schema.ledger.c.id, set[str](), list(ids)
+        async with self._database.reading() as connection:
+            for start in range(0, len(listed), _SAVED_BATCH):
+                some = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
+                found.update((await connection.execute(some)).scalars())
+        return found
 
     @uncancelled
     async def day_spends(self, first: date, last: date) -> tuple[DaySpend, ...]:

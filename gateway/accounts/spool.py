@@ -1,17 +1,18 @@
-"""Ledger rows on their way to Redis, in a file that outlives the worker.
+"""Ledger rows on their way to SQL, in a file that outlives the worker.
 
 Knows bytes, no rows, no Redis and no SQL. A row is here before the client has the end of its
-answer, until Redis has the row. `put` is one store into mapped memory (1 µs, no system call). It
+answer, until SQL has the row. `put` is one store into mapped memory (1 µs, no system call). It
 survives a `kill -9`, because the page belongs to the kernel.
 
 Each worker has a file of its own in the folder, and a lock on it while it runs. `adopt` takes the
-rows of files without a lock: those of workers that ended before Redis had all their rows.
+rows of files without a lock: those of workers that ended before SQL had all their rows.
 
 A file is a run of slots of SLOT_BYTES. A row takes adjoining slots: its length in 4 bytes, then its
 bytes. The length is written last, and 0 marks a free slot. While a row of several slots is put or
 dropped, a bit of its length says so: its slots are passed over, whose bytes may look like lengths.
 A file has all its bytes at once: a mapped page without room on the disk would raise SIGBUS. Without
-room, or in a folder that cannot be written, rows are in the worker's memory alone.
+room, in a file of _SLOTS_MAX, or in a folder that cannot be written, rows are in the worker's memory
+alone until Redis has them.
 
 Invariant: a row that was put and not dropped is adopted, unless the host itself fails. It may be
 adopted twice after a kill: its receiver must count it once, by its id.
@@ -29,6 +30,7 @@ from pathlib import Path
 
 SLOT_BYTES = 512
 _SLOTS = 256
+_SLOTS_MAX = 1 << 20  # 512 MiB
 _LENGTH_BYTES = 4
 _FREE = bytes(_LENGTH_BYTES)
 _PARTIAL = 1 << 31
@@ -45,8 +47,8 @@ class Spool:
         self._path: Path | None = None
         self._fd = -1
         self._map: mmap.mmap | None = None
-        self._free: list[int] = []  # slots that were used and are free again
-        self._end = 0  # the first slot that was never used
+        self._used = bytearray(_SLOTS)  # 1 for each slot with a row
+        self._next = 0  # the slot from which a free one is looked for
         self._count = 0
         self.error: OSError | None = None
         if folder is not None:
@@ -63,27 +65,32 @@ class Spool:
         """Keep `data`; returns its place, NOWHERE if there is no room."""
         if self._map is None:
             return NOWHERE
-        size_bytes = _LENGTH_BYTES + len(data)
-        if size_bytes <= SLOT_BYTES and self._free:
-            first = self._free.pop()
-            last = first + 1
-        else:
-            first = self._end
-            last = first + _slots(len(data))
-            if last * SLOT_BYTES > len(self._map) and not self._grow(last):
+        size_bytes, slots = _LENGTH_BYTES + len(data), bytes(_slots(len(data)))
+        first = self._used.find(slots, self._next)
+        if first < 0:
+            first = self._used.find(slots)
+        if first < 0:
+            first = len(self._used)
+            if not self._grow(first + len(slots)):
                 return NOWHERE
-            self._end = last
+        self._next = last = first + len(slots)
         start = first * SLOT_BYTES
         body = start + _LENGTH_BYTES
         if last - first > 1:
             self._map[start:body] = (len(data) | _PARTIAL).to_bytes(_LENGTH_BYTES, "little")
         self._map[body : start + size_bytes] = data
         self._map[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
+        self._used[first:last] = b"\1" * len(slots)
         self._count += 1
         return range(first, last)
 
+    def read(self, place: range) -> bytes:
+        """The row at `place`."""
+        assert self._map is not None
+        return next(_rows(self._map[place.start * SLOT_BYTES : place.stop * SLOT_BYTES]))
+
     def drop(self, place: range) -> None:
-        """Forget the row at `place`: Redis has it."""
+        """Forget the row at `place`: SQL has it."""
         if not place or self._map is None:
             return
         if len(place) > 1:
@@ -92,9 +99,9 @@ class Spool:
             self._map[length] = partial.to_bytes(_LENGTH_BYTES, "little")
         for slot in reversed(place):
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _LENGTH_BYTES] = _FREE
-        self._free += place
+        self._used[place.start : place.stop] = bytes(len(place))
         self._count -= 1
-        if not self._count and self._end > _SLOTS:
+        if not self._count and len(self._used) > _SLOTS:
             self._shrink()
 
     def adopt(self, take: Callable[[bytes, range], None]) -> None:
@@ -153,22 +160,24 @@ class Spool:
     def _grow(self, slots: int) -> bool:
         """Double the file until it has `slots`; returns False if the disk has no room."""
         assert self._map is not None
-        size_bytes = len(self._map)
-        while size_bytes < slots * SLOT_BYTES:
-            size_bytes *= 2
+        size = len(self._used)
+        while size < slots:
+            size *= 2
+        if size > _SLOTS_MAX:
+            return False
         try:
-            os.posix_fallocate(self._fd, 0, size_bytes)
+            os.posix_fallocate(self._fd, 0, size * SLOT_BYTES)
         except OSError:
             return False
-        self._map.resize(size_bytes)
+        self._map.resize(size * SLOT_BYTES)
+        self._used += bytes(size - len(self._used))
         return True
 
     def _shrink(self) -> None:
         """Give back what an outage took."""
         assert self._map is not None
         self._map.resize(_SLOTS * SLOT_BYTES)
-        self._free.clear()
-        self._end = 0
+        self._used, self._next = bytearray(_SLOTS), 0
 
 
 def _slots(size_bytes: int) -> int:

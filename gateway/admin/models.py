@@ -15,6 +15,7 @@ from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, LedgerRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.deployments.progress import Attempt
+from gateway.journey.bill import Claim
 from gateway.journey.generation import Rejection
 from gateway.journey.hedge import Hedged
 from gateway.journey.record import Record
@@ -408,6 +409,7 @@ class SemanticOut(_Out):
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
+_Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
 _Route = Annotated[
     Record,
@@ -431,6 +433,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         fallbacks=list[_Rejection],
         hedge=_Hedge | None,
         seams=list[_Seam],
+        claims=list[_Claim],
     ),
 ]
 

@@ -25,6 +25,7 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
 from gateway.journey.attempt import attempt
+from gateway.journey.bill import CONTEXT_UNKNOWN
 from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
 from gateway.wire.fold import fold
@@ -34,7 +35,7 @@ from policies import Demand, Hold, Usage
 _ACTIONS = {"drain": DRAINED, "disable": DISABLED, "enable": ENABLED, "reset": RESET}
 _QUESTION = "Say: ok"
 _ANSWER_TOKENS = 16
-_PROMPT_TOKENS, _PROMPT_TOKENS_MAX = 10, 1_000  # a server may put words of its own before it
+_PROMPT_TOKENS = 10
 _TRY_WITHIN_S = 30.0
 _KIND = "try"  # of its ledger row
 
@@ -80,7 +81,8 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     finally:  # an operator who leaves has spent it, too
         is_charged = progress.has_begun or progress.is_abandoned
         usage = progress.usage or Usage(_PROMPT_TOKENS if is_charged else 0, progress.content_chunks)
-        usage = usage.within(_PROMPT_TOKENS_MAX, max(_ANSWER_TOKENS, progress.content_chunks))
+        context = deployment.context_tokens_max or CONTEXT_UNKNOWN
+        usage = usage.within(context, max(context, progress.content_chunks))
         cost = deployment.price.cost(usage)
         if is_charged:
             await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))

@@ -155,7 +155,12 @@ class Messages(InAnthropicsShape, Chat):
             bound = prompt_tokens_max(len(raw), len(request.messages), native.media)
             least = 0 if native.media else demand.prompt_tokens_min
             bound = max(bound, demand.prompt_tokens_max)
-            demand = msgspec.structs.replace(demand, prompt_tokens_min=least, prompt_tokens_max=bound)
+            demand = msgspec.structs.replace(
+                demand,
+                prompt_tokens_min=least,
+                prompt_tokens_max=bound,
+                compacts=b"compact" in msgspec.json.encode(body.get("context_management")),
+            )
         kept = {**marked, "model": turn.alias} if marked != unmarked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens

@@ -31,7 +31,7 @@ from gateway.journey.bodies import Body
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Arrival, Ended, Turn, labels_of
 from gateway.pipeline import Pipeline
-from gateway.reserved import reserved_names
+from gateway.reserved import calls_of, reserved_names
 from gateway.settings import ModelSettings, Settings, reports_tokens
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest, Forbidden, NotFound, UnsupportedMediaType, shown
@@ -204,6 +204,7 @@ class Passthrough(Chat):
             output_tokens_expected=0,
             choices=min(choices, _CHOICES_MAX),
             reserved=reserved,
+            calls=calls_of(body, reserved),
             has_audio=True,
             has_long_writes=True,
             tier=str(body["service_tier"])[:100] if "service_tier" in reserved else "",

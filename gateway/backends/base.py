@@ -33,7 +33,7 @@ class Native(msgspec.Struct, frozen=True):
     `raw` is its body; `version` and `betas` are the headers `anthropic-version` and
     `anthropic-beta`. `media` of its parts may have more tokens than bytes. `apart` is what the chat
     completion that stands for it does not say, and what the cache keeps apart; None: nothing.
-    `tokens_max` replaces the length of the answer.
+    `tokens_max` replaces the length of the answer. `are_calls_bound`: its tools get limits.
     """
 
     raw: bytes
@@ -43,6 +43,7 @@ class Native(msgspec.Struct, frozen=True):
     media: int = 0
     is_needed: bool = False  # no chat completion says the same
     tokens_max: int | None = None
+    are_calls_bound: bool = False
 
 
 class Passage(msgspec.Struct, frozen=True):

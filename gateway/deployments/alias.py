@@ -133,7 +133,7 @@ class Alias:
     def worst_case_tokens(self, demand: Demand, output_tokens: int | None = None) -> int:
         """The most tokens of a request with the longest answer, or one of `output_tokens`."""
         output = max([self.output_max(d, demand) for d in self.deployments.values()])
-        return demand.prompt_tokens_max + min(output, output_tokens or output) * demand.choices
+        return demand.prompt_tokens_read + min(output, output_tokens or output) * demand.choices
 
     def usual_output(self, demand: Demand) -> int | None:
         """The tokens that nearly all answers have at most; None where that is not learned."""

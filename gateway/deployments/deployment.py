@@ -18,7 +18,6 @@ from gateway.deployments.build import describe
 from gateway.deployments.places import Places
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
-from gateway.reserved import PAID
 from gateway.settings import DeploymentSettings
 from gateway.wire.types import CHAT, Kind
 from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
@@ -30,7 +29,7 @@ _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
 _LEARNED_S = 600.0  # a context that has grown is found in this time
 _NEAR = 4  # a request so many times longer tells little of a context
 _SCOPES_MAX = 256
-_TOOL_CALLS_MAX = 10  # of tools that the provider runs, in one request, as far as a hold foresees
+_OVERCOUNT_REST_S = 60.0
 
 _log = get_logger()
 
@@ -131,24 +130,28 @@ class Deployment:
     def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
         cost = (self._price(demand) if demand.tier else self.price).cost(usage)
-        if demand.units > 1 or demand.measure:
+        if demand.units > 1 or usage.units > 1 or demand.measure:
             has_tokens = cost > self.price.request_microusd  # tokens without a price leave that of the units
             cost += 0 if demand.measure and has_tokens else self._of_units(demand, usage.units)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
         """The highest possible cost of a request whose answers have so many tokens together."""
-        calls = _TOOL_CALLS_MAX if demand.reserved & PAID else 0
         cost = (self._price(demand) if demand.tier else self.price).cost_max(
-            demand.prompt_tokens_max,
+            demand.prompt_tokens_read,
             completion_tokens,
             has_audio=demand.has_audio,
             has_long_writes=demand.has_long_writes,
-            tool_calls=calls,
+            tool_calls=demand.calls,
         )
         if demand.units > 1 or demand.measure:
             cost += self._of_units(demand)
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
+
+    def overcounted(self, demand: Demand) -> None:
+        """Rest for all, as it reported more than it can have read or written."""
+        _log.warning("usage_impossible", deployment=self.name, context_tokens=self.context_tokens_max)
+        self.health.rest(self.asker(demand), _OVERCOUNT_REST_S, "it reported more tokens than it can have used")
 
     def lacks_price(self, demand: Demand) -> bool:
         """Whether other kinds of requests have a price here, and the units of this one have none."""
@@ -157,10 +160,10 @@ class Deployment:
         return is_free and bool(price.units) and price.unit(demand.measure) is None
 
     def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
-        """The cost of the units of a request beside its tokens: those `reported`, if any, and no more than it allows."""
-        if not demand.measure:
-            return (demand.units - 1) * self.price.request_microusd
-        return -(-min(reported or demand.units, demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
+        """The cost of the units of a request beside its tokens: those `reported`, if any, else the most."""
+        if not demand.measure:  # a search covers no more documents than the request was counted by
+            return (max(reported, demand.units) - 1) * self.price.request_microusd
+        return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
         """The price of the tier asked for; of a tier without one, the dearest."""

@@ -1,7 +1,14 @@
 """What the tries of a generation cost: the tokens of each, its row in the ledger, and the sum.
 
 Knows no services and no routes. Invariants: each deployment that generated has a row of its own,
-and the last row settles the hold; no count is above what the request allowed.
+and the last row settles the hold; all sums are those of the rows. A count is booked as it was
+reported, up to a bound:
+
+    count              held                                   bound of a report
+    prompt tokens      the bytes, and what each call finds    the context for each round and choice
+    completion tokens  the length asked for, or sent          the same
+    calls of tools     the tools' own limits, else ten each   1,000 times as many
+    units              documents, characters, images, bytes   1,000 times as many
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +28,10 @@ from policies import Demand, Hold, Usage
 from policies.windows import Unit
 
 _NOTHING = Usage(0, 0)
+_TIMES = 1_000  # a count that no context bounds may be so many times the one that was held
+CONTEXT_UNKNOWN = 1 << 20
+"""The bound of what is read or written in a round where a deployment's context is not known."""
+_UNSEEN_ROUNDS_MAX = 100  # of an answer that tells its calls, and not its rounds
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -30,14 +41,26 @@ class Try(msgspec.Struct, frozen=True):
     progress: Progress
 
 
+class Claim(msgspec.Struct, frozen=True):
+    """What a deployment reported, where it was more than what was held, or none for the prompt.
+    `is_cut`: it was beyond the bound, which is booked instead.
+    """
+
+    deployment: str
+    prompt_tokens: int
+    completion_tokens: int
+    tool_calls: int
+    units: int
+    is_cut: bool
+
+
 class Spent(msgspec.Struct, frozen=True):
     """The tokens of the answer of a generation that has ended, and the cost of all its tries.
 
     `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
-    tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
-    reported, where they were more than the request allowed, or none for the prompt.
-    `baseline_microusd`: the cost without Sameway, None where it is not known, and `savings` its
-    difference to `cost_microusd` by what made it.
+    tries. `is_estimated`: the deployment did not report its tokens. `baseline_microusd`: the cost
+    without Sameway, None where it is not known, and `savings` its difference to `cost_microusd` by
+    what made it.
     """
 
     usage: Usage
@@ -45,7 +68,8 @@ class Spent(msgspec.Struct, frozen=True):
     answer_microusd: int
     charged_tokens: int
     is_estimated: bool = False
-    claimed: Usage | None = None
+    claims: tuple[Claim, ...] = ()
+    charged_deployment: str = ""  # the last one that costs something
     baseline_microusd: int | None = None
     savings: dict[str, int] = {}
 
@@ -56,29 +80,50 @@ def charged(tries: Sequence[Try]) -> list[Try]:
     return [one for one in tries if one.progress.has_begun or one.progress.is_abandoned]
 
 
-def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
-    """The tokens that the backend counted, else an estimate: a cut answer costs money, too.
-
-    Neither is more than the request allowed: the context window, and the answers asked for, of
-    `cut_at` tokens at most.
+def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tuple[Usage, Claim | None]:
+    """The tokens that are booked: those that the backend counted, else an estimate, as a cut answer
+    costs money, too. A hold foresees answers of `cut_at` tokens at most.
     """
     progress, deployment = one.progress, one.deployment
-    output = alias.output_max(deployment, demand) if cut_at is None else cut_at
-    output_max = max(output * demand.choices, progress.content_chunks)
-    context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
+    output = (alias.output_max(deployment, demand) if cut_at is None else cut_at) * demand.choices
+    prompt_max = demand.prompt_tokens_read + progress.prefix_tokens
+    output_max = max(output, progress.content_chunks)
     prompt_tokens = demand.prompt_tokens + progress.prefix_tokens
-    if (usage := progress.usage) is not None:
+    if (reported := progress.usage) is not None:
+        usage, calls, units = reported, max(1, demand.calls), demand.units
         if not usage.prompt_tokens and not demand.measure:  # an answer to no prompt is a wrong count
             usage = msgspec.structs.replace(usage, prompt_tokens=prompt_tokens)
-        return usage.within(context_max, output_max)
+        if usage is reported and usage.within(prompt_max, output_max, calls, units) is usage:
+            return usage, None
+        times = _TIMES if demand.measure else 1
+        rounds = 1 + max(demand.rounds, usage.rounds, min(usage.tool_calls, _UNSEEN_ROUNDS_MAX))
+        read = (deployment.context_tokens_max or CONTEXT_UNKNOWN) * rounds * demand.choices
+        booked = usage.within(
+            max(read, prompt_max * times), max(read, output_max * times), calls * _TIMES, units * _TIMES
+        )
+        claim = Claim(
+            deployment=progress.deployment,
+            prompt_tokens=reported.prompt_tokens,
+            completion_tokens=reported.completion_tokens,
+            tool_calls=reported.tool_calls,
+            units=reported.units,
+            is_cut=booked is not usage,
+        )
+        return booked, claim
     if demand.measure:  # as bytes show no tokens
         has_unit = deployment.price.unit(demand.measure) is not None
-        return Usage(0, 0) if has_unit else Usage(demand.prompt_tokens_max, output * demand.choices)
+        return (_NOTHING if has_unit else Usage(demand.prompt_tokens_max, output)), None
     may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
     said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
     begun = usage_at_start(progress.chunks[0].data) if progress.chunks else None
     begun = Usage(prompt_tokens, 0) if begun is None else begun
-    return msgspec.structs.replace(begun, completion_tokens=said).within(context_max, output_max)
+    known_max = max(prompt_max, deployment.context_tokens_max or CONTEXT_UNKNOWN)
+    return msgspec.structs.replace(begun, completion_tokens=said).within(known_max, output_max), None
+
+
+def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
+    """The tokens of a try that are booked."""
+    return _counted(one, alias, demand, cut_at)[0]
 
 
 def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
@@ -101,11 +146,12 @@ def book(
     of an answer that several deployments made, as its clients see them. No answer has more than
     `cut_at` tokens.
     """
-    rows: list[LedgerRow] = []
-    costly, usage, cost_microusd, tokens, is_counted = charged(tries), _NOTHING, 0, 0, False
+    rows, claims = list[LedgerRow](), list[Claim]()
+    costly, usage, tokens = charged(tries), _NOTHING, 0
     for one in costly:
         is_last, deployment = one is costly[-1], one.deployment
-        usage = usage_of(one, alias, turn.demand, cut_at)
+        usage, claim = _counted(one, alias, turn.demand, cut_at)
+        claims += [claim] if claim is not None else []
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
         row = _row(row_id, one, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
         is_check = row.kind == CHECKING
@@ -115,20 +161,16 @@ def book(
             is_known = alias.baseline.is_price_known and deployment.is_price_known
             row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
         rows.append(row)
-        cost_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
-        is_counted = is_counted or one.progress.has_begun
-    reported = tries[-1].progress.usage if tries else None
-    if tries and (not costly or costly[-1] is not tries[-1]):
-        usage = _NOTHING if reported is None else usage_of(tries[-1], alias, turn.demand, cut_at)
     baseline_microusd, savings = joined(rows)
     spent = Spent(
         usage=whole or usage,
-        cost_microusd=cost_microusd if is_counted else 0,
-        answer_microusd=rows[-1].cost_microusd if is_counted else 0,
+        cost_microusd=sum(row.cost_microusd for row in rows),
+        answer_microusd=rows[-1].cost_microusd if rows else 0,
         charged_tokens=tokens,
-        is_estimated=reported is None,
-        claimed=reported if usage is not reported else None,
+        is_estimated=not costly or costly[-1].progress.usage is None,
+        claims=tuple(claims),
+        charged_deployment=costly[-1].deployment.name if costly else "",
         baseline_microusd=baseline_microusd,
         savings=savings,
     )

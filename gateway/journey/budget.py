@@ -1,18 +1,21 @@
 """The gateway's side of budgets: a hold before each generation that costs, a ledger row after it.
 
-Knows no routes, chunks or SQL. Invariants: money fails closed unless the operator configures
+Knows no routes and no chunks. Invariants: money fails closed unless the operator configures
 otherwise; every generation's row is settled, however it ended; a hold lasts as long as its
-generation and no longer; a row that Redis cannot take is kept and retried until it can, by this
-process or, out of the spool, by a later one.
+generation and no longer; a row is in the spool until SQL has it, and Redis gets it, again where it
+has lost it, from this process or a later one.
 """
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import msgspec
 from redis.exceptions import RedisError, ResponseError
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import Identity, LedgerRow, decode_row, encode_row
 from gateway.accounts.spool import NOWHERE, Spool
@@ -28,25 +31,37 @@ from policies.windows import TEAM, Unit, Window, WindowKind
 
 _RETRY_EVERY_S = 0.5
 _ADOPT_EVERY_S = 5.0
+_CONFIRM_EVERY_S = 2.0
+_LAST_CONFIRM_S = 1.0
 _log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
+Saved = Callable[[Collection[str]], Awaitable[set[str]]]
+"""Those of the ids of rows that SQL has. Raises sqlalchemy's errors."""
+
+
+@dataclass(slots=True)
 class _Unsettled:
     hold: Hold
     row: LedgerRow
     place: range  # in the spool
+    was_settled: bool = False
 
 
 class Money:
-    """Holds and settlements of one worker. `spool` keeps rows over the end of the process."""
+    """Holds and settlements of one worker. `spool` keeps rows until SQL has them, over the end of
+    the process.
+    """
 
-    def __init__(self, budgets: Budgets, settings: BudgetSettings, spool: Spool) -> None:
+    def __init__(self, budgets: Budgets, settings: BudgetSettings, spool: Spool, saved: Saved) -> None:
         self._budgets = budgets
         self._settings = settings
         self._spool = spool
+        self._saved = saved
         self._living: dict[str, Hold] = {}
         self._unsettled: deque[_Unsettled] = deque()
+        self._settled: dict[str, range] = {}  # the places of rows by their ids
+        self._written: deque[tuple[int, dict[str, range]]] = deque()  # the same by a time when Redis had them
 
     @property
     def unsettled(self) -> int:
@@ -93,10 +108,12 @@ class Money:
         place = self._spool.put(data)
         try:
             await self._budgets.settle(hold, row.cost_microusd, data, row.charges)
-        except RedisError:
+        except (RedisError, asyncio.CancelledError) as error:
             self._unsettled.append(_Unsettled(hold, row, place))
+            if isinstance(error, asyncio.CancelledError):
+                raise
         else:
-            self._spool.drop(place)
+            self._keep_until_saved(row.id, place)
 
     async def release(self, hold: Hold) -> None:
         """Release the whole hold. While Redis is away, the hold ends with its lease instead."""
@@ -109,16 +126,25 @@ class Money:
 
     async def keep(self) -> None:
         """For ever: renew the holds under way, and retry the rows that could not be settled, also
-        those of workers that ended.
+        those of workers that ended; forget those that SQL has.
         """
-        renew_in_s = adopt_in_s = 0.0
+        await asyncio.gather(self._keep_settling(), self._keep_comparing())
+
+    async def _keep_comparing(self) -> None:
+        adopt_in_s = 0.0
         while True:
             if adopt_in_s <= 0:
-                self.adopt()
+                await self.adopt()
                 adopt_in_s = _ADOPT_EVERY_S
+            await self.confirm()
+            await asyncio.sleep(_CONFIRM_EVERY_S)
+            adopt_in_s -= _CONFIRM_EVERY_S
+
+    async def _keep_settling(self) -> None:
+        renew_in_s = 0.0
+        while True:
             await self.retry()
             await asyncio.sleep(_RETRY_EVERY_S)
-            adopt_in_s -= _RETRY_EVERY_S
             renew_in_s -= _RETRY_EVERY_S
             if renew_in_s <= 0 and self._living:
                 renew_in_s = self._settings.hold_lease_s / 4
@@ -133,34 +159,78 @@ class Money:
             waiting = self._unsettled[0]
             try:
                 row = waiting.row
-                await self._budgets.settle(waiting.hold, row.cost_microusd, encode_row(row), row.charges)
+                is_new = await self._budgets.settle(waiting.hold, row.cost_microusd, encode_row(row), row.charges)
             except ResponseError as error:  # the next retry begins with another row
                 _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
                 self._unsettled.rotate(-1)
                 return
             except RedisError:
+                waiting.was_settled = False  # it may be settled now
                 return
             self._unsettled.popleft()
-            self._spool.drop(waiting.place)
+            if is_new or not waiting.was_settled:
+                self._keep_until_saved(row.id, waiting.place)
+            else:  # Redis remembers it, and its stream has it no more: the writer has set it aside
+                _log.error("ledger_row_not_saved", row=msgspec.to_builtins(row))
+                self._spool.drop(waiting.place)
 
-    def adopt(self) -> None:
-        """Take over the rows of workers that ended before Redis had them.
+    async def confirm(self) -> None:
+        """Forget the rows that SQL has. Those that neither Redis nor SQL has are settled again."""
+        settled, self._settled = self._settled, {}
+        if not (settled or self._written):
+            return
+        try:
+            now_ms, oldest_ms = await self._budgets.ledger_times()
+        except RedisError:
+            self._settled = settled | self._settled
+            return
+        if settled:
+            self._written.append((now_ms, settled))
+        while self._written and (oldest_ms is None or self._written[0][0] < oldest_ms):
+            try:
+                await self._compare(self._written[0][1], was_settled=True)
+            except (SQLAlchemyError, OSError):
+                return
+            self._written.popleft()
+
+    async def _compare(self, places: dict[str, range], *, was_settled: bool) -> None:
+        saved = await self._saved(places)
+        for row_id, place in places.items():
+            if row_id in saved:
+                self._spool.drop(place)
+            else:
+                self._offer(place, was_settled=was_settled)
+
+    def _offer(self, place: range, *, was_settled: bool) -> None:
+        row = decode_row(self._spool.read(place))
+        self._unsettled.append(_Unsettled(Hold(row.id, row.team_id, row.at_ms), row, place, was_settled))
+
+    def _keep_until_saved(self, row_id: str, place: range) -> None:
+        if place != NOWHERE:
+            self._settled[row_id] = place
+
+    async def adopt(self) -> None:
+        """Take over the rows of workers that ended before SQL had them.
 
         Their holds end with their leases.
         """
-        before = len(self._unsettled)
-        self._spool.adopt(self._adopt)
-        if len(self._unsettled) > before:
-            _log.info("ledger_rows_adopted", rows=len(self._unsettled) - before)
+        places: dict[str, range] = {}
 
-    def _adopt(self, data: bytes, place: range) -> None:
-        try:
-            row = decode_row(data)
-        except msgspec.MsgspecError as error:  # the host failed while it was written
-            _log.error("ledger_row_unreadable", data=data.hex(), reason=str(error))
-            self._spool.drop(place)
-            return
-        self._unsettled.append(_Unsettled(Hold(row.id, row.team_id, row.at_ms), row, place))
+        def take(data: bytes, place: range) -> None:
+            try:
+                places[decode_row(data).id] = place
+            except msgspec.MsgspecError as error:  # the host failed while it was written
+                _log.error("ledger_row_unreadable", data=data.hex(), reason=str(error))
+                self._spool.drop(place)
+
+        self._spool.adopt(take)
+        if places:
+            _log.info("ledger_rows_adopted", rows=len(places))
+            try:
+                await self._compare(places, was_settled=False)
+            except (SQLAlchemyError, OSError):
+                for place in places.values():
+                    self._offer(place, was_settled=False)
 
     async def aclose(self) -> None:
         """Retry once more, then leave the rows to the spool.
@@ -168,11 +238,14 @@ class Money:
         A row that is not in it is logged, whole: no row is lost silently.
         """
         await self.retry()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_CONFIRM_S):
+                await self.confirm()
         for waiting in self._unsettled:
             if waiting.place == NOWHERE:
                 _log.error("ledger_row_not_settled", row=msgspec.to_builtins(waiting.row))
-        if len(self._spool):
-            _log.warning("ledger_rows_left", rows=len(self._spool))
+        if self._unsettled:
+            _log.warning("ledger_rows_left", rows=len(self._unsettled))
         self._spool.close()
 
 

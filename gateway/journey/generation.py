@@ -21,6 +21,7 @@ from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, ends_as_asked, entry_of
 from gateway.journey.turn import Turn
+from gateway.reserved import with_calls_bound
 from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, opened
 from policies import Demand, Hold, Route, Usage
@@ -118,6 +119,10 @@ class Generation(msgspec.Struct, eq=False):
         draft = draft_of(self.near) if deployment.settings.engine else ""
         asked = turn.marked if turn.marked is not None and "cache_control" in deployment.capabilities else turn.body
         body = self.serving.with_max_tokens(deployment, turn.demand, asked) if self._is_bounded else asked
+        if self._is_bounded and turn.demand.calls:
+            body = with_calls_bound(body)
+            if native is not None:
+                native = msgspec.structs.replace(native, are_calls_bound=True)
         if self.cut_at is not None:
             body = with_cut(deployment, body, turn.kind, self.cut_at)
             if native is not None:
@@ -202,6 +207,9 @@ class Generation(msgspec.Struct, eq=False):
             return [], self.spent
         rows, spent = book(self._tries, self.hold, self.turn, self.identity, self.alias, self.whole_usage, self.cut_at)
         self.spent = spent
+        for one in self._tries:
+            if any(claim.is_cut and claim.deployment == one.deployment.name for claim in spent.claims):
+                one.deployment.overcounted(self.turn.demand)
         if self.hedge is not None:
             beside = [one for one in charged(self._tries) if any(one.progress is other for other in self._beside)]
             cost = sum(cost_of(one, self.alias, self.turn.demand, self.cut_at) for one in beside)

@@ -11,6 +11,7 @@ import msgspec
 from cache import Entry
 from gateway.accounts import Identity
 from gateway.deployments.progress import Attempt
+from gateway.journey.bill import Claim
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation, Rejection
 from gateway.journey.hedge import Hedged
@@ -69,6 +70,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     image_completion_tokens: int = 0
     tool_calls: int = 0
     usage_estimated: bool = False  # the deployment did not report the tokens of its answer
+    claims: tuple[Claim, ...] = ()  # reports of more than was held
     provider_cost_microusd: int | None = None  # as the provider says itself
     cost_microusd: int = 0
     baseline_microusd: int = 0  # the cost without Sameway
@@ -174,15 +176,14 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         facts["entry"] = generation.stored.id
     if flight.first_at is not None:
         facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
-    if spent is not None and progress.has_begun:
+    if spent is not None and spent.charged_deployment:
+        facts["deployment"] = spent.charged_deployment
         facts["prompt_tokens"], facts["completion_tokens"] = spent.usage.prompt_tokens, spent.usage.completion_tokens
         facts.update(spent.usage.parts())
         facts["usage_estimated"] = spent.is_estimated
-    if spent is not None:
-        facts["cost_microusd"] = spent.cost_microusd
-        if spent.baseline_microusd is None:
-            facts["is_baseline_unknown"] = progress.has_begun
-        elif progress.has_begun:
+        facts["cost_microusd"], facts["claims"] = spent.cost_microusd, spent.claims
+        facts["is_baseline_unknown"] = spent.baseline_microusd is None
+        if spent.baseline_microusd is not None:
             facts["baseline_microusd"] = spent.baseline_microusd
             if spent.savings:
                 facts["saved_microusd"] = spent.baseline_microusd - spent.cost_microusd

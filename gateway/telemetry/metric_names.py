@@ -93,6 +93,11 @@ ESTIMATED = _counter(
     "Generations whose tokens the deployment did not report: they are charged by an estimate.",
     "model deployment",
 )
+CLAIMS = _counter(
+    "sameway_usages_above_hold_total",
+    "Answers whose deployment reported more than budgets held for them: booked as reported, or cut to what can be true.",
+    "deployment outcome",
+)
 BATCH_LINES = _counter(
     "sameway_batch_lines_total", "Lines of batches that ended: ok, or the code of their error.", "outcome"
 )

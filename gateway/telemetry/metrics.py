@@ -64,7 +64,7 @@ class _RequestSeries(msgspec.Struct, frozen=True):
         if self.is_hit:
             values[self.saved_cost] += record.saved_microusd / 1e6
             values[self.saved_time] += record.saved_ms / 1e3
-        elif record.prompt_tokens or record.completion_tokens:
+        elif record.prompt_tokens or record.completion_tokens or record.cost_microusd:
             self._count_generation(values, record)
 
     def _count_generation(self, values: "memoryview[float]", record: Record) -> None:
@@ -134,6 +134,8 @@ class Metrics:
             self.add(names.AWAITED_TIME, record.awaited_ms / 1e3, record.alias)
         if record.usage_estimated:
             self.add(names.ESTIMATED, 1, record.alias, record.deployment)
+        for claim in record.claims:
+            self.add(names.CLAIMS, 1, claim.deployment, "cut" if claim.is_cut else "booked")
         if record.is_baseline_unknown:
             self.add(names.UNCOMPARED, 1, record.alias, record.team)
         if record.savings:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.reserved import PAID, reserved_names
+from gateway.reserved import calls_of, reserved_names
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest
 from gateway.wire.types import (
@@ -29,7 +29,7 @@ from gateway.wire.types import (
     Chunk,
     Kind,
 )
-from gateway.wire.usage import TOKENS_MAX, usage_of
+from gateway.wire.usage import count_of, from_anthropic, usage_of
 from policies import Demand, Usage
 
 INPUTS_MAX = 2048
@@ -43,7 +43,6 @@ _SPEECH_TOKENS_PER_BYTE = 4  # 20 tokens are a second of speech, which has at le
 _SOUND_BYTES_PER_S = 1_000  # 8 kbit/s: hardly any recording has fewer
 _SOUND_TOKENS_PER_S = 50  # above every provider's count
 
-_CALLS_MAX = 10  # of the provider's tools in one response, as far as a hold foresees
 _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 
 _TokenId = Annotated[int, Meta(ge=0)]
@@ -67,7 +66,7 @@ class _Plain(msgspec.Struct, kw_only=True):
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The size of a request, and the capability that a deployment needs for it. Raises BadRequest."""
         sizes = self.sizes()
-        marks = _MARKS * len(sizes)
+        marks, reserved = _MARKS * len(sizes), reserved_names(body) - self.own
         return Demand(
             prompt_tokens=int(sum(tokens for tokens, _ in sizes)) + marks,
             output_tokens_max=self.output_tokens,
@@ -75,7 +74,8 @@ class _Plain(msgspec.Struct, kw_only=True):
             needs=frozenset({_OF[type(self)].name}),
             prompt_tokens_min=0,  # some providers cut a long text, and the others refuse it themselves
             prompt_tokens_max=sum(most for _, most in sizes) + marks,
-            reserved=reserved_names(body) - self.own,
+            reserved=reserved,
+            calls=calls_of(body, reserved),
             units=self.units,
             measure=self.measure,
         )
@@ -285,12 +285,10 @@ class PassedResponseRequest(_Plain, kw_only=True):
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         demand = super().demand(raw, body)
         media = raw.count(b'"input_image"') + raw.count(b'"input_file"') + raw.count(b'"computer_screenshot"')
-        # what the provider's tools find enters the prompt
-        found = _CALLS_MAX if demand.reserved & PAID else 0
         return msgspec.structs.replace(
             demand,
             prompt_tokens=len(raw) // int(BYTES_PER_TOKEN),
-            prompt_tokens_max=len(raw) + MEDIA_TOKENS_MAX * (media + found),
+            prompt_tokens_max=len(raw) + MEDIA_TOKENS_MAX * media,
             output_tokens_max=self.max_output_tokens or OUTPUT_TOKENS_MAX,
             is_output_asked=self.max_output_tokens is not None,
             tier=str(body["service_tier"])[:100] if "service_tier" in demand.reserved else "",
@@ -317,6 +315,7 @@ PLAIN_SHAPES: dict[str, type[_Plain]] = {kind.name: shape for shape, kind in _OF
 
 class _Units(msgspec.Struct):
     input_tokens: int | None = None
+    search_units: Any = None
 
 
 class _Meta(msgspec.Struct):
@@ -339,6 +338,8 @@ class _Answer(_Inner):
     message: _Inner | None = None
 
 
+_IMAGE = re.compile(rb'"(?:b64_json|url)"')
+_ANTHROPICS = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens", "iterations", "server_tool_use"})
 _NAMES = {  # OpenAI's newer names, and Anthropic's, to those that `usage_of` reads
     "input_tokens": "prompt_tokens",
     "output_tokens": "completion_tokens",
@@ -348,9 +349,13 @@ _NAMES = {  # OpenAI's newer names, and Anthropic's, to those that `usage_of` re
 }
 
 
+def _type_of(item: Any) -> Any:
+    return item.get("type") if isinstance(item, dict) else None
+
+
 def _is_search(item: Any) -> bool:
     """Whether an item of a response is a search that its provider charges, and not the reading of a page."""
-    if not isinstance(item, dict) or item.get("type") != "web_search_call":
+    if _type_of(item) != "web_search_call":
         return False
     action = item.get("action")
     return not isinstance(action, dict) or action.get("type") in (None, "search")
@@ -361,7 +366,7 @@ class Counted:
 
     def __init__(self) -> None:
         self._usage: dict[str, Any] = {}
-        self._units = self._searches = 0
+        self._units = self._searches = self._rounds = 0
         self.finish_reason = "stop"
 
     def read(self, body: bytes) -> None:
@@ -380,28 +385,29 @@ class Counted:
             self.finish_reason = "content_filter" if b'"content_filter"' in body else "length"
         if isinstance(told.output, list):
             self._searches = sum(map(_is_search, told.output))
+            self._rounds = sum(_type_of(item) != "message" for item in told.output)
         meta = found.meta or _Meta()
-        units = meta.tokens or meta.billed_units or _Units()
-        if units.input_tokens:
-            self._usage.setdefault("prompt_tokens", units.input_tokens)
-        if found.created is not None and found.data:
-            self._units = len(found.data)
-        seconds = self._usage.get("seconds") or found.duration
-        try:
-            self._units = min(max(self._units, -int(-float(seconds or 0) // 1)), TOKENS_MAX)
-        except (TypeError, ValueError, OverflowError):
-            return
+        billed = meta.billed_units or _Units()
+        if tokens := (meta.tokens or billed).input_tokens:
+            self._usage.setdefault("prompt_tokens", tokens)
+        counted = [billed.search_units, self._usage.get("seconds"), found.duration]
+        if found.created is not None and found.data and _IMAGE.search(found.data[0]):
+            counted.append(len(found.data))
+        self._units = max(self._units, *[count_of(units) or 0 for units in counted])
 
     @property
     def usage(self) -> Usage | None:
         """What was counted; None where nothing was."""
         given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
+        if "input_tokens" in self._usage and not _ANTHROPICS.isdisjoint(self._usage):
+            given = from_anthropic(self._usage)
         given.setdefault("prompt_tokens", given.get("total_tokens"))
+        given["rounds"] = self._rounds or given.get("rounds")
         if self._searches:
             given["server_tool_use"] = {"web_search_requests": self._searches}
         usage = usage_of(msgspec.json.encode(given)) if given["prompt_tokens"] else None
-        if usage is None and self._units:
-            return Usage(0, 0, units=self._units)
+        if self._units:
+            return msgspec.structs.replace(usage or Usage(0, 0), units=self._units)
         return usage
 
 

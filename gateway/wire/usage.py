@@ -1,22 +1,23 @@
 """Reads the tokens of an answer as its provider reports them.
 
 Sources: OpenAI's API reference ("The chat completion object", `usage`), DeepSeek's and OpenRouter's
-(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), litellm's form of Anthropic's and
-Bedrock's (`cache_creation_input_tokens`, `cache_creation_token_details`, `server_tool_use`), and
-Gemini's OpenAI-compatible endpoint, which counts thoughts in `total_tokens` alone. Knows no prices.
+(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), Anthropic's ("Compaction", `iterations`),
+litellm's form of it and of Bedrock's (`cache_creation_input_tokens`,
+`cache_creation_token_details`, `server_tool_use`), and Gemini's OpenAI-compatible endpoint, which
+counts thoughts in `total_tokens` alone. Knows no prices.
 Invariants: a usage that cannot be read is no usage, and costs no answer; no part of a prompt or of
 a completion is counted twice, and the parts are at most the whole.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
 from policies import Usage
+from policies.usage import COUNT_MAX as TOKENS_MAX  # a larger claim is the server's error
 
-# a larger claim is the server's error; sums of claims must not overflow
-TOKENS_MAX = 1_000_000_000
 COST_USD_MAX = 1_000_000.0
 _Count = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)] | None
 
@@ -68,6 +69,7 @@ class _Reported(msgspec.Struct, gc=False):
     cache_creation: _Lives | None = None
     server_tool_use: _Tools | None = None
     cost: _Money = None  # OpenRouter, in USD
+    rounds: _Count = None  # ours, of `from_anthropic`
 
 
 class _Start(msgspec.Struct, gc=False):
@@ -121,9 +123,40 @@ def usage_of(raw: bytes) -> Usage | None:
         audio_completion_tokens=outputs.audio_tokens or 0,
         image_completion_tokens=outputs.image_tokens or 0,
         tool_calls=tools.web_search_requests or inputs.web_search_requests or 0,
+        rounds=found.rounds or 0,
         provider_cost_microusd=None if found.cost is None else math.ceil(round(found.cost * 1e6, 3)),
     )
     return usage.within(TOKENS_MAX, TOKENS_MAX)
+
+
+def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
+    """A chat completion's usage, whose prompt includes the parts that Anthropic counts beside it.
+
+    An entry of its `iterations` that is no message, such as a compaction, is billed beside the
+    whole. `rounds`: how often its tools made it read the prompt again.
+    """
+    listed = given.get("iterations")
+    iterations = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+    def count(name: str, inside: str = "") -> int:
+        sums = [0, 0, 0]
+        for place, one in [(0, given), *((1 + (one.get("type") != "message"), one) for one in iterations)]:
+            held = one.get(inside) if inside else one
+            sums[place] += (count_of(held.get(name)) if isinstance(held, Mapping) else None) or 0
+        return max(sums[:2]) + sums[2]
+
+    read, written = count("cache_read_input_tokens"), count("cache_creation_input_tokens")
+    prompt, completion = count("input_tokens") + read + written, count("output_tokens")
+    details: dict[str, Any] = {"cached_tokens": read, "cache_creation_tokens": written}
+    if isinstance(given.get("cache_creation"), dict):
+        lives = {name: count(name, "cache_creation") for name in _Lives.__struct_fields__}
+        details["cache_creation_token_details"] = lives
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": details}
+    if tools := given.get("server_tool_use"):
+        usage["server_tool_use"] = tools
+    rounds += len(iterations)
+    return usage | ({"rounds": rounds} if rounds else {})
 
 
 def usage_at_start(chunk: bytes) -> Usage | None:

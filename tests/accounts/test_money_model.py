@@ -381,7 +381,11 @@ class Money(RuleBasedStateMachine):
             some[name] = (asked, row)
             for draw in asked.draws:
                 used = used_of(row, draw.budget.unit)
-                assert used <= draw.most or answer in ("long prompt", "absurd")  # no prompt is longer than its bytes
+                assert used <= draw.most or answer in (
+                    "long prompt",
+                    "absurd",
+                    "longest",
+                )  # no prompt is longer than its bytes
                 self.over[draw.name].append((row.at_ms, used - draw.amount if self.is_live(name) else used))
 
         async def all_of_them() -> list[bool]:

@@ -233,7 +233,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         stored_responses=ResponseStore(accounts.database, lambda: world.now_s, 60, lambda *_: None),
         batches=Batches(accounts.database, files, settings.batches, lambda: world.now_s),
         budgets=budgets,
-        money=Money(budgets, settings.budgets, Spool(None)),
+        money=Money(budgets, settings.budgets, Spool(None), ledger.saved),
         stats=stats,
         exact=exact,
         semantic=semantic,

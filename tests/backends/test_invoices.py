@@ -18,7 +18,7 @@ import pytest
 
 from gateway.backends.anthropic.answer import AnswerReader
 from gateway.backends.anthropic.backend import AnthropicBackend
-from gateway.backends.base import Backend
+from gateway.backends.base import Backend, BackendRequest, Native
 from gateway.backends.managed import ManagedBackend
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.build import describe
@@ -332,3 +332,27 @@ def test_a_usage_of_another_shape_costs_no_answer(usage: Any) -> None:
         assert any(TEXT in chunk.decode() for chunk in chunks)
         assert chunks[-1] == b"[DONE]"
         assert usage_of(json.dumps(json.loads(chunks[-2])["usage"]).encode()) is None
+
+
+@pytest.mark.parametrize(("asked", "sent"), [({}, 10), ({"max_uses": 1000}, 10), ({"max_uses": 2}, 2)])
+def test_a_message_goes_out_with_the_calls_that_are_held(asked: dict[str, Any], sent: int) -> None:
+    """Of a request in Anthropic's own shape the limits of its tools change, and nothing else; without a hold nothing does."""
+    search = {"type": "web_search_20250305", "name": "web_search", **asked}
+    client = {"name": "f", "input_schema": {}, "max_uses": 99}
+    raw = json.dumps({"model": "m", "max_tokens": 9, "messages": [], "tools": [search, client]}).encode()
+    backend = AnthropicBackend("a", base_url="http://0.0.0.0", model="m", capabilities=frozenset())
+    for is_bound in (False, True):
+        request = BackendRequest(
+            body={},
+            is_stream=False,
+            salt=b"",
+            request_id="r",
+            ttft_timeout_s=1.0,
+            idle_timeout_s=1.0,
+            native=Native(raw, are_calls_bound=is_bound),
+        )
+        out = backend._payload(request)
+        if is_bound:
+            assert json.loads(out) == {**json.loads(raw), "tools": [{**search, "max_uses": sent}, client]}
+        else:
+            assert out == raw

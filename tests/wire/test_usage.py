@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.backends.anthropic.answer import AnswerReader
 from gateway.deployments.build import describe
 from gateway.settings import DeploymentSettings
 from gateway.wire.chunks import read
@@ -192,3 +193,79 @@ def test_other_fields_of_an_answer_cost_no_count(odd: bytes) -> None:
     """A provider's field of a known name and another shape leaves the tokens that the answer reports."""
     usage = chunk_of(b'{%b, "usage": {"input_tokens": 7, "output_tokens": 2}}' % odd).usage
     assert usage == Usage(7, 2)
+
+
+_COMPACTED = {
+    "input_tokens": 10,
+    "output_tokens": 5,
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 40},
+    "cache_creation_input_tokens": 40,
+    "iterations": [
+        {"type": "compaction", "input_tokens": 180_000, "output_tokens": 3_500, "cache_read_input_tokens": 70},
+        {"type": "message", "input_tokens": 10, "output_tokens": 5, "cache_creation_input_tokens": 40},
+        {"type": "compaction", "input_tokens": 7, "cache_creation": {"ephemeral_1h_input_tokens": 2}},
+        "odd",
+        {"type": "compaction", "input_tokens": "many", "cache_creation": 3},
+    ],
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_anthropic_bills_beside_its_count_is_counted(is_stream: bool) -> None:
+    """A compaction reads the whole prompt before the message does, and only the iterations tell it."""
+    searched: list[dict[str, Any]] = [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]
+    searched += [{"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, {"type": "text", "text": "x"}]
+    message = {"type": "message", "content": searched, "stop_reason": "end_turn", "usage": _COMPACTED}
+    reader = AnswerReader()
+    if is_stream:
+        early = {"type": "message_start", "message": {**message, "usage": {"input_tokens": 10, "output_tokens": 1}}}
+        events = [early]
+        for index, block in enumerate(searched):
+            events.append({"type": "content_block_start", "index": index, "content_block": block})
+            events.append({"type": "content_block_stop", "index": index})
+        events += [{"type": "message_delta", "delta": message, "usage": _COMPACTED}, {"type": "message_stop"}]
+        chunks = reader.chunks(map(msgspec.json.encode, events))
+    else:
+        chunks = reader.whole(msgspec.json.encode(message))
+    found = read(chunks[-2]).usage
+    assert found is not None
+    assert found.rounds == 4 + 2
+    assert msgspec.structs.replace(found, rounds=0) == Usage(
+        10 + 40 + 180_000 + 70 + 7, 5 + 3_500, cached_tokens=70, cache_write_1h_tokens=42
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "usage"),
+    [
+        ({"usage": {"type": "duration", "seconds": 36_000}}, Usage(0, 0, units=36_000)),
+        ({"text": "x", "duration": "8.47"}, Usage(0, 0, units=9)),
+        ({"results": [], "meta": {"billed_units": {"search_units": 80}}}, Usage(0, 0, units=80)),
+        (
+            {"results": [], "meta": {"tokens": {"input_tokens": 9}, "billed_units": {"search_units": 3.0}}},
+            Usage(9, 0, units=3),
+        ),
+        ({"results": [], "meta": {"billed_units": {"search_units": "odd"}}}, None),
+        ({"created": 1, "data": [{"url": "u"}, {"url": "u"}]}, Usage(0, 0, units=2)),
+        ({"created": 1, "data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 4}}, Usage(4, 0)),
+        (
+            {"usage": {"input_tokens": 100, "output_tokens": 5, "cache_read_input_tokens": 40}},
+            Usage(140, 5, cached_tokens=40),
+        ),
+        (
+            {
+                "output": [
+                    {"type": "reasoning"},
+                    {"type": "mcp_call"},
+                    {"type": "web_search_call"},
+                    {"type": "message"},
+                ],
+                "usage": {"input_tokens": 100, "output_tokens": 5},
+            },
+            Usage(100, 5, tool_calls=1, rounds=3),
+        ),
+    ],
+)
+def test_a_plain_answer_tells_its_units_and_rounds(body: dict[str, Any], usage: Usage | None) -> None:
+    """Seconds, searches and images beside or instead of tokens, and how often the prompt was read again."""
+    assert chunk_of(json.dumps(body).encode()).usage == usage

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.wire.chunks import UNREADABLE, decoded
+from gateway.wire.usage import from_anthropic
 
 _FINISHES = {
     "end_turn": "stop",
@@ -39,6 +40,7 @@ class AnswerReader:
         self._calls: dict[int, int] = {}  # the numbers of calls by the index of their block
         self._others: dict[int, dict[str, Any]] = {}  # blocks of other types, until they are whole
         self._parts: dict[int, list[str]] = {}  # of their inputs
+        self._rounds = 0  # at most as many as those blocks
         self._thought: list[str] = []  # of the block that is growing
         self._listed: dict[str, int] = {}  # the number of entries in each field that is a list
 
@@ -69,7 +71,7 @@ class AnswerReader:
                 message = event["message"]
                 self._head |= {"id": message.get("id"), "model": message.get("model")}
                 self._count(message.get("usage"))
-                head = {**self._head, "usage_at_start": _usage(self._usage)}  # which a message begins with
+                head = {**self._head, "usage_at_start": from_anthropic(self._usage)}  # which a message begins with
                 return [self._chunk({"role": "assistant", "content": ""}, head=head)]
             case "content_block_start":
                 return self._begin(event["index"], event["content_block"])
@@ -81,8 +83,8 @@ class AnswerReader:
                 self._count(event.get("usage"))
                 return self._finish(event["delta"])
             case "message_stop":
-                usage = msgspec.json.encode({**self._head, "choices": [], "usage": _usage(self._usage)})
-                return [usage, _DONE]
+                usage = from_anthropic(self._usage, self._rounds)
+                return [msgspec.json.encode({**self._head, "choices": [], "usage": usage}), _DONE]
         return []  # a ping, or an event of a later version
 
     def _count(self, usage: Any) -> None:
@@ -110,6 +112,7 @@ class AnswerReader:
                 begun = [self._chunk({"tool_calls": [call]})]
                 return begun + (self._arguments(index, msgspec.json.encode(given).decode()) if given else [])
         self._others[index], self._parts[index] = block, []
+        self._rounds += 1
         return []
 
     def _grow(self, index: int, delta: dict[str, Any]) -> list[bytes]:
@@ -181,17 +184,3 @@ def _events(message: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield {"type": "content_block_stop", "index": index}
     yield {"type": "message_delta", "delta": message}
     yield {"type": "message_stop"}
-
-
-def _usage(given: dict[str, Any]) -> dict[str, Any]:
-    """A chat completion's usage, whose prompt includes the parts that Anthropic counts beside it."""
-    counts = {name: value for name, value in given.items() if isinstance(value, int)}
-    read, written = counts.get("cache_read_input_tokens", 0), counts.get("cache_creation_input_tokens", 0)
-    prompt, completion = counts.get("input_tokens", 0) + read + written, counts.get("output_tokens", 0)
-    lives = given.get("cache_creation")
-    details: dict[str, Any] = {"cached_tokens": read, "cache_creation_tokens": written}
-    if isinstance(lives, dict):
-        details["cache_creation_token_details"] = lives
-    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    tools = given.get("server_tool_use")
-    return {**usage, "prompt_tokens_details": details, **({"server_tool_use": tools} if tools else {})}

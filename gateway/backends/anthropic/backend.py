@@ -3,8 +3,8 @@
 The connections, time limits and failures are those of an OpenAI-compatible server; this file adds
 the address, the headers, and two translations. A request that came in Anthropic's shape is sent as
 it came. Format: Anthropic API reference, "Messages", "Versions" and "Beta headers". Knows no teams,
-caches or routes. Invariant: only `model`, `stream`, a length that a budget cuts and the gateway's
-own `cache` change of such a request: without these it leaves byte for byte.
+caches or routes. Invariant: only `model`, `stream`, a length and calls of tools that a budget
+cuts and the gateway's own `cache` change of such a request: without these it leaves byte for byte.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from gateway.backends.anthropic.answer import AnswerReader
 from gateway.backends.anthropic.request import to_message
 from gateway.backends.base import BackendRejected, BackendRequest, Native
 from gateway.backends.openai.backend import OpenAIBackend
+from gateway.reserved import with_calls_bound
 from gateway.wire.errors import BadRequest
 from gateway.wire.requests import decode_strictly
 from gateway.wire.types import CHAT, Kind
@@ -81,6 +82,8 @@ class AnthropicBackend(OpenAIBackend):
             wanted["stream"] = request.is_stream
         if native.tokens_max is not None:
             wanted["max_tokens"] = native.tokens_max
+        if native.are_calls_bound and "tools" in sent:
+            wanted["tools"] = with_calls_bound(sent)["tools"]
         if "cache" not in sent and sent | wanted == sent:
             return native.raw
         fields: dict[str, Any] = msgspec.json.decode(native.raw, type=dict[str, msgspec.Raw])
