@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from cache.event_loop import Loop
 from gateway.api.front import Front
 from gateway.app import begin_stop, create_app
 from gateway.settings import Settings
@@ -34,7 +35,7 @@ def serve_fd(fd: int, heartbeat: Path) -> int:
     """
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_bytes())
     server = server_of(create_app(settings), settings)
-    uvloop.run(_serve(server, socket.socket(fileno=fd), heartbeat))
+    uvloop.run(_serve(server, socket.socket(fileno=fd), heartbeat), loop_factory=Loop)
     return 0 if server.started else 1
 
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import uvloop
 
+from cache.event_loop import Loop
 from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_link import RedisLink
 from cache.verdicts.judges import Judgement, Ruling
@@ -428,5 +429,5 @@ def main(argv: list[str] | None = None) -> int:
     )
     _log.setLevel(logging.INFO)
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(Worker(options).run())
+        uvloop.run(Worker(options).run(), loop_factory=Loop)
     return 0

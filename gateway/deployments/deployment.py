@@ -266,7 +266,7 @@ class Deployment:
                     self.breaker.record_cancelled()
                     return
                 self.breaker.record_denial(f"{mark} (HTTP {error.status})")
-            case base.BackendRejected() | base.BackendDenied():
+            case base.BackendRejected() | base.BackendDenied() | base.BackendNotAsked():
                 self.breaker.record_cancelled()
             case base.BackendOverloaded():
                 self.breaker.record_failure(error.retry_after_s)

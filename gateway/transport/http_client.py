@@ -11,6 +11,7 @@ its connection at once; buffers of heads, trailers and unread bodies are bounded
 
     TransportError
     ├── Unreachable     no connection: refused, not found, not trusted, too late
+    │   └── NotAsked    this host lacked what a connection needs: no fault of the server
     ├── Disconnected    the connection ended before the response did
     └── NotHTTP         the bytes are no response, or too many
 """
@@ -39,6 +40,10 @@ class TransportError(Exception):
 
 class Unreachable(TransportError):
     """No connection could be made."""
+
+
+class NotAsked(Unreachable):
+    """This host has no descriptor, port or memory for a connection, or its resolver is silent."""
 
 
 class Disconnected(TransportError):

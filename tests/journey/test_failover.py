@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from gateway.backends.base import BackendNotAsked
 from gateway.backends.refusals import Refused, refusal
 from tests.journey.conftest import OpenWorld
 from tests.world import (
@@ -36,6 +37,19 @@ async def test_failover_before_the_first_chunk(world: World, failure: Exception,
     assert (record.deployment, record.policy, record.status) == ("second", "cheapest", 200)
     assert record.store == "stored"  # the same model: as good as the first choice
     assert [row.deployment for row in await world.ledger()] == ["second"]
+
+
+async def test_what_this_host_lacks_rests_no_deployment(world: World) -> None:
+    """However often a host has no descriptor for a call, the deployment is asked again as soon as it has one; others go first."""
+    world.backends["first"].plays(BackendNotAsked("OSError: [Errno 24] Too many open files"))
+    for number in range(10):
+        assert (await world.ask(f"question {number}", model="pair")).content == "answer of second"
+    world.backends["second"].plays(BackendNotAsked("OSError: [Errno 24] Too many open files"))
+    refused = [await world.ask(f"another {number}", model="pair") for number in range(3)]
+    assert {(reply.status, reply.error["code"]) for reply in refused} == {(503, "upstream_unavailable")}
+    for name in ("first", "second"):
+        world.backends[name].plays("well ", Finish(), Tokens())
+    assert (await world.ask("well?", model="pair")).headers["x-sameway-backend"] == "first"
 
 
 async def test_chunks_without_content_commit_to_nothing(world: World) -> None:

@@ -30,7 +30,7 @@ import msgspec
 from gateway.backends.base import BackendBroken, BackendError, BackendRequest, BackendTimeout, Passage
 from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
-from gateway.transport.http_client import Exchange, TransportError
+from gateway.transport.http_client import Exchange, NotAsked, TransportError
 from gateway.wire import plain
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
@@ -143,7 +143,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         try:
             await self.send(exchange)
         except TransportError as error:
-            raise (self._error and fresh(self._error)) or self._late() or self.translate.unsent(error) from None
+            late = None if isinstance(error, NotAsked) else self._late()
+            raise (self._error and fresh(self._error)) or late or self.translate.unsent(error) from None
         at = request.passage
         if exchange.status != 200 and (at is None or exchange.status // 100 != 2):
             refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
