@@ -69,7 +69,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     request_id: str
     ttft_timeout_s: float
     idle_timeout_s: float
-    # a whole answer has no bytes until it is complete; the official SDKs wait this long by default
+    # to a whole answer, which has no bytes until it is complete; the official SDKs wait this long by default
     whole_timeout_s: float = 600.0
     draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT

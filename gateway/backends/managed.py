@@ -263,7 +263,7 @@ class ManagedBackend:
         return {
             **arguments,
             "model": request.model or self._model,
-            "timeout": request.ttft_timeout_s + (request.idle_timeout_s if is_stream else request.whole_timeout_s),
+            "timeout": request.ttft_timeout_s + request.idle_timeout_s if is_stream else request.whole_timeout_s,
             "max_retries": 0,  # the gateway does the failover
             "num_retries": 0,
             "drop_params": not request.kind.is_plain,  # drops fields that the provider lacks; not `dimensions`
@@ -384,7 +384,7 @@ class ManagedStream:
         request = self._request
         timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s
         if not self._is_stream:
-            timeout_s += request.whole_timeout_s
+            timeout_s = request.whole_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as self._waiting:
                 return await awaitable

@@ -174,21 +174,21 @@ class Deployment:
             self.context_learned = error.context_tokens
         return self._context(self.backend.load(0))
 
-    def begin(self) -> bool:
+    def begin(self, team: int = 0) -> bool:
         """Take a place and the right to make one call; returns False if another call took it.
 
-        `end` gives the place back.
+        `end` gives the place back. `team`: of the request; 0 for the gateway's own.
         """
-        if not self.places.take():
+        if not self.places.take(team):
             return False
         if not self.breaker.begin():
-            self.places.give_back()
+            self.places.give_back(team)
             return False
         return True
 
     def begin_try_out(self) -> None:
         """Take a place and the right to make one call for an operator, whatever the state."""
-        self.places.taken += 1
+        self.places.take(0, is_forced=True)
         self.breaker.begin_anyway()
 
     def take_use(self, use: str) -> list[base.ChunkStream]:
@@ -197,21 +197,21 @@ class Deployment:
         self.use = use
         return list(self.answers) if is_cut else []
 
-    async def may_probe(self) -> bool:
+    async def may_probe(self, team: int = 0) -> bool:
         """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
         try:
             is_first = await self.claim()
         except BaseException:
             self.breaker.record_cancelled()
-            self.end()
+            self.end(team)
             raise
         if not is_first:
-            self.end()
+            self.end(team)
         return is_first
 
-    def end(self) -> None:
+    def end(self, team: int = 0) -> None:
         """Give back the place of a call that has ended."""
-        self.places.give_back()
+        self.places.give_back(team)
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time to wait for the first chunk: as configured, else learned

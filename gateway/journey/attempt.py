@@ -152,7 +152,7 @@ class Tries:
     async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
         flight, generation = self._flight, self._generation
         generation.why = why
-        if not await _is_admitted(deployment):
+        if not await _is_admitted(deployment, generation.identity.team.id):
             return BackendUnavailable("Another request is trying whether this deployment is back")
         request, progress = self._begin(deployment, is_alone=is_alone)
         prompt_tokens, slow_ms = generation.turn.demand.prompt_tokens, None
@@ -188,7 +188,7 @@ class Tries:
             return self._generation.begin_try(deployment, is_alone=is_alone)
         except BaseException:  # a bug must not keep the place
             deployment.breaker.record_cancelled()
-            deployment.end()
+            deployment.end(self._generation.identity.team.id)
             raise
 
     async def _raced_with(
@@ -247,7 +247,7 @@ class Tries:
             return False
         if not hedges.take(expected, generation.serving.settings.hedge_cost_max):
             return False
-        if await self._cover(generation, second) and race.is_open and second.begin():
+        if await self._cover(generation, second) and race.is_open and second.begin(generation.identity.team.id):
             return True
         hedges.give_back(expected)
         return False
@@ -275,7 +275,7 @@ class Tries:
             is_covered = await self._cover(generation, deployment)
             if is_covered and deployment.places.is_full:  # since the route was made
                 continue
-            if not is_covered or not await _is_admitted(deployment):
+            if not is_covered or not await _is_admitted(deployment, generation.identity.team.id):
                 self._done_with |= {best.name}
                 continue
             generation.why = best.why
@@ -310,9 +310,9 @@ def _pause_before_retry(failure: BackendError, attempts: int) -> float | None:
     return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
 
 
-async def _is_admitted(deployment: Deployment) -> bool:
+async def _is_admitted(deployment: Deployment, team: int) -> bool:
     """Whether `deployment` has a place for a call, which no other worker's probe forbids."""
-    return deployment.begin() and (not deployment.breaker.is_open or await deployment.may_probe())
+    return deployment.begin(team) and (not deployment.breaker.is_open or await deployment.may_probe(team))
 
 
 async def attempt(
@@ -366,7 +366,7 @@ async def attempt(
             await answer.aclose()
         finally:
             deployment.answers.discard(answer)
-            deployment.end()
+            deployment.end(flight.generation.identity.team.id if flight is not None else 0)
     progress.complete()
     deployment.succeeded(progress, prompt_tokens)
     return None

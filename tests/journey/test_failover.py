@@ -39,6 +39,23 @@ async def test_failover_before_the_first_chunk(world: World, failure: Exception,
     assert [row.deployment for row in await world.ledger()] == ["second"]
 
 
+async def test_a_whole_answer_has_a_limit_of_its_own(open_a_world: OpenWorld) -> None:
+    """The deployment's `whole_timeout_ms`, ten minutes by default, bounds an answer in one piece, beside that of a first chunk."""
+    hurried = deployment("hurried", ttft_timeout_ms=8_000, whole_timeout_ms=20_000)
+    world = await open_a_world(
+        models={"hurried": {"deployments": [hurried]}, "usual": {"deployments": [deployment("usual")]}}
+    )
+    for name in ("hurried", "usual"):
+        assert (await world.ask(model=name)).status == 200
+    (call,), (usual,) = world.backends["hurried"].calls, world.backends["usual"].calls
+    assert (call.is_stream, call.ttft_timeout_s, call.whole_timeout_s, usual.whole_timeout_s) == (
+        False,
+        8.0,
+        20.0,
+        600.0,
+    )
+
+
 async def test_what_this_host_lacks_rests_no_deployment(world: World) -> None:
     """However often a host has no descriptor for a call, the deployment is asked again as soon as it has one; others go first."""
     world.backends["first"].plays(BackendNotAsked("OSError: [Errno 24] Too many open files"))
