@@ -93,7 +93,7 @@ async def test_a_cache_worker_that_hangs_is_killed(tmp_path: Path) -> None:
     killing = asyncio.create_task(_kill_if_silent(child, process))
     try:
         async with SemanticClient(child.heartbeat.path) as client, asyncio.timeout(120):
-            while (await client.status()).state in (WorkerState.AWAY, WorkerState.LOADING):
+            while (await client.status()).state in (WorkerState.AWAY, WorkerState.LOADING):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             assert not killing.done()
             process.send_signal(signal.SIGSTOP)
