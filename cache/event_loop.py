@@ -1,4 +1,4 @@
-"""The processes' event loop: uvloop's, with lookups of names that are in nobody else's way.
+"""The processes' event loop: uvloop's, with lookups of names that hold up no other connection.
 
 uvloop looks up each address that a socket connects to, literal ones too, in libuv's few threads,
 where a resolver that does not answer holds up every connection. Here a literal address needs no

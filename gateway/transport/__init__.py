@@ -1,4 +1,4 @@
-"""Hand-written transports. Must not import any other room. Read `http_server.py` first.
+"""Hand-written transports. Must not import any other room of the gateway. Read `http_server.py` first.
 
     module                         replaces                  CPU, of the library's
     http_server                    uvicorn's request cycle   three quarters a request
