@@ -31,7 +31,7 @@ _SILENT_AFTER_S = 6.0  # glibc asks the second server of resolv.conf after 5 s
 _NEXT_ADDRESS_AFTER_S = 0.25
 _LOOKUPS_MAX = 64
 _NAMES_MAX = 1_000
-_ANSWERS = frozenset({socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_FAMILY, socket.EAI_SERVICE})
+_ANSWERS = frozenset({socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY, socket.EAI_FAMILY})
 _WANTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.ENETDOWN})
 
 
@@ -107,8 +107,7 @@ class Loop(uvloop.Loop):
         """Wait for the resolver; where an address is known, or no answer has come for long, only for
         a moment. Raises OSError where no address is known then.
         """
-        lookup = name.lookup or self._look_up(key, name)
-        now = self.time()
+        lookup, now = name.lookup or self._look_up(key, name), self.time()
         is_silent = name.asked_since is not None and now - name.asked_since > _SILENT_AFTER_S
         patience_s = max(0.0, name.began + _PATIENCE_S - now) if name.addresses or is_silent else None
         silence = socket.gaierror(socket.EAI_AGAIN, f"this host's resolver does not answer about {key[0]!r}")
@@ -121,21 +120,22 @@ class Loop(uvloop.Loop):
             raise type(error)(*error.args)
 
     def _look_up(self, key: tuple[Any, ...], name: _Name) -> asyncio.Future[list[Any]]:
-        """Begin a lookup. Raises gaierror where there is no thread for it."""
-        under_way = [one for one in self._names if self._names[one].lookup is not None]
-        if len(under_way) >= _LOOKUPS_MAX:
-            raise socket.gaierror(socket.EAI_AGAIN, f"{len(under_way)} other lookups wait for this host's resolver")
+        """Begin a lookup, which fails at once where there are too many."""
+        count = sum(one.lookup is not None for one in self._names.values())
         while len(self._names) > _NAMES_MAX:
             self._names.popitem(last=False)
         found: Future[list[Any]] = Future()
-        try:
-            threading.Thread(target=_find, args=(found, key), name=f"lookup {key[0]}", daemon=True).start()
-        except RuntimeError as error:
-            raise socket.gaierror(socket.EAI_AGAIN, f"no thread for a lookup: {error}") from None
         name.began = self.time()
         name.asked_since = name.began if name.asked_since is None else name.asked_since
         name.lookup = asyncio.wrap_future(found, loop=self)
         name.lookup.add_done_callback(lambda lookup: self._learn(name, lookup))
+        if count >= _LOOKUPS_MAX:
+            found.set_exception(socket.gaierror(socket.EAI_AGAIN, f"{count} other lookups wait for the resolver"))
+            return name.lookup
+        try:  # no executor's: the process would wait for its threads at its end
+            threading.Thread(target=_find, args=(found, key), name=f"lookup {key[0]}", daemon=True).start()
+        except RuntimeError as error:
+            found.set_exception(socket.gaierror(socket.EAI_AGAIN, f"no thread for a lookup: {error}"))
         return name.lookup
 
     def _learn(self, name: _Name, lookup: asyncio.Future[list[Any]]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,13 @@ async def reach(host: str, served: Served, within_s: float = 5.0) -> int:
 def waiting(count: int, served: Served, within_s: float = 60.0) -> list[asyncio.Task[int]]:
     """So many connections to names of their own."""
     return [asyncio.create_task(reach(f"silent-{number}.test", served, within_s)) for number in range(count)]
+
+
+async def no_lookups() -> None:
+    """Wait until each lookup has ended, and is told of."""
+    while any(thread.name.startswith("lookup") for thread in threading.enumerate()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
 
 
 async def given_up(tasks: list[asyncio.Task[Any]]) -> None:
@@ -104,8 +112,10 @@ async def test_a_known_address_serves_while_the_resolver_is_silent(resolver: Res
             assert await reach("known.test", served) == 200
         assert resolver.lookups["known.test"] == 2
         resolver.answers.set()  # a failure is no answer
+        await no_lookups()
         current().ahead_s = 62.0
         assert await reach("known.test", served) == 200
+        await no_lookups()
         resolver.gone.add("known.test")
         current().ahead_s = 93.0
         with pytest.raises(Unreachable) as caught:
@@ -189,3 +199,17 @@ async def test_other_libraries_connect_by_the_same_rules(resolver: Resolver) -> 
                 await writer.wait_closed()
             resolver.known.clear()
         assert resolver.lookups["store.test"] == 2
+
+
+async def test_too_many_lookups_cost_no_known_address(resolver: Resolver) -> None:
+    """Where so many lookups wait that none can begin, an address that was known before serves on."""
+    resolver.known["known.test"] = ["127.0.0.1"]
+    async with serve(answers) as served:
+        assert await reach("known.test", served) == 200
+        tasks = waiting(64, served)
+        while len(resolver.lookups) < 65:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        current().ahead_s = 31.0
+        assert await reach("known.test", served) == 200
+        assert resolver.lookups["known.test"] == 1
+        await given_up(tasks)
