@@ -69,24 +69,19 @@ class Exchange(msgspec.Struct, eq=False):
     status: int = 0  # until the response's head has arrived
     headers: Mapping[bytes, bytes] = {}  # by lower-case name; the last of repeated ones
     is_answered: bool = False  # a byte of the response has arrived
+    is_complete: bool = False  # all of it has arrived, read or not
     opening: asyncio.Timeout | None = None  # set while the pool connects for it
     _buffer: list[bytes] = []
     connection: Connection | None = None  # that serves it
     _error: TransportError | None = None
     _inflater: Any = None
-    _is_complete: bool = False
     _is_released: bool = False
     _waiter: asyncio.Future[None] | None = None
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the whole response has arrived, read or not."""
-        return self._is_complete
-
-    @property
     def is_over(self) -> bool:
         """Whether the response is complete or has failed."""
-        return self._is_complete or self._error is not None
+        return self.is_complete or self._error is not None
 
     async def answered(self) -> None:
         """Wait for status and headers, ignoring interim (1xx) responses. Raises TransportError."""
@@ -112,7 +107,7 @@ class Exchange(msgspec.Struct, eq=False):
                     return data
             elif self._error is not None:
                 raise fresh(self._error)
-            elif self._is_complete:
+            elif self.is_complete:
                 return b""
             else:
                 await self._wait()
@@ -185,7 +180,7 @@ class Exchange(msgspec.Struct, eq=False):
         """End the exchange; later calls change nothing."""
         if not self.is_over:
             self._error = error
-            self._is_complete = error is None
+            self.is_complete = error is None
         self.connection = None
         self.wake()
 
