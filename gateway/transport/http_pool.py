@@ -119,6 +119,7 @@ class Pool:
             connection, _ = self._idle.popitem()
             if connection.is_usable:
                 return connection
+            connection.abort()
         return None
 
     def _reap(self) -> None:
