@@ -120,10 +120,15 @@ class RedisWire(asyncio.Protocol):
         while True:
             try:
                 reply = self._reader.gets()
-            except hiredis.ProtocolError as error:
+            except (hiredis.ProtocolError, MemoryError) as error:  # MemoryError: an absurd length
                 self.end(RedisConnectionError(f"not Redis' protocol: {error}"))
                 return
             if reply is False:
+                return
+            if isinstance(reply, hiredis.PushNotification):  # of RESP3: no command's reply
+                continue
+            if not self._unanswered:
+                self.end(RedisConnectionError("a reply that no command asked for"))
                 return
             pending = self._unanswered.popleft()
             if isinstance(reply, RedisError):

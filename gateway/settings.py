@@ -267,6 +267,12 @@ class DeploymentSettings(_Section):
         description="time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s; until then about 10 s "
         "where another deployment can answer",
     )
+    whole_timeout_ms: int = Field(
+        600_000,
+        gt=0,
+        description="time to an answer that comes in one piece, which has no first chunk, before the next deployment is tried: of a "
+        "request without `stream` to an alias of one deployment, and of `embeddings`, `images` and the like",
+    )
     idle_timeout_ms: int = Field(60_000, gt=0, description="longest silence inside a stream before it counts as broken")
     concurrency_max: int = Field(
         1_000,

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
+from cache.worker.messages import AskStatus, frame
 from gateway.data_dir import write_secret
 from gateway.settings import Settings, SettingsError
 from gateway.transport.http_server import reserve
@@ -58,11 +59,14 @@ class ChildKind(Enum):
 
 
 class Heartbeat:
-    """The unix socket at `path`, on which a healthy process writes once in `interval_s`."""
+    """The unix socket at `path`, on which a healthy process writes once in `interval_s`, or answers
+    `question`.
+    """
 
-    def __init__(self, path: Path, interval_s: float = 2.0) -> None:
+    def __init__(self, path: Path, interval_s: float = 2.0, question: bytes = b"") -> None:
         self.path = path
-        self._interval_s = interval_s
+        self.interval_s = interval_s
+        self._question = question
 
     async def silent_for(self, intervals: int) -> None:
         """Return after `intervals` intervals in a row without a byte from the process.
@@ -70,7 +74,7 @@ class Heartbeat:
         Counts intervals, not seconds: this process may have been suspended, too.
         """
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
             with contextlib.suppress(OSError):  # it is starting, or ending
                 if await self._fell_silent(intervals):
                     return
@@ -81,11 +85,13 @@ class Heartbeat:
         silent = 0
         try:
             while silent < intervals:
+                writer.write(self._question)
                 try:
-                    async with asyncio.timeout(self._interval_s):
+                    async with asyncio.timeout(self.interval_s):
                         if not await reader.read(1 << 16):
                             return False
                     silent = 0
+                    await asyncio.sleep(self.interval_s if self._question else 0.0)
                 except TimeoutError:
                     silent += 1
             return True
@@ -159,6 +165,12 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
     }
     given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     return [sys.executable, "-m", "local_engine.process.worker", "--socket", str(settings.engine_socket(name)), *given]
+
+
+def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
+    """The cache worker, which answers a question about its state as long as its event loop runs."""
+    heartbeat = Heartbeat(settings.cache_socket, question=frame(AskStatus(0)))
+    return Child(ChildKind.CACHE, "cache", cache_argv(settings), env, heartbeat=heartbeat)
 
 
 def cache_argv(settings: Settings) -> list[str]:
@@ -241,7 +253,7 @@ class Supervisor:
         # Heavy imports follow the announcement, so that they do not delay it
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         env = {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}
-        self._keep(Child(ChildKind.CACHE, "cache", cache_argv(settings), env))
+        self._keep(cache_child(settings, env))
         self._ready = asyncio.create_task(self._say_when_ready(port))
         for name in engines:
             heartbeat = Heartbeat(settings.engine_socket(name))

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from fastapi import FastAPI
 
+from cache.event_loop import Loop
 from gateway.api.front import Front
 from gateway.app import begin_stop, create_app
 from gateway.settings import Settings
@@ -29,7 +30,7 @@ def serve(address: str, port: int, heartbeat: Path) -> int:
     runs.
     """
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_bytes())
-    return uvloop.run(_serve(settings, address, port, heartbeat))
+    return uvloop.run(_serve(settings, address, port, heartbeat), loop_factory=Loop)
 
 
 async def _serve(settings: Settings, address: str, port: int, heartbeat: Path) -> int:

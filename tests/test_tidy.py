@@ -31,7 +31,7 @@ ROOMS = {
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "context", "decision", "encoder", "exact",
-        "redis_link", "redis_connection", "redis_client", "events", "query", "eligibility", "entry", "stored", "fingerprint",
+        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
     ),
     "policies": (
         "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",

@@ -166,6 +166,7 @@ class Call:
     prefix: str
     idle_timeout_s: float
     ttft_timeout_s: float
+    whole_timeout_s: float
     model: str = ""
     native: Native | None = None
     steps: int = 0  # of its script that were asked for
@@ -230,6 +231,7 @@ class ScriptedBackend:
             prefix=request.prefix,
             idle_timeout_s=request.idle_timeout_s,
             ttft_timeout_s=request.ttft_timeout_s,
+            whole_timeout_s=request.whole_timeout_s,
             model=request.model,
             native=request.native,
         )

@@ -21,11 +21,10 @@ from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.verdicts.judges import Judgement
 from cache.worker import messages as wire
-from cache.worker.queue import fitting
+from cache.worker.queue import EMBED_CHARS, EMBED_TEXTS, fitting
 
 _RECONNECT_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 _EMBED_TIMEOUT_S = 60.0
-_EMBED_TEXTS, _EMBED_CHARS = 8, 1_000  # at a time
 _EMBED_CHARS_MAX = 1 << 18  # of one text: no encoder's window holds a longer one
 _NEAR_TIMEOUT_S = 5.0
 _JUDGE_TIMEOUT_S = 10.0
@@ -121,7 +120,7 @@ class SemanticClient:
                 raise TextTooLong(place, len(text), _EMBED_CHARS_MAX, "characters")
         start = 0
         while start < len(texts):
-            count = fitting(map(len, itertools.islice(texts, start, None)), _EMBED_TEXTS, _EMBED_CHARS)
+            count = fitting(map(len, itertools.islice(texts, start, None)), EMBED_TEXTS, EMBED_CHARS)
             some = tuple(texts[start : start + count])
             reply = await self._ask_or_raise(wire.AskEmbed(next(self._ids), some, timeout_s), timeout_s)
             if isinstance(reply, wire.TooLong):

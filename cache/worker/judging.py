@@ -21,9 +21,8 @@ from cache.verdicts.judges import Judgement, Ruling, agree
 from cache.verdicts.prose import Sketch, pieces, sketch
 from cache.verdicts.records import answer_name
 from cache.worker.messages import Answered, AskJudge, Judged
-from cache.worker.queue import fitting
+from cache.worker.queue import EMBED_CHARS, EMBED_TEXTS, fitting
 
-_PIECES, _PIECE_CHARS = 8, 1_000  # embedded at a time: a lookup may have to wait for it
 _OTHERS_SKETCHED_MAX = 1
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class AnswerJudging:
         """The sketch of an answer, kept with its entry if that is there."""
         texts = await between_lookups(partial(pieces, answer.text))
         while texts:
-            count = fitting(map(len, texts), _PIECES, _PIECE_CHARS)
+            count = fitting(map(len, texts), EMBED_TEXTS, EMBED_CHARS)
             await between_lookups(partial(self._embed, partition, texts[:count]))
             texts = texts[count:]
         return await between_lookups(partial(self._sketch, partition, answer))

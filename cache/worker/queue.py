@@ -1,5 +1,5 @@
 """The requests that wait in the cache worker, their connections, and how many are answered
-together.
+together, and when other work has its turn.
 
 Knows the messages, no cache and no encoder. Invariant: no request is answered twice, or after its
 client left.
@@ -8,14 +8,22 @@ client left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cache.worker.messages import Answer, AnswerPayload, AskEmbed, AskJudge, AskLookup, AskNear, frame
 
+EMBED_TEXTS, EMBED_CHARS = 8, 500
+"""Of a piece of work that is no lookup's: one pass of the encoder, for which a lookup may have to wait."""
 _UNSENT_BYTES_MAX = 64 << 20
+_SPARE_S = 0.25
+_LOOKUPS_ABOUT_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +58,41 @@ class Job:
     def answer(self, reply: AnswerPayload) -> None:
         if self.ask.id in self.connection.waiting:
             self.connection.answer(self.ask.id, reply)
+
+
+class SpareTime:
+    """The time for work that is no lookup's: one piece at a time, when no lookup is in hand, or after
+    the piece has waited for that. So a lookup waits for one piece at most.
+
+    While lookups are about, the work rests after a piece for twice as long as that took: it has a
+    third of the time at most.
+    """
+
+    def __init__(self) -> None:
+        self.has_no_lookup = asyncio.Event()  # none waits, and none is being answered
+        self.has_no_lookup.set()
+        self._turn = asyncio.Lock()
+        self._looked_up_at = -_LOOKUPS_ABOUT_S
+        self._rests_until = 0.0
+
+    def lookup(self) -> None:
+        """A lookup came; `has_no_lookup` is set after its answer."""
+        self.has_no_lookup.clear()
+        self._looked_up_at = time.monotonic()
+
+    async def do(self, piece: Callable[[], Awaitable[T]]) -> T:
+        """The result of a piece, in its turn."""
+        async with self._turn:
+            if time.monotonic() - self._looked_up_at < _LOOKUPS_ABOUT_S:
+                await asyncio.sleep(self._rests_until - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SPARE_S):
+                    await self.has_no_lookup.wait()
+            began = time.monotonic()
+            try:
+                return await piece()
+            finally:
+                self._rests_until = 3 * time.monotonic() - 2 * began
 
 
 def fitting(lengths: Iterable[int], count_max: int, chars_max: int) -> int:

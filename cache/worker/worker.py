@@ -33,12 +33,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import uvloop
 
+from cache.event_loop import Loop
 from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_link import RedisLink
 from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
 from cache.worker.options import Options, read_options
-from cache.worker.queue import Connection, Job, fitting
+from cache.worker.queue import Connection, Job, SpareTime, fitting
 
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
@@ -52,8 +53,6 @@ _log = logging.getLogger("cache.worker")  # not __name__: operators know the pro
 # in one batch of lookups: a larger one is hardly faster a text, and all of it waits for its end
 _LOOKUPS, _LOOKUP_CHARS = 8, 4_000
 _JUDGINGS_MAX = 64
-# work that is no lookup's waits so long for a moment without one
-_SPARE_S = 0.25
 _FOLLOW_S = 0.25
 _RETRIES_S = (1.0, 2.0, 5.0, 15.0)
 _PARENT_S = 0.5
@@ -74,9 +73,7 @@ class Worker:
         self._lookups: deque[Job] = deque()
         self._embeds: asyncio.Queue[Job] = asyncio.Queue()
         self._has_lookups = asyncio.Event()
-        self._has_no_lookup = asyncio.Event()  # none waits, and none is being answered
-        self._has_no_lookup.set()
-        self._spare = asyncio.Lock()
+        self._spare = SpareTime()
         self._judging: AnswerJudging | None = None
         self._judgings: asyncio.Queue[Job] = asyncio.Queue()
         self._failure = ""
@@ -166,7 +163,7 @@ class Worker:
             if now != was:
                 _log.info("%s, %d entries %s", _describe(*now), len(cache), "" if follower.is_up else follower.failure)
                 was = now
-            while not cache.is_settled and self._has_no_lookup.is_set():
+            while not cache.is_settled and self._spare.has_no_lookup.is_set():
                 await self._between_lookups(cache.settle)
             await asyncio.sleep(_FOLLOW_S)
 
@@ -188,7 +185,7 @@ class Worker:
                 await self._answer_batch(jobs)
             self._batches -= 1
             if not self._lookups and not self._batches:
-                self._has_no_lookup.set()
+                self._spare.has_no_lookup.set()
 
     def _next_batch(self) -> list[Job]:
         count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
@@ -282,14 +279,9 @@ class Worker:
         return await self._between_lookups(work)
 
     async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do in the cache's thread what is no lookup's: one piece at a time, when no lookup is in
-        hand, or after it has waited for that. So a lookup waits for one piece at most.
-        """
-        async with self._spare:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SPARE_S):
-                    await self._has_no_lookup.wait()
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        """Do in the cache's thread what is no lookup's."""
+        loop = asyncio.get_running_loop()
+        return await self._spare.do(lambda: loop.run_in_executor(self._thread, work, *arguments))
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
@@ -337,7 +329,7 @@ class Worker:
             else:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
-                self._has_no_lookup.clear()
+                self._spare.lookup()
 
     def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskJudge) -> wire.AnswerPayload:
         miss = Miss(MissReason.LOADING)
@@ -428,5 +420,5 @@ def main(argv: list[str] | None = None) -> int:
     )
     _log.setLevel(logging.INFO)
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(Worker(options).run())
+        uvloop.run(Worker(options).run(), loop_factory=Loop)
     return 0

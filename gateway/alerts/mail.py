@@ -42,11 +42,14 @@ class Mail:
 
     async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
         """Send the alert in `body`, JSON, dated `at_s`, unix seconds. Raises DeliveryFailed."""
-        talk = _Talk(self._settings, self._timeout_s)
+        settings, loop = self._settings, asyncio.get_running_loop()
+        talk = _Talk(settings, self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
-                message = message_of(self._settings, message_id, at_s, body)
-                refused = await asyncio.get_running_loop().run_in_executor(self._thread, talk.run, message)
+                message = message_of(settings, message_id, at_s, body)
+                port = settings.smtp_port or _PORTS[settings.smtp_tls]
+                talk.places = await loop.getaddrinfo(settings.smtp_host, port, type=socket.SOCK_STREAM)
+                refused = await loop.run_in_executor(self._thread, talk.run, message)
         except TimeoutError:
             raise DeliveryFailed(f"no answer within {duration_s(self._timeout_s)}") from None
         except (smtplib.SMTPException, MessageError, OSError, ValueError) as error:
@@ -67,6 +70,7 @@ class _Talk:
     def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
+        self.places: list[Any] = []  # of the server, as the event loop found them
         self._line: socket.socket | None = None
         self._is_over = threading.Event()
 
@@ -77,7 +81,7 @@ class _Talk:
         client = _Client(self, self._timeout_s, tls if settings.smtp_tls == "tls" else None)
         client._host = host  # type: ignore[attr-defined]  # of the certificate; its constructor would connect
         try:
-            client.connect(host, settings.smtp_port or _PORTS[settings.smtp_tls])
+            client.connect(host)
             if tls is not None and settings.smtp_tls == "starttls":
                 client.starttls(context=tls)
             if settings.smtp_user is not None:
@@ -89,11 +93,20 @@ class _Talk:
         finally:
             client.close()
 
-    def began(self, connection: socket.socket) -> None:
-        """`connection` is made, and not in use yet. Raises TimeoutError after `end`."""
-        self._line = connection.dup()  # TLS detaches the socket itself
-        if self._is_over.is_set():
-            raise TimeoutError
+    def connected(self) -> socket.socket:
+        """A connection to the first place that takes one. Raises OSError; TimeoutError after `end`."""
+        failed = OSError("the server has no address")
+        for *_, at in self.places:
+            try:
+                connection = socket.create_connection(at[:2], self._timeout_s)
+            except OSError as error:
+                failed = error
+                continue
+            self._line = connection.dup()  # TLS detaches the socket itself
+            if self._is_over.is_set():
+                raise TimeoutError
+            return connection
+        raise failed
 
     def end(self) -> None:
         """Let no call of the thread wait any longer, nor send anything."""
@@ -107,13 +120,15 @@ class _Client(smtplib.SMTP):
     """A client that shows `talk` its connection, and has a limit on the bytes of a reply. `tls`: from the start."""
 
     def __init__(self, talk: _Talk, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        super().__init__(timeout=timeout_s)
+        super().__init__(timeout=timeout_s, local_hostname=socket.gethostname())  # a full name would be looked up
         self._talk = talk
         self._tls = tls
 
     def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
-        connection = socket.create_connection((host, port), timeout)
-        self._talk.began(connection)
+        connection = self._talk.connected()
+        if "." not in self.local_hostname:  # RFC 5321, 4.1.4
+            at = connection.getsockname()[0]
+            self.local_hostname = f"[IPv6:{at}]" if ":" in at else f"[{at}]"
         return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=host)
 
     def getreply(self) -> tuple[int, bytes]:

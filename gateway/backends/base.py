@@ -5,6 +5,7 @@ into this tree in its own file; refusals.py maps the statuses that two of them s
 
     BackendError                    message for the client, details for the log
     ├── BackendUnavailable          no connection, a 5xx, a dead process: another one may do better
+    │   └── BackendNotAsked         this host lacked what a connection needs: no evidence about the deployment
     ├── BackendOverloaded           429 or a full queue; `retry_after_s` where the upstream gave it
     ├── BackendTimeout              no first chunk in time, or silence inside the stream
     ├── BackendRejected             400, 413 or 422: the request is at fault, and a retry is useless
@@ -69,7 +70,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     request_id: str
     ttft_timeout_s: float
     idle_timeout_s: float
-    # a whole answer has no bytes until it is complete; the official SDKs wait this long by default
+    # to a whole answer, which has no bytes until it is complete; the official SDKs wait this long by default
     whole_timeout_s: float = 600.0
     draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT
@@ -170,6 +171,14 @@ class BackendError(Exception):
 
 class BackendUnavailable(BackendError):
     """No connection, a 5xx, a dead or loading process."""
+
+
+class BackendNotAsked(BackendUnavailable):
+    """This host lacked descriptors, ports or memory, or its resolver is silent: no deployment is at fault."""
+
+    def __init__(self, detail: str) -> None:
+        message = "The gateway's host lacks what a connection needs (open files, ports, or an answer of its resolver)"
+        super().__init__(message, detail=detail)
 
 
 class BackendOverloaded(BackendError):

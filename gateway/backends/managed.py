@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from cache.event_loop import is_own_want
 from gateway.backends import base
 from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
@@ -262,7 +263,7 @@ class ManagedBackend:
         return {
             **arguments,
             "model": request.model or self._model,
-            "timeout": request.ttft_timeout_s + (request.idle_timeout_s if is_stream else request.whole_timeout_s),
+            "timeout": request.ttft_timeout_s + request.idle_timeout_s if is_stream else request.whole_timeout_s,
             "max_retries": 0,  # the gateway does the failover
             "num_retries": 0,
             "drop_params": not request.kind.is_plain,  # drops fields that the provider lacks; not `dimensions`
@@ -278,6 +279,8 @@ class ManagedBackend:
         if isinstance(error, litellm.exceptions.MidStreamFallbackError) and isinstance(original, Exception):
             error = original
         detail = scrubbed(f"{type(error).__name__}: {error}"[:1000], self.api_key)
+        if is_own_want(error):
+            return base.BackendNotAsked(detail)
         if isinstance(error, litellm.exceptions.Timeout):
             return base.BackendTimeout("The deployment did not answer in time", detail=detail)
         if has_output:
@@ -381,13 +384,15 @@ class ManagedStream:
         request = self._request
         timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s
         if not self._is_stream:
-            timeout_s += request.whole_timeout_s
+            timeout_s = request.whole_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as self._waiting:
                 return await awaitable
-        except TimeoutError:
+        except TimeoutError as error:
             if self._is_over:
                 raise _given_up() from None
+            if is_own_want(error):
+                raise base.BackendNotAsked(f"no connection within {duration_s(timeout_s)}") from None
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
             raise base.BackendTimeout(f"The deployment {what} within {duration_s(timeout_s)}") from None
         except Exception as error:  # litellm passes on the errors of its providers' clients

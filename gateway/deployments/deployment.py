@@ -240,15 +240,15 @@ class Deployment:
             self.prompts.clear()
         return self.prompts.setdefault(scope, Prompts())
 
-    def begin(self, asker: Asker) -> bool:
+    def begin(self, asker: Asker, team: int = 0) -> bool:
         """Take a place and the right to make one call; returns False if another call took it.
 
-        `end` gives the place back.
+        `end` gives the place back. `team`: of the request; 0 for the gateway's own.
         """
-        if not self.places.take():
+        if not self.places.take(team):
             return False
         if not self.health.begin(asker):
-            self.places.give_back()
+            self.places.give_back(team)
             return False
         return True
 
@@ -258,21 +258,21 @@ class Deployment:
         self.use = use
         return list(self.answers) if is_cut else []
 
-    async def may_probe(self, asker: Asker) -> bool:
+    async def may_probe(self, asker: Asker, team: int = 0) -> bool:
         """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
         try:
             is_first = await self.claim(asker)
         except BaseException:
             self.health.cancelled(asker)
-            self.end()
+            self.end(team)
             raise
         if not is_first:
-            self.end()
+            self.end(team)
         return is_first
 
-    def end(self) -> None:
+    def end(self, team: int = 0) -> None:
         """Give back the place of a call that has ended."""
-        self.places.give_back()
+        self.places.give_back(team)
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time to wait for the first chunk: as configured, else learned
@@ -324,7 +324,7 @@ class Deployment:
                 if not self.health.resting(asker)[1]:
                     _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
                 self.health.failed(asker, denial=f"{mark} (HTTP {error.status})")
-            case base.BackendDenied() | base.BackendRejected():
+            case base.BackendDenied() | base.BackendRejected() | base.BackendNotAsked():
                 self.health.cancelled(asker)
             case _:
                 self.health.failed(asker, error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)

@@ -1,69 +1,110 @@
 """The places at one deployment: so many requests run at once, the others wait in a queue.
 
-Knows no requests and no deployments. Invariants: never more than `places_max` places are taken;
-tickets are called in the order of the queue; a call that was of no use is passed on.
+A place goes to the team that holds the fewest; among these, to the one whose last call is longest
+ago: a place's time is not known before, and a team whose requests take long waits for itself
+(max-min fairness). Within a team the order is that of arrival. A full queue pushes out the last
+ticket of the team that has most there, for a team that has less (Suter et al., INFOCOM 1998).
+
+Knows no requests and no deployments; a team is a number. Invariants: never more than `places_max`
+places are taken; a call that was of no use is passed on.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
-Ticket = asyncio.Future["Places"]
-"""Its result is the place's, once it is called."""
+import msgspec
+
+
+class Ticket(msgspec.Struct, eq=False):
+    """A request of a team that waits, in several queues at once.
+
+    `called` gets the place that is free; None where the last queue pushed it out.
+    """
+
+    team: int
+    called: "asyncio.Future[Places | None]"
+    queues: int = 0
 
 
 class Places:
     """At most `places_max` requests at once, and `waiting_max` in the queue. One per worker."""
 
-    __slots__ = ("_queue", "places_max", "taken", "waiting_max")
+    __slots__ = ("_held", "_queues", "places_max", "taken", "waiting_max")
 
     def __init__(self, places_max: int, waiting_max: int) -> None:
         self.places_max = places_max
         self.waiting_max = waiting_max
         self.taken = 0
-        self._queue: OrderedDict[Ticket, None] = OrderedDict()
+        self._held: Counter[int] = Counter()  # by team
+        # by team, whose last call is longest ago first
+        self._queues: OrderedDict[int, OrderedDict[Ticket, None]] = OrderedDict()
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return sum(map(len, self._queues.values()))
 
     @property
     def is_full(self) -> bool:
         return self.taken >= self.places_max
 
-    def take(self) -> bool:
+    def take(self, team: int, *, is_forced: bool = False) -> bool:
         """Take a place; returns False if there is none."""
-        if self.taken >= self.places_max:
+        if self.is_full and not is_forced:
             return False
         self.taken += 1
+        self._held[team] += 1
         return True
 
-    def give_back(self) -> None:
-        """Give a place back, which calls the first ticket of the queue."""
+    def give_back(self, team: int) -> None:
+        """Give a place back, which calls a ticket of the queue."""
         self.taken -= 1
-        if self._queue:
+        self._held[team] -= 1
+        if not self._held[team]:
+            del self._held[team]
+        if self._queues:
             self.call()
 
     def join(self, ticket: Ticket, *, is_first: bool) -> bool:
-        """Put `ticket` at the end of the queue, or at its beginning; returns False if it is too
-        long.
+        """Put `ticket` at the end of its team's queue, or at the beginning of all; returns False
+        where there is no room for it.
 
         `is_first`: it was called before, and came too late.
         """
-        if len(self._queue) >= self.waiting_max and not is_first:
-            return False
-        self._queue[ticket] = None
+        own = self._queues.get(ticket.team, ())
+        if self.waiting >= self.waiting_max and not is_first:
+            most = max(self._queues, key=lambda team: len(self._queues[team]), default=ticket.team)
+            if len(self._queues.get(most, ())) <= len(own) + 1:
+                return False
+            self._push_out(next(reversed(self._queues[most])))
+        queue = self._queues.setdefault(ticket.team, OrderedDict())
+        queue[ticket] = None
+        ticket.queues += 1
         if is_first:
-            self._queue.move_to_end(ticket, last=False)
+            queue.move_to_end(ticket, last=False)
+            self._queues.move_to_end(ticket.team, last=False)
         return True
 
     def leave(self, ticket: Ticket) -> None:
         """Take `ticket` out of the queue, where it is there."""
-        self._queue.pop(ticket, None)
+        queue = self._queues.get(ticket.team)
+        if queue is not None and ticket in queue:
+            del queue[ticket]
+            ticket.queues -= 1
+            if not queue:
+                del self._queues[ticket.team]
 
     def call(self) -> None:
-        """Call the first ticket, if there is a place for it."""
-        while self._queue and not self.is_full:
-            ticket, _ = self._queue.popitem(last=False)
-            if not ticket.done():
-                ticket.set_result(self)
+        """Call the next ticket, if there is a place for it."""
+        while self._queues and not self.is_full:
+            team = min(self._queues, key=self._held.__getitem__)
+            ticket = next(iter(self._queues[team]))
+            self._queues.move_to_end(team)
+            self.leave(ticket)
+            if not ticket.called.done():
+                ticket.called.set_result(self)
                 return
+
+    def _push_out(self, ticket: Ticket) -> None:
+        self.leave(ticket)
+        if not ticket.queues and not ticket.called.done():
+            ticket.called.set_result(None)

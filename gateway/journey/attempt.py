@@ -188,7 +188,7 @@ class Tries:
             return self._generation.begin_try(deployment, is_alone=is_alone)
         except BaseException:  # a bug must not keep the place
             deployment.health.cancelled(self._asker(deployment))
-            deployment.end()
+            deployment.end(self._generation.identity.team.id)
             raise
 
     def _asker(self, deployment: Deployment) -> Asker:
@@ -196,8 +196,10 @@ class Tries:
 
     async def _is_admitted(self, deployment: Deployment) -> bool:
         """Whether `deployment` has a place for a call, which no other worker's probe forbids."""
-        asker = self._asker(deployment)
-        return deployment.begin(asker) and (not deployment.health.is_open(asker) or await deployment.may_probe(asker))
+        asker, team = self._asker(deployment), self._generation.identity.team.id
+        if not deployment.begin(asker, team):
+            return False
+        return not deployment.health.is_open(asker) or await deployment.may_probe(asker, team)
 
     async def _raced_with(
         self, first: Deployment, request: BackendRequest, progress: Progress, slow_ms: float
@@ -255,7 +257,8 @@ class Tries:
             return False
         if not hedges.take(expected, generation.serving.settings.hedge_cost_max):
             return False
-        if await self._cover(generation, second) and race.is_open and second.begin(self._asker(second)):
+        team = generation.identity.team.id
+        if await self._cover(generation, second) and race.is_open and second.begin(self._asker(second), team):
             return True
         hedges.give_back(expected)
         return False
@@ -368,7 +371,7 @@ async def attempt(
             await answer.aclose()
         finally:
             deployment.answers.discard(answer)
-            deployment.end()
+            deployment.end(flight.generation.identity.team.id if flight is not None else 0)
     progress.complete()
     deployment.succeeded(progress, demand, asker)
     return None

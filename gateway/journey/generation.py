@@ -139,6 +139,7 @@ class Generation(msgspec.Struct, eq=False):
             request_id=turn.arrival.request_id,
             ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
             idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
+            whole_timeout_s=deployment.settings.whole_timeout_ms / 1000.0,
             draft=draft,
             kind=turn.kind,
             model=deployment.model if self.serving.is_pattern else "",

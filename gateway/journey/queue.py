@@ -35,7 +35,7 @@ async def routed(
         while not route.ranked and (names := _full(route)):
             left_s = began + wait_max_s - time.perf_counter()
             places = [flight.generation.serving.deployments[name].places for name in names]
-            called = await _call(places, left_s, called) if left_s > 0 else None
+            called = await _call(flight.generation.identity.team.id, places, left_s, called) if left_s > 0 else None
             if called is None:
                 if flight.generation.route is None:
                     flight.generation.routed(route)
@@ -56,17 +56,17 @@ def _of(flight: Flight, name: str) -> Places:
     return flight.generation.serving.deployments[name].places
 
 
-async def _call(places: list[Places], within_s: float, missed: Places | None) -> Places | None:
+async def _call(team: int, places: list[Places], within_s: float, missed: Places | None) -> Places | None:
     """The place that calls first; None if no queue has room, or none calls `within_s`."""
-    ticket: Ticket = asyncio.get_running_loop().create_future()
+    ticket = Ticket(team, asyncio.get_running_loop().create_future())
     joined = [one for one in places if one.join(ticket, is_first=one is missed)]
     try:
         if joined:
-            await asyncio.wait([ticket], timeout=within_s)
-        return ticket.result() if ticket.done() else None
+            await asyncio.wait([ticket.called], timeout=within_s)
+        return ticket.called.result() if ticket.called.done() else None
     except asyncio.CancelledError:
-        if ticket.done():
-            ticket.result().call()
+        if ticket.called.done() and (place := ticket.called.result()) is not None:
+            place.call()
         raise
     finally:
         for one in joined:

@@ -1,4 +1,4 @@
-"""Transports. Must not import any other room. Read `http_server.py` first.
+"""Transports. Must not import any other room of the gateway. Read `http_server.py` first.
 
     module                         what it is                      CPU, of the library's
     http_server                    granian, and what it lacks

@@ -11,6 +11,7 @@ its connection at once; buffers of heads, trailers and unread bodies are bounded
 
     TransportError
     ├── Unreachable     no connection: refused, not found, not trusted, too late
+    │   └── NotAsked    this host lacked what a connection needs: no fault of the server
     ├── Disconnected    the connection ended before the response did
     └── NotHTTP         the bytes are no response, or too many
 """
@@ -18,16 +19,18 @@ its connection at once; buffers of heads, trailers and unread bodies are bounded
 from __future__ import annotations
 
 import asyncio
+import select
 import zlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from gateway.exceptions import fresh
 
-HEAD_BYTES_MAX = 64 << 10
+HEAD_BYTES_MAX = 64 << 10  # of the fields of a response, its trailers and its interim responses
+QUIET_BYTES_MAX = 2 * HEAD_BYTES_MAX  # read without a byte of a body
 BUFFER_BYTES_MAX = 128 << 10  # of an unread body; beyond it reading from the server pauses
 INFLATED_BYTES_MAX = 64 << 20
 DRAIN_WITHIN_S = 1.0
@@ -39,6 +42,10 @@ class TransportError(Exception):
 
 class Unreachable(TransportError):
     """No connection could be made."""
+
+
+class NotAsked(Unreachable):
+    """This host has no descriptor, port or memory for a connection, or its resolver is silent."""
 
 
 class Disconnected(TransportError):
@@ -62,24 +69,19 @@ class Exchange(msgspec.Struct, eq=False):
     status: int = 0  # until the response's head has arrived
     headers: Mapping[bytes, bytes] = {}  # by lower-case name; the last of repeated ones
     is_answered: bool = False  # a byte of the response has arrived
+    is_complete: bool = False  # all of it has arrived, read or not
     opening: asyncio.Timeout | None = None  # set while the pool connects for it
     _buffer: list[bytes] = []
-    _connection: Connection | None = None
+    connection: Connection | None = None  # that serves it
     _error: TransportError | None = None
     _inflater: Any = None
-    _is_complete: bool = False
     _is_released: bool = False
     _waiter: asyncio.Future[None] | None = None
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the whole response has arrived, read or not."""
-        return self._is_complete
-
-    @property
     def is_over(self) -> bool:
         """Whether the response is complete or has failed."""
-        return self._is_complete or self._error is not None
+        return self.is_complete or self._error is not None
 
     async def answered(self) -> None:
         """Wait for status and headers, ignoring interim (1xx) responses. Raises TransportError."""
@@ -97,22 +99,22 @@ class Exchange(msgspec.Struct, eq=False):
             if self._buffer:
                 data = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
                 self._buffer.clear()
-                if self._connection is not None:
-                    self._connection.resume()
+                if self.connection is not None:
+                    self.connection.resume()
                 if self._inflater is not None:
                     data = self._inflated(data)
                 if data:
                     return data
             elif self._error is not None:
                 raise fresh(self._error)
-            elif self._is_complete:
+            elif self.is_complete:
                 return b""
             else:
                 await self._wait()
 
     async def feed(self) -> None:
         """Write `pieces`, until they end or a response comes: its connection then serves no other."""
-        connection = self._connection
+        connection = self.connection
         while self.pieces is not None and connection is not None and not (self.is_over or self.status):
             piece = await anext(self.pieces, None)
             if piece is None:
@@ -130,8 +132,8 @@ class Exchange(msgspec.Struct, eq=False):
         self._is_released = True
         if not self.is_over:
             asyncio.get_running_loop().call_later(DRAIN_WITHIN_S, self.close)
-            if self._connection is not None:
-                self._connection.resume()
+            if self.connection is not None:
+                self.connection.resume()
 
     def close(self) -> None:
         """Close the connection of an unfinished exchange, at once.
@@ -140,7 +142,7 @@ class Exchange(msgspec.Struct, eq=False):
         """
         if self.is_over:
             return
-        connection = self._connection
+        connection = self.connection
         self._is_released = True
         self.end(Disconnected("the exchange was given up"))
         if connection is not None:
@@ -149,9 +151,6 @@ class Exchange(msgspec.Struct, eq=False):
             self.opening.reschedule(0.0)
 
     # -- called by its connection ------------------------------------------------------------------
-
-    def begin(self, connection: Connection) -> None:
-        self._connection = connection
 
     def retry(self) -> bool:
         """Prepare for another connection after one was lost before it answered; returns False if
@@ -169,24 +168,20 @@ class Exchange(msgspec.Struct, eq=False):
         if coding in (b"gzip", b"x-gzip"):
             self._inflater = zlib.decompressobj(wbits=31)
         elif coding not in (b"identity", b""):
-            self._error = NotHTTP(f"the body is coded as {coding[:40]!r}, which the request does not accept")
-            self._is_released = True
+            self.end(NotHTTP(f"the body is coded as {coding[:40]!r}, which the request does not accept"))
 
     def arrive(self, data: bytes) -> bool:
         """Take part of the body; returns True if the connection should pause until it was read."""
-        if self._is_released:
-            return False
-        self._buffer.append(data)
-        return len(data) > BUFFER_BYTES_MAX or (
-            len(self._buffer) > 1 and sum(map(len, self._buffer)) > BUFFER_BYTES_MAX
-        )
+        if not self._is_released and self._error is None:
+            self._buffer.append(data)
+        return sum(map(len, self._buffer)) > BUFFER_BYTES_MAX
 
     def end(self, error: TransportError | None = None) -> None:
         """End the exchange; later calls change nothing."""
         if not self.is_over:
             self._error = error
-            self._is_complete = error is None
-        self._connection = None
+            self.is_complete = error is None
+        self.connection = None
         self.wake()
 
     def wake(self) -> None:
@@ -221,19 +216,16 @@ class Connection(asyncio.Protocol):
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._exchange: Exchange | None = None
-        self._transport: asyncio.Transport | None = None
+        self.transport: Any = None  # uvloop's class is not declared as one of asyncio
         self._is_paused = False
         self.is_full = False  # the server takes what is written too slowly
-        self._is_spoilt = False  # a response without a request has begun
-        self._is_interim = False
+        self._messages = 0  # of this exchange that have begun and are not interim
         self._is_kept_alive = False
-        self._quiet_bytes = 0  # since the last byte of a body: heads, trailers, framing
+        self._head_bytes = self._quiet_bytes = 0
         self._parts: list[bytes] = []
         self._parts_at_end: int | None = None  # those of the response, once it is complete
         self._headers: dict[bytes, bytes] = {}
-        # parser callbacks that only store their arguments run no Python code
-        self.on_header = self._headers.__setitem__
-        self.on_body = self._parts.append
+        self.on_body = self._parts.append  # without Python code
         # decision: own-http-client
         self._parser: Any = HttpResponseParser(self)
         # common errors of servers, which other clients accept too
@@ -244,42 +236,38 @@ class Connection(asyncio.Protocol):
     # -- called by its owner -----------------------------------------------------------------------
 
     @property
-    def transport(self) -> asyncio.Transport:
-        assert self._transport is not None
-        return self._transport
-
-    @property
     def is_usable(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether it is open, and the socket has no byte and no end that nobody asked for."""
+        if self.transport is None or self.transport.is_closing():
+            return False
+        arrived = select.poll()
+        arrived.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not arrived.poll(0)
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; the connection serves no other until the response is over."""
         assert self._exchange is None
-        self._exchange = exchange
-        self._quiet_bytes = 0
+        self._exchange, exchange.connection = exchange, self
+        self._messages = self._head_bytes = self._quiet_bytes = 0
         self._parts_at_end = None
-        self._headers.clear()  # trailers of the last response
-        exchange.begin(self)
         self.transport.writelines((exchange.lines, exchange.body))
 
     def abort(self) -> None:
         """Close it now."""
         self._end(Disconnected("the connection was closed"))
-        if self._transport is not None:
-            self._transport.abort()
 
     def detach(self) -> asyncio.Transport:
         """Give the transport to another protocol, after a CONNECT."""
-        transport, self._transport = self.transport, None
+        transport, self.transport = self.transport, None
         self._end(None)
-        return transport
+        return transport  # type: ignore[no-any-return]
 
     # -- called by its exchange --------------------------------------------------------------------
 
     def resume(self) -> None:
-        if self._is_paused and self._transport is not None:
+        if self._is_paused and self.transport is not None:
             self._is_paused = False
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     # -- called by its transport -------------------------------------------------------------------
 
@@ -292,8 +280,7 @@ class Connection(asyncio.Protocol):
             self._exchange.wake()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's class is not declared as one
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = transport
         self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -308,58 +295,51 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as bad:
             error = NotHTTP(f"{type(bad).__name__}: {bad}"[:200])
-        parts = self._parts[: self._parts_at_end]
-        if parts:
+        if parts := self._parts[: self._parts_at_end]:
             self._parts.clear()
             self._quiet_bytes = 0
             if exchange.arrive(parts[0] if len(parts) == 1 else b"".join(parts)):
                 self._is_paused = True
                 self.transport.pause_reading()
         if self._parts_at_end is not None:
-            self._complete(exchange, is_reusable=error is None)
-        elif error is not None or self._quiet_bytes > HEAD_BYTES_MAX or exchange.is_over:
-            self._end(error or NotHTTP(f"more than {HEAD_BYTES_MAX} bytes without a body"))
-            self.transport.abort()
+            self._complete(exchange, is_clean=error is None and not exchange.is_over)
+        elif error is not None or self._quiet_bytes > QUIET_BYTES_MAX or exchange.is_over:
+            self._end(error or NotHTTP(f"more than {QUIET_BYTES_MAX} bytes without a body"))
         elif parts or exchange.status:
             exchange.wake()
 
-    def _complete(self, exchange: Exchange, is_reusable: bool) -> None:
-        transport = self.transport
+    def _complete(self, exchange: Exchange, is_clean: bool) -> None:
+        """End the exchange; the connection serves others if the server has read the whole request, and
+        sent no more than its answer.
+        """
         self.resume()
-        if (
-            is_reusable
-            and not self._is_spoilt
-            and exchange.pieces is None
-            and self._is_kept_alive
-            and not transport.is_closing()
-            # it answered before it had read the whole request
-            and not transport.get_write_buffer_size()
-        ):
+        is_sent = exchange.pieces is None and not self.transport.get_write_buffer_size()
+        if is_clean and is_sent and self._messages == 1 and self._is_kept_alive and not self.transport.is_closing():
             self._exchange = None
             exchange.end()
             self._owner.freed(self)
         else:
             self._end(None)
-            transport.abort()
 
     def eof_received(self) -> bool:
         exchange = self._exchange
-        if exchange is not None:
-            framed = (b"content-length", b"transfer-encoding")
-            is_until_close = exchange.status and not any(name in exchange.headers for name in framed)
-            self._end(None if is_until_close else Disconnected("the server closed the connection"))
+        framed = (b"content-length", b"transfer-encoding")
+        if exchange is not None and exchange.status and not any(name in exchange.headers for name in framed):
+            self._end(None)  # the body lasts until the connection's end
         return False  # lets the transport close
 
     def connection_lost(self, error: Exception | None) -> None:
-        told = f"{type(error).__name__}: {error}" if error is not None else "closed"
+        told = f"{type(error).__name__}: {error}" if error is not None else "closed by the server"
         self._end(Disconnected(f"the connection was lost: {told}"))
-        self._transport = None
 
     def _end(self, error: TransportError | None) -> None:
         """End the exchange and the connection; notifies the owner once."""
         exchange, self._exchange = self._exchange, None
+        transport, self.transport = self.transport, None
         if exchange is not None:
             exchange.end(error)
+        if transport is not None:
+            transport.abort()
         if self._parser is not None:
             self._parser = None  # breaks a reference cycle
             self._owner.lost(self)
@@ -367,18 +347,26 @@ class Connection(asyncio.Protocol):
     # -- called by its parser ----------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._parts_at_end is not None:
-            self._is_spoilt = True
+        self._messages += 1
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise ValueError(f"more than {HEAD_BYTES_MAX} bytes of fields")
+        self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        headers = {name.lower(): value for name, value in self._headers.items()}
-        self._headers.clear()
-        self._is_interim = status < 200
-        if not self._is_interim and self._parts_at_end is None and self._exchange is not None:
-            self._exchange.head(status, headers)
+        if self._parts_at_end is not None or self._exchange is None:
+            return  # a second response
+        if status < 200:
+            self._messages -= 1
+        else:
+            self._exchange.head(status, self._headers)
+            self._headers = {}  # for the trailers
 
     def on_message_complete(self) -> None:
-        if not self._is_interim and self._parts_at_end is None:
+        if self._messages and self._parts_at_end is None:
             self._parts_at_end = len(self._parts)
             self._is_kept_alive = self._parser.should_keep_alive()  # the parser knows it only now

@@ -2,10 +2,9 @@
 first.
 
 Replaces aiohttp's connector, with `http_client`. Knows one origin and its proxy, and no messages.
-Sources: RFC 9110 section 9.3.6 (CONNECT), RFC 9112 section 9.3.1 (retries), RFC 8305 (happy
-eyeballs, through aiohappyeyeballs). Invariants: a server is trusted only by its certificate; a
-request is sent again at most once, on a new connection, and only if a kept connection closed before
-a byte of the answer; names are resolved off the event loop.
+Sources: RFC 9110 section 9.3.6 (CONNECT), RFC 9112 section 9.3.1 (retries). Invariants: a server is
+trusted only by its certificate; a request is sent again at most once, on a new connection, and only
+if a kept connection closed before a byte of the answer.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ import base64
 import socket
 import ssl
 import urllib.request
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from aiohappyeyeballs import start_connection
-
+from cache.event_loop import is_own_want
 from gateway.exceptions import let_go
-from gateway.transport.http_client import Connection, Disconnected, Exchange, TransportError, Unreachable
+from gateway.transport.http_client import Connection, Disconnected, Exchange, NotAsked, TransportError, Unreachable
 from policies.durations import duration_s
 
-_DNS_TTL_S = 30.0
-_NEXT_ADDRESS_AFTER_S = 0.25
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -69,8 +64,6 @@ class Pool:
         self._idle: dict[Connection, float] = {}
         self._open: set[Connection] = set()
         self._reaper: asyncio.TimerHandle | None = None
-        self._addresses: deque[Any] = deque()
-        self._resolved_at = 0.0
         proxy = origin.proxy
         self._tls = _Resuming.build() if origin.is_tls or (proxy is not None and proxy.scheme == "https") else None
 
@@ -126,6 +119,7 @@ class Pool:
             connection, _ = self._idle.popitem()
             if connection.is_usable:
                 return connection
+            connection.abort()
         return None
 
     def _reap(self) -> None:
@@ -146,14 +140,13 @@ class Pool:
         try:
             async with asyncio.timeout(self._connect_timeout_s) as exchange.opening:
                 connection = await self._dial()
-        except TimeoutError:
-            if not exchange.is_over:
-                raise Unreachable(f"no connection within {duration_s(self._connect_timeout_s)}") from None
-            raise Disconnected("the exchange was given up") from None
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-            self._addresses.clear()
+            is_want, told = is_own_want(error), f"{type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError):
+                told = f"no connection within {duration_s(self._connect_timeout_s)}"
+                told += ": this host's resolver does not answer" if is_want else ""
             let_go(error)
-            raise Unreachable(f"{type(error).__name__}: {error}") from None
+            raise (NotAsked if is_want else Disconnected if exchange.is_over else Unreachable)(told) from None
         finally:
             exchange.opening = None
         if exchange.is_over:
@@ -164,18 +157,13 @@ class Pool:
     async def _dial(self) -> Connection:
         """A new connection to the origin. Raises OSError, Unreachable."""
         origin, proxy = self._origin, self._origin.proxy
-        loop = asyncio.get_running_loop()
-        raw = await start_connection(
-            await self._resolve(), happy_eyeballs_delay=_NEXT_ADDRESS_AFTER_S, interleave=1, loop=loop
-        )
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        next_host, is_tls = (origin.host, origin.is_tls) if proxy is None else (proxy.hostname, proxy.scheme == "https")
-        _, connection = await loop.create_connection(
-            lambda: Connection(self),
-            sock=raw,
-            ssl=self._tls if is_tls else None,
-            server_hostname=next_host if is_tls else None,
+        host, port, is_tls = origin.host, origin.port, origin.is_tls
+        if proxy is not None:
+            if proxy.scheme not in _PORTS:
+                raise Unreachable(f"a {proxy.scheme}:// proxy is not supported, only http:// and https://")
+            host, port, is_tls = proxy.hostname or "", proxy.port or _PORTS[proxy.scheme], proxy.scheme == "https"
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(self), host, port, flags=socket.AI_ADDRCONFIG, ssl=self._tls if is_tls else None
         )
         if proxy is None or not origin.is_tls:
             return connection
@@ -208,23 +196,6 @@ class Pool:
             raise Unreachable("the proxy closed the connection")
         connection.connection_made(secured)
         return connection
-
-    async def _resolve(self) -> list[Any]:
-        """The addresses of the next hop, rotated at each call to spread the connections."""
-        loop = asyncio.get_running_loop()
-        if not self._addresses or loop.time() - self._resolved_at > _DNS_TTL_S:
-            proxy = self._origin.proxy
-            host, port = self._origin.host, self._origin.port
-            if proxy is not None:
-                host, port = proxy.hostname or "", proxy.port or _PORTS.get(proxy.scheme, 80)
-                if proxy.scheme not in _PORTS:
-                    raise Unreachable(f"a {proxy.scheme}:// proxy is not supported, only http:// and https://")
-            flags = socket.AI_ADDRCONFIG
-            self._addresses = deque(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
-            self._resolved_at = loop.time()
-        addresses = list(self._addresses)
-        self._addresses.rotate(-1)
-        return addresses
 
 
 def proxy_of(scheme: str, host: str) -> SplitResult | None:

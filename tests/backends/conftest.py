@@ -58,7 +58,7 @@ def ask(
         request_id="req-1",
         ttft_timeout_s=ttft_s,
         idle_timeout_s=idle_s,
-        whole_timeout_s=idle_s if whole_s is None else whole_s,
+        whole_timeout_s=ttft_s + (idle_s if whole_s is None else whole_s),
     )
 
 

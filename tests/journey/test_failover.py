@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from gateway.backends.base import BackendNotAsked
 from gateway.backends.refusals import Refused, refusal
 from tests.journey.conftest import OpenWorld
 from tests.world import (
@@ -36,6 +37,36 @@ async def test_failover_before_the_first_chunk(world: World, failure: Exception,
     assert (record.deployment, record.policy, record.status) == ("second", "cheapest", 200)
     assert record.store == "stored"  # the same model: as good as the first choice
     assert [row.deployment for row in await world.ledger()] == ["second"]
+
+
+async def test_a_whole_answer_has_a_limit_of_its_own(open_a_world: OpenWorld) -> None:
+    """The deployment's `whole_timeout_ms`, ten minutes by default, bounds an answer in one piece, beside that of a first chunk."""
+    hurried = deployment("hurried", ttft_timeout_ms=8_000, whole_timeout_ms=20_000)
+    world = await open_a_world(
+        models={"hurried": {"deployments": [hurried]}, "usual": {"deployments": [deployment("usual")]}}
+    )
+    for name in ("hurried", "usual"):
+        assert (await world.ask(model=name)).status == 200
+    (call,), (usual,) = world.backends["hurried"].calls, world.backends["usual"].calls
+    assert (call.is_stream, call.ttft_timeout_s, call.whole_timeout_s, usual.whole_timeout_s) == (
+        False,
+        8.0,
+        20.0,
+        600.0,
+    )
+
+
+async def test_what_this_host_lacks_rests_no_deployment(world: World) -> None:
+    """However often a host has no descriptor for a call, the deployment is asked again as soon as it has one; others go first."""
+    world.backends["first"].plays(BackendNotAsked("OSError: [Errno 24] Too many open files"))
+    for number in range(10):
+        assert (await world.ask(f"question {number}", model="pair")).content == "answer of second"
+    world.backends["second"].plays(BackendNotAsked("OSError: [Errno 24] Too many open files"))
+    refused = [await world.ask(f"another {number}", model="pair") for number in range(3)]
+    assert {(reply.status, reply.error["code"]) for reply in refused} == {(503, "upstream_unavailable")}
+    for name in ("first", "second"):
+        world.backends[name].plays("well ", Finish(), Tokens())
+    assert (await world.ask("well?", model="pair")).headers["x-sameway-backend"] == "first"
 
 
 async def test_chunks_without_content_commit_to_nothing(world: World) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.world import Finish, Tokens, World, unavailable, until
+from tests.journey.conftest import OpenWorld
+from tests.world import Finish, Tokens, World, deployment, unavailable, until
 
 
 async def test_beyond_the_bound_requests_wait_in_order(world: World) -> None:
@@ -107,4 +108,85 @@ async def test_a_queue_at_a_deployment_that_fails_ends(world: World) -> None:
     more.set()
     assert {(await client.reply()).status for client in clients} == {503}
     assert world.waiting("small-room") == 0
+    await world.is_released()
+
+
+async def test_a_place_goes_to_the_team_that_holds_the_fewest(world: World) -> None:
+    """A team that was there first with all its requests waits for itself: another's two come after the first place that is free."""
+    one, other = await world.team("many"), await world.team("few")
+    backend, gates = world.backends["small-room"], [asyncio.Event() for _ in range(5)]
+    for gate in gates:
+        backend.plays_once(gate, "answer", Finish(), Tokens())
+    clients = [world.begin(f"many {number}", model="small-room", key=one.key) for number in range(2)]
+    await backend.called(2)
+    for number in range(2):
+        clients.append(world.begin(f"many {number + 2}", model="small-room", key=one.key))
+        await until(lambda: world.waiting("small-room") == len(clients) - 2)
+    clients.append(world.begin("few", model="small-room", key=other.key))
+    await until(lambda: world.waiting("small-room") == 3)
+    gates[0].set()
+    await backend.called(3)
+    assert backend.calls[2].body["messages"][0]["content"] == "few"
+    for gate in gates:
+        gate.set()
+    assert [(await client.reply()).status for client in clients] == [200] * 5
+    await world.is_released()
+
+
+async def test_a_full_queue_has_room_for_who_has_less_there(world: World) -> None:
+    """What a team has too much of is refused, its latest first, and never another team's only request; each team has its share."""
+    one, other, third = [await world.team(name) for name in ("hog", "second", "third")]
+    backend, more = world.backends["small-room"], asyncio.Event()
+    backend.plays(more, "answer", Finish(), Tokens())
+    hogs = [world.begin(f"hog {number}", model="small-room", key=one.key) for number in range(2)]
+    await backend.called(2)
+    for number in range(2, 5):
+        hogs.append(world.begin(f"hog {number}", model="small-room", key=one.key))
+        await until(lambda: world.waiting("small-room") == len(hogs) - 2)
+    others = []
+    for team in (other, third):
+        others.append(world.begin("another's", model="small-room", key=team.key))
+        refused = await hogs.pop().reply()
+        assert (refused.status, refused.error["code"]) == (503, "deployment_full")
+        assert world.waiting("small-room") == 3
+    for key in (one.key, other.key, third.key):
+        assert (await world.begin("one more", model="small-room", key=key).reply()).status == 503
+    more.set()
+    assert [(await client.reply()).status for client in (*hogs, *others)] == [200] * 5
+    await world.is_released()
+
+
+async def test_one_place_goes_round(open_a_world: OpenWorld) -> None:
+    """Of a single place each team has its turn, however many requests of others wait."""
+    world = await open_a_world(models={"one": {"deployments": [deployment("one", concurrency_max=1, queue_max=20)]}})
+    teams = [await world.team(name) for name in "abc"]
+    backend, more = world.backends["one"], asyncio.Event()
+    backend.plays(more, "answer", Finish(), Tokens())
+    clients = []
+    for team, count in zip(teams, (5, 3, 1), strict=True):
+        for number in range(count):
+            clients.append(world.begin(f"{team.id} {number}", model="one", key=team.key))
+            await until(lambda: len(backend.calls) + world.waiting("one") == len(clients))
+    more.set()
+    assert [(await client.reply()).status for client in clients] == [200] * 9
+    asked = [int(call.body["messages"][0]["content"].split()[0]) for call in backend.calls]
+    order = [teams.index(next(team for team in teams if team.id == one)) for one in asked]
+    assert order == [0, 0, 1, 2, 0, 1, 0, 1, 0]
+
+
+async def test_what_one_queue_pushed_out_waits_in_another(open_a_world: OpenWorld) -> None:
+    """A request that waits for two deployments is refused only where neither queue keeps it."""
+    both = [deployment("left", concurrency_max=1, queue_max=2), deployment("right", concurrency_max=1, queue_max=9)]
+    world = await open_a_world(models={"both": {"deployments": both}})
+    one, other = await world.team("hog"), await world.team("other")
+    events = {name: asyncio.Event() for name in ("left", "right")}
+    for name, event in events.items():
+        world.backends[name].plays(event, name, Finish(), Tokens())
+    clients = [world.begin(f"hog {number}", model="both", key=one.key) for number in range(4)]
+    await until(lambda: (world.waiting("left"), world.waiting("right")) == (2, 2))
+    last = world.begin("other", model="both", key=other.key)
+    await until(lambda: (world.waiting("left"), world.waiting("right")) == (2, 3))
+    for event in events.values():
+        event.set()
+    assert [(await client.reply()).status for client in (*clients, last)] == [200] * 5
     await world.is_released()

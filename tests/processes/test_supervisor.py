@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from cache.worker import SemanticClient, WorkerState
 from gateway.settings import EngineSettings, Settings
-from gateway.supervisor import Child, ChildKind, Heartbeat, _kill_if_silent, engine_argv
+from gateway.supervisor import Child, ChildKind, Heartbeat, _kill_if_silent, cache_child, engine_argv
 from local_engine.config import EngineConfig
 from local_engine.process.options import arguments, config_from
 
@@ -78,6 +80,28 @@ async def test_a_process_that_falls_silent_is_noticed(habit: str, tmp_path: Path
         listening.cancel()
         process.kill()
         await process.wait()
+
+
+async def test_a_cache_worker_that_hangs_is_killed(tmp_path: Path) -> None:
+    """A cache worker that runs answers the supervisor, also while its model loads; a stopped one is killed."""
+    settings = Settings(data_dir=tmp_path)
+    child = cache_child(settings, {"SAMEWAY_REDIS_URL": "redis://127.0.0.1:1"})
+    assert child.heartbeat is not None
+    child.heartbeat.path.parent.mkdir(parents=True, exist_ok=True)
+    child.heartbeat.interval_s = 0.2
+    process = await asyncio.create_subprocess_exec(*child.argv, env={**os.environ, **child.env})
+    killing = asyncio.create_task(_kill_if_silent(child, process))
+    try:
+        async with SemanticClient(child.heartbeat.path) as client, asyncio.timeout(120):
+            while (await client.status()).state in (WorkerState.AWAY, WorkerState.LOADING):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            assert not killing.done()
+            process.send_signal(signal.SIGSTOP)
+            assert await process.wait() == -signal.SIGKILL
+    finally:
+        killing.cancel()
+        if process.returncode is None:
+            process.kill()
 
 
 async def test_a_silent_process_is_killed(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -21,13 +20,14 @@ from gateway.transport import http_client
 from gateway.transport.http_client import INFLATED_BYTES_MAX, Connection, Disconnected, Exchange
 from gateway.transport.http_pool import Origin, Pool
 from tests.backends.conftest import ask, collect, make_backend
+from tests.transport.loops import Policy
 from tests.transport.servers import CERTIFICATE, GOOD, WHOLE, Served, Wire, proxying_to, serve, tls_server
 
 
 @pytest.fixture(scope="module")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     """The loop that the gateway runs on: TLS and the ends of connections are its own there."""
-    return uvloop.EventLoopPolicy()
+    return Policy()
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

@@ -46,7 +46,7 @@ class AnthropicBackend(OpenAIBackend):
             request_id=request_id,
             ttft_timeout_s=_COUNT_S,
             idle_timeout_s=_COUNT_S,
-            whole_timeout_s=0.0,
+            whole_timeout_s=_COUNT_S,
             kind=_COUNT,
             model=model,
             native=native,

@@ -9,9 +9,16 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import BackendBroken, BackendDenied, BackendError, BackendRejected, BackendUnavailable
+from gateway.backends.base import (
+    BackendBroken,
+    BackendDenied,
+    BackendError,
+    BackendNotAsked,
+    BackendRejected,
+    BackendUnavailable,
+)
 from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
-from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
+from gateway.transport.http_client import Disconnected, Exchange, NotAsked, TransportError, Unreachable
 
 _ABSENT = (404, 405, 409, 410)
 
@@ -54,6 +61,8 @@ class Translator:
     def unsent(self, error: TransportError) -> BackendError:
         """The error of a request without a response's head."""
         match error:
+            case NotAsked():
+                return BackendNotAsked(self._text(error))
             case Unreachable():
                 message = "The deployment cannot be reached"
             case Disconnected():

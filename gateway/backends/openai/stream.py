@@ -10,7 +10,7 @@ generating.
      └─────────────────────┴────────────────────────┴────────────────────────┴──> OVER
 
 WAITING lasts at most `ttft_timeout_s`, connecting included; for a whole answer, which arrives after
-all of its tokens, `whole_timeout_s` more. A whole's first byte that is no white space, which some
+all of its tokens, `whole_timeout_s`. A whole's first byte that is no white space, which some
 servers send to keep the connection, ends it. STREAMING bounds silence by `idle_timeout_s`; any byte
 ends a silence, also a comment that keeps the connection alive. A server that drips is given up
 after `_DRIP_SILENCES` times that limit: without an event, or with a whole slower than
@@ -30,7 +30,7 @@ import msgspec
 from gateway.backends.base import BackendBroken, BackendError, BackendRequest, BackendTimeout, Passage
 from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
-from gateway.transport.http_client import Exchange, TransportError
+from gateway.transport.http_client import Exchange, NotAsked, TransportError
 from gateway.wire import plain
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
@@ -143,7 +143,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         try:
             await self.send(exchange)
         except TransportError as error:
-            raise (self._error and fresh(self._error)) or self._late() or self.translate.unsent(error) from None
+            late = None if isinstance(error, NotAsked) else self._late()
+            raise (self._error and fresh(self._error)) or late or self.translate.unsent(error) from None
         at = request.passage
         if exchange.status != 200 and (at is None or exchange.status // 100 != 2):
             refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
@@ -434,8 +435,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     @property
     def _first_within_s(self) -> float:
         """Seconds until the first chunk must be there."""
-        request = self.request
-        return request.ttft_timeout_s + (0.0 if request.is_stream else request.whole_timeout_s)
+        return self.request.ttft_timeout_s if self.request.is_stream else self.request.whole_timeout_s
 
 
 class _Passing:
