@@ -136,6 +136,17 @@ sessions = sa.Table(
     sa.Column("expires_at_s", sa.Double, nullable=False),
 )
 
+# What each team holds of the rows of a table, written in their transactions (`holdings.py`).
+holdings = sa.Table(
+    "holdings",
+    metadata,
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("store", sa.Text, primary_key=True),
+    *_integers("count", "bytes"),
+)
+
+_LIVE = sa.text("status IN ('queued', 'in_progress')")
+
 # Responses that callers asked to keep: the request's own input items, and the response, as JSON.
 # `status` is of one that is generated in the background until its lease's end, or was not completed.
 responses = sa.Table(
@@ -152,6 +163,7 @@ responses = sa.Table(
     sa.Column("status", sa.Text),
     sa.Column("leased_until_s", sa.Double),
     sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
+    sa.Index("ix_responses_live", "team_id", sqlite_where=_LIVE, postgresql_where=_LIVE),
 )
 
 # Dialogues that callers keep here, with their items in the order of `number`.

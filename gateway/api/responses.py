@@ -262,7 +262,7 @@ def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
                     code="context_length_exceeded",
                 )
         made += b"]" * (pieces is value)
-    return b"{%b}" % made[1:]
+    return b"{" + made[1:] + b"}"
 
 
 # the gateway's own part, and a chat's names of the length, which would take the place of its own
