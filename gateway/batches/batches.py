@@ -296,7 +296,7 @@ class Batches:
     async def plan(self, work: Work, chunks: Sequence[LineSpan]) -> None:
         """Begin a batch, whose input was read, with room for an error of each line, and release it.
 
-        Raises Forbidden where its team's files leave none.
+        Raises OverQuota where its team's files leave none.
         """
         async with self._database.writing() as connection:
             begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)

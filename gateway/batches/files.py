@@ -26,13 +26,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
-from gateway.accounts.holdings import Holdings
+from gateway.accounts.holdings import Holdings, OverQuota
 from gateway.loggers import get_logger
 from gateway.settings import BatchSettings
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
-    Forbidden,
     InUse,
     NotFound,
     StorageFull,
@@ -210,7 +209,7 @@ class Files:
         """An upload of `bytes_max` bytes at most, by default those of the settings, with its room
         in the quota. `is_own`: the gateway's own output, which has its room as outcomes of a batch.
 
-        Raises Forbidden, TooLarge, NotFound if the team is gone.
+        Raises OverQuota, TooLarge, NotFound if the team is gone.
         """
         most = self.settings.file_bytes_max
         if bytes_max is not None and bytes_max > most + _FORM_BYTES_MAX and not is_own:
@@ -236,14 +235,14 @@ class Files:
         return Upload(self, file_id, team_id, at_s, room)
 
     async def reserve(self, connection: AsyncConnection, batch_id: str, team_id: int, size: int) -> None:
-        """Give the outcomes of a batch room for so many bytes: its folder is as a file that arrives. Raises Forbidden."""
+        """Give the outcomes of a batch room for so many bytes: its folder is as a file that arrives. Raises OverQuota."""
         row = {"id": batch_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": size, "is_ready": False}
         await self._take(connection, team_id, size, 1)
         await connection.execute(sa.insert(_files).values(row | {"created_at_s": self._clock()}))
 
     @uncancelled
     async def extend(self, batch_id: str, team_id: int, size: int) -> None:
-        """Give the outcomes of a batch room for so many bytes more. Raises Forbidden."""
+        """Give the outcomes of a batch room for so many bytes more. Raises OverQuota."""
         async with self._database.writing(is_durable=False) as connection:
             await self._take(connection, team_id, size, 0)
             more = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
@@ -380,8 +379,8 @@ def _too_large(bytes_max: int) -> TooLarge:
     return TooLarge(words, headers={"connection": "close"})
 
 
-def _over_quota(why: str) -> Forbidden:
-    return Forbidden(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
+def _over_quota(why: str) -> OverQuota:
+    return OverQuota(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
 
 
 def check_purpose(purpose: str) -> str:

@@ -23,6 +23,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import Accounts, Identity
+from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, Work
 from gateway.batches.files import OUTPUT, Files, new_object_id
 from gateway.batches.lines import (
@@ -47,7 +48,7 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import BatchSettings
 from gateway.transport.http_server import WHEN_GONE
-from gateway.wire.errors import ApiError, Forbidden
+from gateway.wire.errors import ApiError
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -164,11 +165,11 @@ class _Room:
         self._left = 0
 
     async def take(self, size: int) -> None:
-        """Take room for an outcome. Raises Forbidden."""
+        """Take room for an outcome. Raises OverQuota."""
         if (lacking := size - self._left) > 0:
             try:
                 await self._extend(lacking + _BLOCK_BYTES)
-            except Forbidden:
+            except OverQuota:
                 await self._extend(lacking)
         self._left -= size
 
@@ -276,8 +277,8 @@ class BatchRunner:
         else:
             try:
                 await self._batches.plan(work, chunks)
-            except Forbidden as error:
-                await self._batches.refuse(work, LineRefused(str(error.code), error.message))
+            except OverQuota as error:
+                await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
     def _why_unread(self, lease: _Lease, error: OSError) -> LineRefused:
         """Why an input is not read any more. Raises the error if that may still help."""
@@ -357,8 +358,8 @@ class BatchRunner:
                 has_room = True
                 await asyncio.to_thread(segment.append, outcome)
                 return outcome
-            except Forbidden as error:
-                why, has_room = LineRefused(str(error.code), error.message, id_of(outcome.data)), True
+            except OverQuota as error:
+                why, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
                 line_id = new_object_id("batch_req_", time.time())
                 outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, why))
                 lease.batch = await self._batches.stop(lease.work, why)
