@@ -39,6 +39,7 @@ _AT_ONCE = 1_000  # in a worker
 _RENEW_EVERY_S = 1.0
 _EVENTS_KEPT_MS = 600_000
 _PACKED = b"\0"  # how no event begins
+_PACKED_BYTES_MAX = 4 << 20  # which a follower unpacks at once
 _READ_AT_ONCE = 500
 _LOOK_EVERY_S, _LOOKS_A_STATUS = 0.05, 20
 _ENDS = tuple(b"event: response.%b\n" % status for status in (b"completed", b"incomplete", b"failed"))
@@ -205,7 +206,7 @@ class Background:
         if not events or work.is_cut:
             return True
         parts = [one + b"\n\n" for one in events.split(b"\n\n") if one]
-        if is_replay:
+        if is_replay and len(events) <= _PACKED_BYTES_MAX:
             parts = [_PACKED + await asyncio.to_thread(zlib.compress, events, 1)]
         id = work.response.id
         keys = [_key(work.team_id, name) for name in (id, "bytes", "ends")]
