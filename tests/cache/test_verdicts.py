@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -226,6 +227,26 @@ async def test_a_reply_is_remembered_for_a_while(redis: Redis, verdicts: Verdict
     assert await verdicts.reply(ACME, "req_1") == await verdicts.reply(ACME, "chatcmpl-1") == reply
     assert await verdicts.reply(OTHER, "req_1") is None
     assert 0 < await redis.pttl(f"sameway:{{{ACME.hex()}}}:reply:req_1") <= 60_000
+
+
+async def test_a_partitions_replies_have_a_bound(
+    redis: Redis, verdicts: VerdictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 30 the last ten are remembered; the oldest give way, and another partition's stay."""
+    monkeypatch.setattr("cache.verdicts.store._REPLIES_MAX", 10)
+    trial = Trial((), b"", 0.9, 1.0, b"rule")
+    for number in range(30):
+        reply = Reply(
+            id=f"req_{number:02}", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial
+        )
+        if number == 0:
+            await verdicts.remember_replies([(OTHER, reply, ())], 60.0)
+        await verdicts.remember_replies([(ACME, reply, ())], 60.0)
+        await asyncio.sleep(0.002)  # times are of milliseconds
+    found = [number for number in range(30) if await verdicts.reply(ACME, f"req_{number:02}") is not None]
+    assert found == list(range(20, 30))
+    assert await verdicts.reply(OTHER, "req_00") is not None
+    assert len(await redis.keys(f"sameway:{{{ACME.hex()}}}:reply:*")) == 10
 
 
 def test_verdicts_and_replies_are_stored_and_read_as_they_are() -> None:
