@@ -48,8 +48,9 @@ class Holdings:
         self._table = table
         self._size = table.c[size]
         # as a text: sqlalchemy's own takes several times as long to make it
+        marks = "?, ?, ?, ?" if database.is_sqlite else "$1, $2, $3, $4"
         self._add = (
-            f"INSERT INTO holdings (team_id, store, count, bytes) VALUES ({'?, ?, ?, ?' if database.is_sqlite else '$1, $2, $3, $4'}) "
+            f"INSERT INTO holdings (team_id, store, count, bytes) VALUES ({marks}) "
             "ON CONFLICT (team_id, store) DO UPDATE SET count = holdings.count + excluded.count, "
             "bytes = holdings.bytes + excluded.bytes RETURNING count, bytes"
         )
@@ -59,7 +60,8 @@ class Holdings:
         end. Returns what it holds then.
         """
         added = await connection.exec_driver_sql(self._add, (team_id, self._table.name, count, size))
-        return Held(*added.one())
+        row: Any = added.one()
+        return Held(*row)
 
     async def lock(self, connection: AsyncConnection, team_id: int) -> Held | None:
         """What a team holds, which others do not change until the transaction's end; None if it never

@@ -273,7 +273,7 @@ async def test_a_file_is_not_deleted_under_a_batch(host: Host) -> None:
         """The database, in which a batch begins just before the first write."""
 
         reading = staticmethod(database.reading)
-        insert = staticmethod(database.insert)
+        is_sqlite = database.is_sqlite
 
         @asynccontextmanager
         async def writing(self) -> AsyncIterator[Any]:
