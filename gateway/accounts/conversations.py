@@ -143,12 +143,12 @@ class Conversations:
         **values: Any,
     ) -> bool:
         """Change a conversation, which is `size` bytes longer then, and keep it anew."""
-        held = await self.held.add(connection, team_id, size, 0)
+        await self.held.lock(connection, team_id)
         kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
         change = sa.update(conversations).where(self._is_teams(team_id, id), *where).values(**kept, **values)
         if not (await connection.execute(change)).rowcount:
-            await self.held.add(connection, team_id, -size, 0)
             return False
+        held = await self.held.add(connection, team_id, size, 0)
         await self.held.bound(connection, team_id, held, self._team_bytes_max, id)
         return True
 
