@@ -63,7 +63,9 @@ async def test_items_that_come_together_stay_together(store: Store) -> None:
     assert await store.talks.item(_TALK, "a1") is not None
     await store.talks.remove(store.team_id, _TALK, "a1")
     assert await store.talks.item(_TALK, "a1") is None
-    assert (await store.responses.room(store.team_id))["conversations"] == Held(1, len("kv") + 2 + 9 * 7 + (1 + 10) * ROW_BYTES)
+    assert (await store.responses.room(store.team_id))["conversations"] == Held(
+        1, len("ab") + 2 + 9 * 7 + (1 + 10) * ROW_BYTES
+    )
 
 
 async def test_a_row_that_does_not_fit_is_lost_alone(store: Store) -> None:
