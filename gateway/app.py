@@ -391,7 +391,7 @@ def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, st
     def count(outcome: str, responses: int) -> None:
         metrics.add(STORED_RESPONSES, responses, outcome)
 
-    store = ResponseStore(accounts.database, time.time, settings.responses.retention_s, count)
+    store = ResponseStore(accounts.database, time.time, settings.responses, count)
     stack.push_async_callback(store.aclose)
     return store
 
@@ -507,7 +507,6 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         channels,
         count=lambda channel, outcome: parts.metrics.add(ALERTS, 1, channel, outcome),
     )
-    purge = partial(parts.stored_responses.purge, parts.settings.responses.team_bytes_max)
     loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
         "accounts": lambda: _follow_accounts(parts),
@@ -526,7 +525,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "health": parts.shared_health.run,
         "alerts": watch.run,
         "background": parts.background.run,
-        "responses": lambda: _every(_PURGE_EVERY_S, purge),
+        "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
     if parts.settings.cache.is_semantic:

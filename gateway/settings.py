@@ -526,7 +526,14 @@ class ResponseSettings(_Section):
     )
     retention_s: int = Field(30 * 86_400, ge=1, description="seconds until a kept response is deleted")
     team_bytes_max: int = Field(
-        1 << 30, ge=1, description="of a team's kept responses; the oldest are deleted first, within minutes"
+        1 << 30,
+        ge=1,
+        description="of a team's kept responses, and as many of its conversations; the oldest give way to what is written",
+    )
+    team_stream_bytes_max: int = Field(
+        64 << 20,
+        ge=0,
+        description="of the streams of a team's responses in the background, in Redis until ten minutes after their end",
     )
 
 

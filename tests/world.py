@@ -748,7 +748,8 @@ class World:
 
     async def room(self) -> tuple[int, int]:
         """How many conversations the first team has, and their bytes."""
-        return (await self.stored_responses.room(1))["conversations"]
+        held = (await self.stored_responses.room(1))["conversations"]
+        return held.count, held.bytes
 
     async def conversation_items(self) -> int:
         """How many items of conversations are in the database."""
@@ -1030,9 +1031,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
     pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
     outcomes: list[tuple[str, int]] = []
-    store = ResponseStore(
-        accounts.database, clock.unix, settings.responses.retention_s, lambda *one: outcomes.append(one)
-    )
+    store = ResponseStore(accounts.database, clock.unix, settings.responses, lambda *one: outcomes.append(one))
     memory = Memory(store, settings)
     ended: list[str] = []
     background = Background(pipeline, store, memory, link, ended.append)

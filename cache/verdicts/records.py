@@ -74,11 +74,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
-        form: type[_StoredVerdict] = _StoredAskedVerdict
-        if self.asked is None and not any((*self.flips, self.alias, self.is_late)):  # as the first versions wrote it
-            form = _StoredVerdict
-            del own["asked"], own["flips"], own["alias"], own["is_late"]
-        return _ENCODER.encode(form(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own))
+        return _ENCODER.encode(
+            _StoredVerdict(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own)
+        )
 
     @staticmethod
     def decode(data: bytes) -> Verdict:
@@ -106,11 +104,6 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     judge: str = ""
     why: str = ""
     weight: float = 1.0
-
-
-class _StoredAskedVerdict(_StoredVerdict, frozen=True, array_like=True, kw_only=True, tag="f1"):
-    """The same, with what later versions added."""
-
     asked: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
@@ -176,7 +169,7 @@ class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FLOAT_BYTES = 4
-_read_verdict = reader(msgspec.msgpack.Decoder(_StoredAskedVerdict))
+_read_verdict = reader(msgspec.msgpack.Decoder(_StoredVerdict))
 _read_reply = reader(msgspec.msgpack.Decoder(_StoredReply))
 
 

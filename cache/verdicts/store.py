@@ -5,6 +5,7 @@
     sameway:{P}:suspended    hash     name -> Suspension, until it is cleared
     sameway:{P}:told:I       string   a verdict with the id I has been taken
     sameway:{P}:reply:R      string   Reply: the answer that response R, or the answer R, served
+    sameway:{P}:replies      zset     the keys of these, by their time
 
 P is the partition in hex. Knows no answers and no texts: digests, numbers and times. The log
 (`cache.exact.log`) names the partitions with new verdicts, and a follower reads their streams from
@@ -44,6 +45,7 @@ KEPT_S = 30 * 86_400.0  # after the last verdict of a partition
 _ONCE_S = 7 * 86_400.0
 _READ_COUNT = 1_000
 _SUSPENDED_MAX = 10_000
+_REPLIES_MAX = 100_000  # of a partition, some 50 MB
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -95,6 +97,20 @@ _CLEAR = """
 if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'c', ARGV[1])
 return 1
+"""
+
+# KEYS: replies, the keys of one reply. ARGV: the reply, ttl_ms, most. The oldest give way.
+_REMEMBER = """
+local time = redis.call('TIME')
+for at = 2, #KEYS do
+  redis.call('SET', KEYS[at], ARGV[1], 'PX', ARGV[2])
+  redis.call('ZADD', KEYS[1], time[1] * 1000 + math.floor(time[2] / 1000), KEYS[at])
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local over = redis.call('ZCARD', KEYS[1]) - ARGV[3]
+if over <= 0 then return end
+for _, key in ipairs(redis.call('ZRANGE', KEYS[1], 0, over - 1)) do redis.call('DEL', key) end
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, over - 1)
 """
 
 
@@ -188,10 +204,10 @@ class VerdictStore:
         latest reply that had it.
         """
         sent = [
-            self._redis.execute_command("SET", f"{_tag(partition)}reply:{one}", data, "PX", _ms(ttl_s))
+            self._redis.eval(_REMEMBER, len(keys), *keys, reply.encode(), _ms(ttl_s), _REPLIES_MAX)
             for partition, reply, names in replies
-            for data in (reply.encode(),)
-            for one in (reply.id, *names)
+            for tag in (_tag(partition),)
+            for keys in ([tag + "replies", *(f"{tag}reply:{one}" for one in (reply.id, *names))],)
         ]
         for one in sent:
             await one

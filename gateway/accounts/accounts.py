@@ -305,6 +305,8 @@ class Accounts:
     async def delete_team(self, team_id: int) -> None:
         """Delete a team with its keys and budgets; its ledger rows stay. Raises NotFound."""
         async with self._change("") as connection:
+            # before the team's own row, as writers of its stores lock them
+            await connection.execute(sa.delete(schema.holdings).where(schema.holdings.c.team_id == team_id))
             await _delete(connection, schema.teams, team_id)
 
     # ── keys ──

@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.holdings import ROW_BYTES, Holdings
 from gateway.accounts.schema import conversation_items, conversations
 
 _ITEMS_AT_ONCE = 1_000
@@ -44,10 +45,14 @@ class Conversation:
 
 
 class Conversations:
-    """`clock` gives unix seconds; `retention_s` is how long a conversation is kept after its last change."""
+    """`clock` gives unix seconds; `retention_s` is how long a conversation is kept after its last
+    change. A team's have `team_bytes_max` bytes at most: the oldest give way.
+    """
 
-    def __init__(self, database: Database, clock: Callable[[], float], retention_s: float) -> None:
+    def __init__(self, database: Database, clock: Callable[[], float], retention_s: float, team_bytes_max: int) -> None:
         self._database = database
+        self._team_bytes_max = team_bytes_max
+        self.held = Holdings(database, conversations)
         self._clock = clock
         self._retention_s = retention_s
         self._locked: dict[str, str] = {}  # of this worker: conversations by their requests
@@ -98,12 +103,14 @@ class Conversations:
         async with self._database.writing(is_durable=False) as connection:
             values = {"id": one.id, "team_id": one.team_id, "key_id": one.key_id, "metadata": dict(one.metadata)}
             kept = {"created_at_s": one.created_at_s, "expires_at_s": self._clock() + self._retention_s}
-            await connection.execute(sa.insert(conversations).values(**values, **kept, size_bytes=0))
+            size = _size_of(one.metadata)
+            await self.held.add(connection, one.team_id, size)
+            await connection.execute(sa.insert(conversations).values(**values, **kept, size_bytes=size))
             await self.append(connection, one.team_id, one.id, items)
 
     @uncancelled
     async def add(self, team_id: int, id: str, items: Added) -> bool:
-        """Add items at the end; returns whether the conversation is there and not locked."""
+        """Add items at the end; returns whether the conversation is there and not locked. Raises OverQuota."""
         async with self._database.writing(is_durable=False) as connection:
             return await self.append(connection, team_id, id, items)
 
@@ -119,8 +126,7 @@ class Conversations:
             values["locked_by"] = sa.case((is_its, ""), else_=c.locked_by)
             values["locked_until_s"] = sa.case((is_its, 0.0), else_=c.locked_until_s)
             self._locked.pop(ended, None)
-        size = sum(len(item) for _, item in items)
-        if not await self._changed(connection, team_id, id, *where, size=size, **values):
+        if not await self._changed(connection, team_id, id, *where, size=_size_of_items(items), **values):
             return False
         rows = [{"conversation_id": id, "id": item_id, "item": item} for item_id, item in items]
         for start in range(0, len(rows), _ITEMS_AT_ONCE):
@@ -137,21 +143,29 @@ class Conversations:
         **values: Any,
     ) -> bool:
         """Change a conversation, which is `size` bytes longer then, and keep it anew."""
+        await self.held.lock(connection, team_id)
         kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
         change = sa.update(conversations).where(self._is_teams(team_id, id), *where).values(**kept, **values)
-        return (await connection.execute(change)).rowcount > 0
+        if not (await connection.execute(change)).rowcount:
+            return False
+        held = await self.held.add(connection, team_id, size, 0)
+        await self.held.bound(connection, team_id, held, self._team_bytes_max, id)
+        return True
 
     @uncancelled
     async def change(self, team_id: int, id: str, metadata: Mapping[str, str]) -> bool:
         """Set the metadata; returns whether the conversation is there."""
         async with self._database.writing(is_durable=False) as connection:
-            return await self._changed(connection, team_id, id, metadata=dict(metadata))
+            await self.held.lock(connection, team_id)
+            before = sa.select(conversations.c["metadata"]).where(self._is_teams(team_id, id))
+            more = _size_of(metadata) - _size_of((await connection.execute(before)).scalar() or {})
+            return await self._changed(connection, team_id, id, size=more, metadata=dict(metadata))
 
     @uncancelled
     async def delete(self, team_id: int, id: str) -> bool:
         """Delete a conversation with its items; returns whether it was there."""
         async with self._database.writing(is_durable=False) as connection:
-            return (await connection.execute(sa.delete(conversations).where(self._is_teams(team_id, id)))).rowcount > 0
+            return await self.held.delete(connection, team_id, self._is_teams(team_id, id)) > 0
 
     @uncancelled
     async def item(self, id: str, item_id: str) -> bytes | None:
@@ -165,8 +179,10 @@ class Conversations:
     async def remove(self, team_id: int, id: str, item_id: str) -> bool:
         """Delete an item, where it is there; returns whether the conversation is there and not locked."""
         async with self._database.writing(is_durable=False) as connection:
-            size = sa.select(sa.func.length(conversation_items.c.item)).where(_is_item(id, item_id))
-            less = -((await connection.execute(size)).scalar() or 0)
+            await self.held.lock(connection, team_id)
+            length = sa.func.length(conversation_items.c.item)
+            size = (await connection.execute(sa.select(length).where(_is_item(id, item_id)))).scalar()
+            less = 0 if size is None else -(size + ROW_BYTES)
             is_changed = await self._changed(connection, team_id, id, self._is_free, size=less)
             if is_changed:
                 await connection.execute(sa.delete(conversation_items).where(_is_item(id, item_id)))
@@ -213,6 +229,14 @@ class Conversations:
             if ((await connection.execute(total)).scalar() or 0) > bytes_max:
                 raise HistoryTooLong
             return list((await connection.execute(found.order_by(items.c.number))).scalars())
+
+
+def _size_of(metadata: Mapping[str, str]) -> int:
+    return ROW_BYTES + sum(len(name.encode()) + len(value.encode()) for name, value in metadata.items())
+
+
+def _size_of_items(items: Added) -> int:
+    return sum(ROW_BYTES + len(item) for _, item in items)
 
 
 def _is_item(id: str, item_id: str) -> sa.ColumnElement[bool]:

@@ -32,6 +32,8 @@ from gateway.accounts.errors import Invalid, SchemaUnknown
 
 _SQLITE_BUSY_MS = 30_000
 _WAL_TRIES = 500
+_WAL_BYTES_MAX = 64 << 20  # that stay after a checkpoint
+_PAGES_AT_ONCE, _SHRINK_PAUSE_S = 1_000, 0.05
 # a server that stopped answering is an error, not a wait
 _POSTGRES_TIMEOUTS = {"timeout": 10, "command_timeout": 60}
 # what SQLAlchemy and asyncpg.connect take by name; the rest of a URL's query is libpq's
@@ -175,6 +177,20 @@ class Database:
             return False
         return True
 
+    @uncancelled
+    async def shrink(self) -> None:
+        """Give SQLite's free pages back to the disk, some at a time; PostgreSQL does it itself."""
+        left = None
+        while self.is_sqlite and left != 0:
+            async with self.reading() as connection:
+                driver = (await connection.get_raw_connection()).driver_connection
+                assert driver is not None
+                # a script, as a statement ends at its first page
+                await driver.executescript(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})")
+                free = (await connection.exec_driver_sql("PRAGMA freelist_count")).scalar_one()
+            left = 0 if free == left else free
+            await asyncio.sleep(_SHRINK_PAUSE_S)
+
     def insert(self, table: sa.Table) -> Any:
         """An INSERT in the dialect, with `on_conflict_do_nothing` and `on_conflict_do_update`."""
         if self.is_sqlite:
@@ -218,6 +234,7 @@ class Database:
             assert driver is not None
             for attempt in range(_WAL_TRIES):
                 try:
+                    await driver.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of an empty file alone
                     await driver.execute("PRAGMA journal_mode=WAL")
                     return
                 except sqlite3.OperationalError:
@@ -281,6 +298,7 @@ def _on_sqlite_connect(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_SQLITE_BUSY_MS}")
     cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute(f"PRAGMA journal_size_limit={_WAL_BYTES_MAX}")
     cursor.close()
 
 

@@ -280,21 +280,6 @@ class Ledger:
             found = (await connection.execute(statement.order_by(*order).limit(most))).all()
         return tuple([_total(by, row) for row in found])
 
-    @uncancelled
-    async def mend_sums(self) -> int:
-        """Add what the sums by one axis lack: rows from before them, and those of an earlier
-        version that writes the ledger, too. Returns the number of blocks of 64 days that lacked
-        something.
-
-        Each block is a transaction of its own.
-        """
-        async with self._database.reading() as connection:
-            blocks = await rollups.behind(connection)
-        for block in blocks:
-            async with self._database.writing() as connection:
-                await rollups.fill(connection, self._database, block)
-        return len(blocks)
-
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
         """The days of the filter that the ledger has rows of: the first, and the one after the
         last.

@@ -10,8 +10,7 @@ Invariants:
 - an entry that is not a row moves to a stream of its own and is counted. Its spend still counts,
   and the entries behind it are not blocked.
 
-A new writer mends the ledger's sums, which an earlier version does not write. Restatement
-(`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its memory
+Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its memory
 (no `ready` key; Redis refuses reserves until it is done), and every `restate_every_s`, when it
 should find no difference.
 """
@@ -140,8 +139,6 @@ class LedgerWriter:
         is_due = self._restated_at_s is None or now_s - self._restated_at_s >= self._restate_every_s
         if is_due or not await self._budgets.is_ready():
             await self._restate()
-            if self._restated_at_s is None:
-                await self._ledger.mend_sums()
             self._restated_at_s = now_s
         return True
 

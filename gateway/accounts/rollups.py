@@ -3,8 +3,8 @@
 A period is a UTC day, or a block of 8 or 64 of them, so that a long time is read from few periods.
 Knows no filters of the API and no budgets. Invariants:
 
-- the sums change in the transaction of the rows, or by what `ledger_days` has more than they have,
-  so that they equal the ledger's rows after a kill, too;
+- the sums change in the transaction of the rows, so that they equal the ledger's rows after a kill,
+  too;
 - a team has at most TAG_NAMES_MAX names of tags, and VALUES_MAX users and values of a tag, in a block
   of 64 days: further values share OTHER, and further names count under OTHER without their values.
 """
@@ -41,11 +41,7 @@ CORRECTION = "correction"
 
 DAY_MS = 86_400_000
 _LEVEL = 1_000_000_000  # more than there are days
-_FROM_DAYS = (TEAM, KEY, ALIAS, DEPLOYMENT, USER)
 _LOOKED_UP = 1_000
-_ADVISORY_LOCK = 0x5A3E_3A12  # any number, the same in every process
-
-_CHECKED = ("requests", "prompt_tokens", "completion_tokens", "cost_microusd")
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
 
@@ -180,64 +176,3 @@ async def _admitted(connection: AsyncConnection, wanted: Mapping[_Place, Iterabl
 def _parts(values: list[Any]) -> Iterator[list[Any]]:
     for start in range(0, len(values), _LOOKED_UP):
         yield values[start : start + _LOOKED_UP]
-
-
-async def behind(connection: AsyncConnection) -> list[int]:
-    """The numbers of the blocks of 64 days whose sums are not those of `ledger_days`."""
-    days, level = schema.ledger_days, len(SPANS) - 1
-    block = sa.cast(days.c.day // SPANS[level], sa.Integer)
-    sums = [sa.func.sum(days.c[name]) for name in _CHECKED]
-    right = await connection.execute(sa.select(block, *sums).group_by(block))
-    sums = [sa.func.sum(_table.c[name]) for name in _CHECKED]
-    blocks = sa.select(_table.c.period - level * _LEVEL, *sums).group_by(_table.c.period)
-    found = await connection.execute(blocks.where(_table.c.period >= level * _LEVEL, _table.c.axis == TEAM))
-    have = {number: tuple(map(int, some)) for number, *some in found}
-    return [number for number, *some in right if have.get(number) != tuple(map(int, some))]
-
-
-async def fill(connection: AsyncConnection, database: Database, block: int) -> None:
-    """Add to a block of 64 days, and to its parts, what `ledger_days` has more, as rows without a
-    user and tags.
-
-    Such rows are those from before the sums, and those that an earlier version writes beside this
-    one.
-    """
-    if not database.is_sqlite:  # another writer's difference would be added twice
-        await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
-    days = schema.ledger_days.c
-    first = block * SPANS[-1]
-    for level, span in enumerate(SPANS):
-        for axis in _FROM_DAYS:
-            period = (days.day // span + level * _LEVEL).label("period")
-            value: sa.ColumnElement[str] = sa.literal("") if axis in (TEAM, USER) else sa.cast(days[axis], sa.Text)
-            right = sa.select(period, days.team_id, value.label("value"), *(days[name] for name in SUMS))
-            right = right.where(days.day >= first, days.day < first + SPANS[-1])
-            value = sa.literal("") if axis == USER else _table.c.value
-            have = sa.select(
-                _table.c.period,
-                _table.c.team_id,
-                value.label("value"),
-                *((-_table.c[name]).label(name) for name in SUMS),
-            ).where(_table.c.axis == axis, _table.c.period.in_(_within(block, level)))
-            both = sa.union_all(right, have).subquery()
-            sums = [sa.func.sum(both.c[name]) for name in SUMS]
-            missing = (
-                sa.select(
-                    both.c.period,
-                    sa.literal(axis),
-                    both.c.team_id,
-                    both.c.value,
-                    *(sa.cast(s, sa.BigInteger) for s in sums),
-                )
-                .group_by(both.c.period, both.c.team_id, both.c.value)
-                .having(sa.or_(*(one != 0 for one in sums)))
-            )
-            insert = database.insert(_table).from_select([*_names, *SUMS], missing)
-            more = {name: _table.c[name] + insert.excluded[name] for name in SUMS}
-            await connection.execute(insert.on_conflict_do_update(index_elements=list(_table.primary_key), set_=more))
-
-
-def _within(block: int, level: int) -> list[int]:
-    """The periods of `level` in a block of 64 days."""
-    count = SPANS[-1] // SPANS[level]
-    return [level * _LEVEL + block * count + number for number in range(count)]

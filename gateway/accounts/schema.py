@@ -1,7 +1,7 @@
 """The tables, as the last migration leaves them.
 
-No connections. Invariant: `VERSION` is the latest of `migrations/versions`, and the migrations
-create exactly these tables (tests/accounts/test_database.py compares them). Ids are never reused,
+No connections. Invariant: `VERSION` is the latest of `migrations/versions`, and a database has
+exactly these tables (tests/accounts/test_database.py compares them). Ids are never reused,
 because the ledger and Redis name deleted teams and keys.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-VERSION = "0014"
+VERSION = "0001"
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 """The first columns of each row of the ledger that sums are made of; KINDS are the others."""
@@ -24,7 +24,7 @@ KINDS = (
 
 
 def _integers(*names: str, default: str | None = None) -> list[sa.Column[int]]:
-    """Columns of integers of 64 bits. The `default` serves a process of the version before a column."""
+    """Columns of integers of 64 bits."""
     return [sa.Column(name, sa.BigInteger, nullable=False, server_default=default) for name in names]
 
 
@@ -84,7 +84,7 @@ keys = sa.Table(
 )
 
 # `limit_microusd` is in the budget's unit. `whose` is `=` and a value, `*` for each value, or empty. A
-# rolling window is a `total` with `rolling_s`, as the version before knows no other kinds.
+# rolling window is a `total` with `rolling_s`.
 budgets = sa.Table(
     "budgets",
     metadata,
@@ -136,6 +136,17 @@ sessions = sa.Table(
     sa.Column("expires_at_s", sa.Double, nullable=False),
 )
 
+# What each team holds of the rows of a table, written in their transactions (`holdings.py`).
+holdings = sa.Table(
+    "holdings",
+    metadata,
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("store", sa.Text, primary_key=True),
+    *_integers("count", "bytes"),
+)
+
+_LIVE = sa.text("status IN ('queued', 'in_progress')")
+
 # Responses that callers asked to keep: the request's own input items, and the response, as JSON.
 # `status` is of one that is generated in the background until its lease's end, or was not completed.
 responses = sa.Table(
@@ -152,6 +163,7 @@ responses = sa.Table(
     sa.Column("status", sa.Text),
     sa.Column("leased_until_s", sa.Double),
     sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
+    sa.Index("ix_responses_live", "team_id", sqlite_where=_LIVE, postgresql_where=_LIVE),
 )
 
 # Dialogues that callers keep here, with their items in the order of `number`.

@@ -2,7 +2,8 @@
 
 Knows no HTTP and no shape of a response: inputs and bodies are bytes of JSON. Invariants: a row is
 read, continued and deleted under its team alone, and goes with it; a row that is over is as one
-that never was; what waits to be written is bounded, and what is not written is counted.
+that never was; what a team has is bounded where it is written, and so is what waits to be written;
+what is not written is counted.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.conversations import LEASE_S, Added, Conversations, HistoryTooLong
 from gateway.accounts.database import Database, name_of, uncancelled
+from gateway.accounts.holdings import ROW_BYTES, Held, Holdings, OverQuota
 from gateway.accounts.schema import conversations, responses
 from gateway.loggers import get_logger
+from gateway.settings import ResponseSettings
+from gateway.wire.errors import Unavailable
 
 _QUEUE_BYTES_MAX = 64 << 20
 _ROWS_AT_ONCE = 100
@@ -28,6 +32,7 @@ _RETRY_S = 0.5
 _PURGED_AT_ONCE, _PURGE_PAUSE_S = 200, 0.2
 LIVE = ("queued", "in_progress")
 """The statuses of a response that its worker is generating, as long as it keeps the lease."""
+_LIVE_MAX = 250  # of a team, at all workers
 _LINKS_MAX = 20_000  # as many messages as a request may have
 
 _log = get_logger()
@@ -58,23 +63,29 @@ class StoredResponse:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.input) + len(self.body)
+        return ROW_BYTES + len(self.input) + len(self.body)
 
 
 class ResponseStore:
-    """`clock` gives unix seconds; `retention_s` is how long a response is kept.
+    """`clock` gives unix seconds. A team's responses have `settings.team_bytes_max` bytes at most, and
+    so have its conversations: the oldest give way.
 
     `count` is called with an outcome, `stored` or `lost`, and the number of responses.
     """
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], retention_s: float, count: Callable[[str, int], None]
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        settings: ResponseSettings,
+        count: Callable[[str, int], None],
     ) -> None:
         self._database = database
         self.clock = clock
-        self._retention_s = retention_s
+        self._settings = settings
         self._count = count
-        self.conversations = Conversations(database, clock, retention_s)
+        self.conversations = Conversations(database, clock, settings.retention_s, settings.team_bytes_max)
+        self._held = Holdings(database, responses)
         self._waiting: list[tuple[StoredResponse, asyncio.Future[None]]] = []
         self._waiting_bytes = 0
         self._writing: asyncio.Task[None] | None = None
@@ -116,7 +127,7 @@ class ResponseStore:
                 await self._insert(rows)
                 self._is_failing = False
                 self._count("stored", len(rows))
-            except SQLAlchemyError as error:
+            except (SQLAlchemyError, OverQuota) as error:
                 is_refused = _is_refused(error)
                 if is_refused and len(rows) > 1:
                     at_once = 1
@@ -160,6 +171,10 @@ class ResponseStore:
     async def _insert(self, rows: Sequence[StoredResponse]) -> None:
         async with self._database.writing(is_durable=False) as connection:
             if values := [self._values(row) for row in rows if row.is_stored]:
+                for team_id in sorted({row["team_id"] for row in values}):
+                    sizes = [row["size_bytes"] for row in values if row["team_id"] == team_id]
+                    held = await self._held.add(connection, team_id, sum(sizes), len(sizes))
+                    await self._bound(connection, team_id, held, "")
                 await connection.execute(sa.insert(responses), values)
             for row in rows:
                 await self._join(connection, row)
@@ -176,7 +191,7 @@ class ResponseStore:
             "team_id": row.team_id,
             "key_id": row.key_id,
             "previous_id": row.previous_id,
-            "expires_at_s": self.clock() + self._retention_s,
+            "expires_at_s": self.clock() + self._settings.retention_s,
             "size_bytes": row.size_bytes,
             "input": row.input,
             "body": row.body,
@@ -187,8 +202,21 @@ class ResponseStore:
 
     @uncancelled
     async def begin(self, row: StoredResponse) -> None:
-        """Insert a response that this worker generates from now on, and lease it."""
+        """Insert a response that this worker generates from now on, and lease it.
+
+        Raises OverQuota, and Unavailable where the team has as many as it may have.
+        """
         async with self._database.writing(is_durable=False) as connection:
+            await self._bound(
+                connection, row.team_id, await self._held.add(connection, row.team_id, row.size_bytes), row.id
+            )
+            r = responses.c
+            are_live = (r.team_id == row.team_id, r.status.in_(LIVE), r.leased_until_s > self.clock())
+            if (await connection.execute(sa.select(sa.func.count()).where(*are_live))).scalar_one() >= _LIVE_MAX:
+                raise Unavailable(
+                    f"This team has {_LIVE_MAX} responses in the background that have not ended: try again later",
+                    code="busy",
+                )
             values = {**self._values(row), "leased_until_s": self.clock() + LEASE_S}
             await connection.execute(sa.insert(responses).values(values))
 
@@ -211,10 +239,13 @@ class ResponseStore:
         """
         async with self._database.writing(is_durable=False) as connection:
             is_it = sa.and_(responses.c.id == id, responses.c.status.in_(LIVE), *where)
-            is_changed = (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount > 0
-            if is_changed and ended is not None:
+            if ended is None:
+                return (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount > 0
+            held = await self._held.resize(connection, ended.team_id, values, is_it)
+            if held is not None:
+                await self._bound(connection, ended.team_id, held, id)
                 await self._join(connection, ended)
-            return is_changed
+            return held is not None
 
     async def end(self, row: StoredResponse) -> bool:
         """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile;
@@ -226,8 +257,9 @@ class ResponseStore:
         while True:
             try:
                 fields = {"status": row.status, "body": row.body, "size_bytes": row.size_bytes}
-                return await self.change(row.id, ended=row, **fields) or (has_failed and await self._has(row))
-            except SQLAlchemyError as error:
+                is_changed = await self.change(row.id, ended=row, **fields)
+                return is_changed or (has_failed and await self._has(row))
+            except (SQLAlchemyError, OverQuota) as error:
                 if self._is_closing or _is_refused(error):
                     self._lost([row], _why(error))
                     return False
@@ -289,15 +321,14 @@ class ResponseStore:
         return [_response(row) for row in rows], None
 
     @uncancelled
-    async def room(self, team_id: int) -> dict[str, tuple[int, int]]:
+    async def room(self, team_id: int) -> dict[str, Held]:
         """How many responses and conversations of a team are kept, and their bytes."""
-        async with self._database.reading() as connection:
-            found = {}
-            for table in (responses, conversations):
-                sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(table.c.size_bytes), 0))
-                count, size = (await connection.execute(sums.where(table.c.team_id == team_id))).one()
-                found[table.name] = count, int(size)
-            return found
+        none = Held(0, 0)
+        stores = {responses.name: self._held, conversations.name: self.conversations.held}
+        return {name: (await one.of_teams(team_id)).get(team_id, none) for name, one in stores.items()}
+
+    async def _bound(self, connection: AsyncConnection, team_id: int, held: Held, kept: str) -> None:
+        await self._held.bound(connection, team_id, held, self._settings.team_bytes_max, kept)
 
     # -- removing
 
@@ -305,38 +336,16 @@ class ResponseStore:
     async def delete(self, team_id: int, id: str) -> bool:
         """Delete one response of the team; returns whether it was there."""
         async with self._database.writing(is_durable=False) as connection:
-            gone = sa.delete(responses).where(responses.c.id == id, self._is_teams(team_id))
-            return (await connection.execute(gone)).rowcount > 0
+            return await self._held.delete(connection, team_id, responses.c.id == id, self._is_teams(team_id)) > 0
 
-    async def purge(self, team_bytes_max: int) -> None:
-        """Delete responses and conversations that are over, and the oldest of a team that has more
-        than `team_bytes_max` bytes of both, in batches with a pause after each.
-        """
-        kept = sa.union_all(
-            *(
-                sa.select(table.c.id, table.c.team_id, table.c.expires_at_s, table.c.size_bytes)
-                for table in (responses, conversations)
-            )
-        ).subquery()
-        k = kept.c
-        newer = sa.func.sum(k.size_bytes).over(partition_by=k.team_id, order_by=(k.expires_at_s.desc(), k.id))
-        ranked = sa.select(k.id, newer.label("total")).subquery()
-        over = sa.select(k.id).where(k.expires_at_s <= self.clock())
-        for ids in (over, sa.select(ranked.c.id).where(ranked.c.total > team_bytes_max)):
+    async def purge(self) -> None:
+        """Delete responses and conversations that are over, in batches with a pause after each."""
+        for held, table in ((self._held, responses), (self.conversations.held, conversations)):
             purged = _PURGED_AT_ONCE
             while purged == _PURGED_AT_ONCE:
-                purged = await self._purge_some(ids)
+                purged = await held.purge(table.c.expires_at_s <= self.clock(), most=_PURGED_AT_ONCE)
                 await asyncio.sleep(_PURGE_PAUSE_S)
-
-    @uncancelled
-    async def _purge_some(self, asked: sa.Select[tuple[str]]) -> int:
-        async with self._database.reading() as connection:
-            ids = list((await connection.execute(asked.limit(_PURGED_AT_ONCE))).scalars())
-        if ids:
-            async with self._database.writing(is_durable=False) as connection:
-                for table in (responses, conversations):
-                    await connection.execute(sa.delete(table).where(table.c.id.in_(ids)))
-        return len(ids)
+        await self._database.shrink()
 
 
 # data exceptions, violated constraints and limits; source: PostgreSQL, "PostgreSQL Error Codes"
@@ -344,12 +353,14 @@ _REFUSALS = ("22", "23", "54")
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether the database refused a row, as it will again: its team is gone, or it does not fit."""
+    """Whether a row was refused, as it will be again: its team is gone, or it does not fit."""
     state = str(getattr(error.orig, "sqlstate", "")) if isinstance(error, DBAPIError) else ""
-    return isinstance(error, DataError | IntegrityError) or state.startswith(_REFUSALS)
+    return isinstance(error, DataError | IntegrityError | OverQuota) or state.startswith(_REFUSALS)
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, OverQuota):
+        return error.message
     return "the database refused it" if _is_refused(error) else "the gateway was stopped while the database failed"
 
 

@@ -77,8 +77,8 @@ async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
     """One team with its keys and budgets, and what is kept for it. Raises accounts.NotFound."""
     (one,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
     room = await parts.stored_responses.room(team_id)
-    counts = {name: count for name, (count, _) in room.items()}
-    stored = models.StoredOut(**counts, size_bytes=sum(size for _, size in room.values()))
+    counts = {name: held.count for name, held in room.items()}
+    stored = models.StoredOut(**counts, size_bytes=sum(held.bytes for held in room.values()))
     return one.model_copy(update={"stored": stored})
 
 

@@ -3,12 +3,17 @@
 A worker generates what it was asked for, and keeps its lease of the row: a response whose lease has
 ended has failed, and is never generated again. Knows the events of a response as bytes. Invariants:
 each has one record, as any request; a stream has every event once, in order, or says that it broke,
-and its last event is what the row says, which its end or a cancellation writes, the first of them.
+and its last event is what the row says, which its end or a cancellation writes, the first of them;
+the streams of a team have so many bytes of Redis at most, which is kept where they are written.
 
-    sameway:background:ID   list   the events of a streamed response, by their number
+    sameway:{background:TEAM}:ID      list   the events of a streamed response, by their number; those
+                                             of a cached answer are the last element, packed
+    sameway:{background:TEAM}:bytes   hash   the bytes of each stream by its id, and of all
+    sameway:{background:TEAM}:ends    zset   when each of them goes
 """
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -31,14 +36,35 @@ from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.errors import ApiError, Unavailable
 
-_PREFIX = "sameway:background:"
-_AT_ONCE, _AT_ONCE_A_TEAM = 1_000, 250  # in a worker
+_AT_ONCE = 1_000  # in a worker
 _RENEW_EVERY_S = 1.0
-_EVENTS_KEPT_S = 600
-_EVENTS_BYTES_MAX = 64 << 20
+_EVENTS_KEPT_MS = 600_000
+_PACKED = b"\0"  # how no event begins
+_PACKED_BYTES_MAX = 4 << 20  # which a follower unpacks at once
 _READ_AT_ONCE = 500
 _LOOK_EVERY_S, _LOOKS_A_STATUS = 0.05, 20
 _ENDS = tuple(b"event: response.%b\n" % status for status in (b"completed", b"incomplete", b"failed"))
+
+# KEYS stream, bytes, ends. ARGV id, milliseconds that a stream is kept, bytes that all may have, events.
+# Replies 1, or 0 where the events have no room, which leaves the stream without an end.
+_TELL = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 100)) do
+  redis.call('HINCRBY', KEYS[2], '', -(redis.call('HGET', KEYS[2], id) or 0))
+  redis.call('HDEL', KEYS[2], id)
+  redis.call('ZREM', KEYS[3], id)
+end
+local size = 0
+for at = 4, #ARGV do size = size + #ARGV[at] end
+if (tonumber(redis.call('HGET', KEYS[2], '')) or 0) + size > tonumber(ARGV[3]) then return 0 end
+for at = 4, #ARGV do redis.call('RPUSH', KEYS[1], ARGV[at]) end
+redis.call('HINCRBY', KEYS[2], '', size)
+redis.call('HINCRBY', KEYS[2], ARGV[1], size)
+redis.call('ZADD', KEYS[3], now + ARGV[2], ARGV[1])
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[2]) end
+return 1
+"""
 
 _log = get_logger()
 
@@ -46,14 +72,12 @@ _log = get_logger()
 class _Work:
     """A response that is generated. `begun` has its reply once it may be left."""
 
-    def __init__(
-        self, response: Response, team_id: int, answering: asyncio.Task[Reply], begun: asyncio.Future[Reply]
-    ) -> None:
+    def __init__(self, response: Response, team_id: int) -> None:
         self.response = response
         self.team_id = team_id
-        self.answering = answering
-        self.begun = begun
-        self.told_bytes = 0
+        self.answering: asyncio.Task[Reply] | None = None
+        self.begun: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.is_cut = False
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -76,33 +100,43 @@ class Background:
         self._link = link
         self._count = count
         self._works: dict[str, _Work] = {}
+        self._beginning = 0
+        self._bytes_max = pipeline.settings.responses.team_stream_bytes_max
 
     async def begin(self, turn: Turn, response: Response, identity: Identity) -> bytes:
         """Generate a response from now on, once it is kept; returns it as it is then.
 
         What is refused before a deployment is asked raises. Raises ApiError.
         """
-        mine = sum(one.team_id == identity.team.id for one in self._works.values())
-        if len(self._works) >= _AT_ONCE or mine >= _AT_ONCE_A_TEAM:
+        if len(self._works) + self._beginning >= _AT_ONCE:
             raise Unavailable("Too many responses are generated in the background: try again later", code="busy")
-        await response.keep()
-        body = response.body()
-        begun: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        answering = asyncio.create_task(self._pipeline.answer(turn, identity, begun.set_result))
+        self._beginning += 1
         try:
-            await asyncio.wait([answering, begun], return_when=asyncio.FIRST_COMPLETED)
-            if answering.done() and not begun.done():
-                begun.set_result(answering.result())
-        except BaseException:
-            answering.cancel()
-            await self._store.delete(identity.team.id, response.id)
-            raise
-        work = self._works[response.id] = _Work(response, identity.team.id, answering, begun)
-        await self._tell(work, response.queued())
-        work.task = asyncio.create_task(self._generate(work, turn, identity))
+            await response.keep()
+            body, work = response.body(), _Work(response, identity.team.id)
+            try:
+                if not await self._tell(work, response.queued()):
+                    raise Unavailable(
+                        f"The streams of this team's responses in the background fill their {self._bytes_max:,} bytes: "
+                        "try again in ten minutes, or leave out `stream`",
+                        code="busy",
+                    )
+                work.answering = asyncio.create_task(self._pipeline.answer(turn, identity, work.begun.set_result))
+                await asyncio.wait([work.answering, work.begun], return_when=asyncio.FIRST_COMPLETED)
+                if work.answering.done() and not work.begun.done():
+                    work.begun.set_result(work.answering.result())
+            except BaseException:
+                if work.answering is not None:
+                    work.answering.cancel()
+                await self._store.delete(identity.team.id, response.id)
+                raise
+            self._works[response.id] = work
+        finally:
+            self._beginning -= 1
+        work.task = asyncio.create_task(self._generate(work, work.answering, turn, identity))
         return body
 
-    async def _generate(self, work: _Work, turn: Turn, identity: Identity) -> None:
+    async def _generate(self, work: _Work, answering: asyncio.Task[Reply], turn: Turn, identity: Identity) -> None:
         response, arrival, ended = work.response, turn.arrival, Ended()
 
         async def refused(error: ApiError) -> None:
@@ -113,7 +147,7 @@ class Background:
             self._count("failed")
 
         try:
-            reply = await work.answering
+            reply = await answering
             await self._store.change(response.id, status="in_progress")
             if reply.reader is not None and turn.is_stream:
                 while batch := await reply.reader.next():
@@ -124,7 +158,7 @@ class Background:
                 served = reply.served
                 events = response.replay(served) if served is not None else response.events(chunks) + response.end()
             await response.keep()
-            await self._tell(work, events)
+            await self._tell(work, events, is_replay=reply.served is not None)
             self._count("completed")
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, ClientGone):
@@ -166,24 +200,32 @@ class Background:
 
     # -- events
 
-    async def _tell(self, work: _Work, events: bytes) -> None:
-        """Add events to a stream, until that fails once or it is too long: it has no gaps."""
-        if not events or work.told_bytes > _EVENTS_BYTES_MAX:
-            return
-        key = _PREFIX + work.response.id
-        adding = self._link.execute_command("RPUSH", key, *(one + b"\n\n" for one in events.split(b"\n\n") if one))
-        keeping = self._link.execute_command("EXPIRE", key, _EVENTS_KEPT_S)
-        work.told_bytes += len(events)
+    async def _tell(self, work: _Work, events: bytes, *, is_replay: bool = False) -> bool:
+        """Add events to a stream, until that fails once: it has no gaps. Returns whether there was
+        room for them; `is_replay`: they are its last ones, all at once.
+        """
+        if not events or work.is_cut:
+            return True
+        parts = [one + b"\n\n" for one in events.split(b"\n\n") if one]
+        if is_replay and len(events) <= _PACKED_BYTES_MAX:
+            parts = [_PACKED + await asyncio.to_thread(zlib.compress, events, 1)]
+        id = work.response.id
+        keys = [_key(work.team_id, name) for name in (id, "bytes", "ends")]
+        reason = "its team's streams have no room"
         try:
-            await asyncio.gather(adding, keeping)
+            has_room = await self._link.eval(_TELL, 3, *keys, id, _EVENTS_KEPT_MS, self._bytes_max, *parts)
+            if has_room:
+                return True
         except RedisError as error:
-            work.told_bytes = _EVENTS_BYTES_MAX + 1
-            _log.warning("background_stream_broken", response=work.response.id, reason=str(error))
+            has_room, reason = True, str(error)
+        work.is_cut = True
+        _log.warning("background_stream_broken", response=id, reason=reason)
+        return bool(has_room)
 
-    async def has_events(self, id: str) -> bool:
+    async def has_events(self, team: Team, id: str) -> bool:
         """Whether a response has a stream. Raises Unavailable."""
         try:
-            return bool(await self._link.execute_command("EXISTS", _PREFIX + id))
+            return bool(await self._link.execute_command("EXISTS", _key(team.id, id)))
         except RedisError:
             raise Unavailable("Redis does not answer; try again shortly", code="redis_unavailable") from None
 
@@ -193,11 +235,13 @@ class Background:
 
         Where they break off, the last one says how the response ended. Never raises.
         """
-        looks, is_over = 0, False
+        key, looks, is_over = _key(team.id, id), 0, False
         try:
             while True:
                 start = after + 1
-                found = await self._link.execute_command("LRANGE", _PREFIX + id, start, start + _READ_AT_ONCE - 1)
+                found = await self._link.execute_command("LRANGE", key, start, start + _READ_AT_ONCE - 1)
+                if found and found[-1].startswith(_PACKED):
+                    found[-1:] = await _unpacked(found[-1])
                 after += len(found)
                 yield b"".join(found)
                 if found and found[-1].startswith(_ENDS):
@@ -206,7 +250,11 @@ class Background:
                     looks = 0
                     continue
                 if is_over:
-                    last = await self._link.execute_command("LRANGE", _PREFIX + id, -1, -1)
+                    last = await self._link.execute_command("LRANGE", key, -1, -1)
+                    if last and last[-1].startswith(_PACKED):
+                        first = await self._link.execute_command("LLEN", key) - 1
+                        last = await _unpacked(last[-1])
+                        yield b"".join(last[start - first :])
                     if last and last[-1].startswith(_ENDS):
                         return
                     break
@@ -222,6 +270,16 @@ class Background:
         except (RedisError, SQLAlchemyError, OSError, ApiError) as error:
             why = error.message if isinstance(error, ApiError) else "The stream broke off: try again, or read it whole"
         yield framed("error", after + 1, code="stream_broken", message=why, param=None)
+
+
+def _key(team_id: int, name: str) -> str:
+    return f"sameway:{{background:{team_id}}}:{name}"
+
+
+async def _unpacked(packed: bytes) -> list[bytes]:
+    """The events of an element that holds several."""
+    events = await asyncio.to_thread(zlib.decompress, packed[len(_PACKED) :])
+    return [one + b"\n\n" for one in events.split(b"\n\n") if one]
 
 
 async def send_events(scope: asgi.Scope, send: asgi.Send, headers: Headers, events: AsyncIterator[bytes]) -> None:

@@ -167,7 +167,10 @@ class Memory:
         return items
 
     async def resolved(self, team: Team, items: list[Item]) -> list[Item]:
-        """`items` with the items that references among them stand for. Raises NotFound, BadRequest."""
+        """`items` with the items that references among them stand for, each as often as it is named.
+
+        Raises NotFound, and BadRequest where all of them have more bytes than a request may have.
+        """
         asked = {str(item["id"]) for item in items if _is_reference(item)}
         if not asked:
             return items
@@ -195,6 +198,12 @@ class Memory:
                 "again with `store` set to true, or remove this item from your input.",
                 param="input",
             )
+        sizes = {id: len(msgspec.json.encode(item)) for id, item in known.items() if id in asked}
+        with self._bounded("input") as left:
+            for item in items:
+                left -= sizes[str(item["id"])] if _is_reference(item) else len(msgspec.json.encode(item))
+                if left < 0:
+                    raise HistoryTooLong
         return [known[str(item["id"])] if _is_reference(item) else item for item in items]
 
     @contextmanager

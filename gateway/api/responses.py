@@ -25,7 +25,6 @@ from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
 from gateway.api.response_events import PassedResponse, Response, in_namespace
 from gateway.api.tokens import counted
-from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, BeyondChat, shown
@@ -63,7 +62,7 @@ class _Named(msgspec.Struct):
 
 
 class _Namespace(msgspec.Struct):
-    name: str
+    name: Annotated[str, Meta(max_length=128)]  # each of its tools' names has it
     tools: list[dict[str, Any]]
     description: str | None = None
 
@@ -148,9 +147,9 @@ class Responses(Chat):
         self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
-        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline.fleet, arrival.request_id)
+        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline, arrival.request_id)
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(sent), headers, arrival, kind, metadata=body.get("metadata"))
+        turn = read_turn(sent, headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
         keeping = Keeping(
             self._memory.is_kept(request.store, identity.team),
@@ -186,15 +185,16 @@ class InputTokens(ObjectEndpoint):
     async def answer(self, call: Call) -> Any:
         _, body = await self.body(call)
         alias = self.alias(call, convert(body, _Model).model)
-        _, _, sent, kind = await as_sent(body, self._memory, call.identity, self._pipeline.fleet)
-        return {"object": "response.input_tokens", "input_tokens": await counted(alias, sent, kind)}
+        _, _, sent, kind = await as_sent(body, self._memory, call.identity, self._pipeline)
+        tokens = await counted(alias, msgspec.json.decode(sent), kind)
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 async def as_sent(
-    body: dict[str, Any], memory: Memory, identity: Identity, fleet: Fleet, request_id: str = ""
-) -> tuple[ResponseRequest, list[Item], dict[str, Any], Kind]:
-    """A request's `body`, the items of its input without references, and the request to send, of
-    its kind.
+    body: dict[str, Any], memory: Memory, identity: Identity, pipeline: Pipeline, request_id: str = ""
+) -> tuple[ResponseRequest, list[Item], bytes, Kind]:
+    """A request's `body`, the items of its input without references, and the request to send as
+    JSON, of its kind.
 
     That is the equivalent chat completion, or the same request without the gateway's memory. The
     request `request_id`, where it is given, locks its conversation. Raises ApiError with the
@@ -229,16 +229,40 @@ async def as_sent(
                 param="previous_response_id" if conversation_id is None else "conversation",
                 code="context_length_exceeded",
             )
+    fleet, bytes_max = pipeline.fleet, pipeline.settings.body_bytes_max
     alias = fleet.aliases.get(fleet.configured(str(body.get("model"))))
     may_pass = alias is not None and any("responses" in one.capabilities for one in alias.deployments.values())
     try:
         if not (may_pass and _is_beyond_chat(request, items)):
-            return request, own, _chat(body, request, _messages(items, request.instructions, len(before))), CHAT
+            chat = _chat(body, request, _messages(items, request.instructions, len(before)))
+            return request, own, _encoded(chat, bytes_max), CHAT
     except BeyondChat:
         if not may_pass:
             raise
     sent = {name: value for name, value in body.items() if name not in _UNSENT}
-    return request, own, {**sent, "input": sendable(items), "store": False}, RESPONSE
+    return request, own, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
+
+
+def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
+    """`sent` as JSON, made piece by piece: few bytes of a client may stand for many.
+
+    Raises BadRequest as soon as it is longer than a request's body may be.
+    """
+    made = bytearray()
+    for name, value in sent.items():
+        made += b",%b:" % msgspec.json.encode(name)
+        pieces = value if isinstance(value, list) and value else [value]
+        for number, piece in enumerate(pieces):
+            made += b"," * (number > 0) or b"[" * (pieces is value)
+            made += msgspec.json.encode(piece)
+            if len(made) > bytes_max:
+                raise BadRequest(
+                    f"`{name}` and all that the request refers to have more than {bytes_max} bytes: send less",
+                    param="input" if name == "messages" else name,
+                    code="context_length_exceeded",
+                )
+        made += b"]" * (pieces is value)
+    return b"{" + made[1:] + b"}"
 
 
 # the gateway's own part, and a chat's names of the length, which would take the place of its own

@@ -68,7 +68,7 @@ class StoredResponses(ObjectEndpoint):
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
             words = f"Invalid starting_after: expected a number, got {shown(after)}"
             raise BadRequest(words, param="starting_after", code="invalid_value")
-        if not await self._background.has_events(found.id):
+        if not await self._background.has_events(call.identity.team, found.id):
             words = "This response has no stream (any more), as only one with `background` and `stream` has, until ten"
             raise BadRequest(
                 f"{words} minutes after its end: read it whole", param="stream", code="unsupported_parameter"

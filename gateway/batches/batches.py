@@ -19,8 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.accounts import schema
 from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
-from gateway.batches.files import INPUT, LIVE, File, Files, completed, new_object_id
-from gateway.batches.lines import EXPIRED, LineRefused, LineSpan
+from gateway.batches.files import INPUT, LIVE, File, Files, new_object_id
+from gateway.batches.lines import EXPIRED, LINE_BYTES, LineRefused, LineSpan
 from gateway.settings import BatchSettings
 from gateway.wire.errors import BadRequest, Forbidden, InUse, NotFound, shown
 
@@ -30,6 +30,7 @@ _batches, _chunks = schema.batches, schema.batch_chunks
 _UNDONE = sa.select(_chunks.c.batch_id).where(_chunks.c.is_done.is_(False))
 _CHUNK = [_chunks.c[name] for name in LineSpan.__struct_fields__]
 _ENDED = ("completed", "failed", "expired", "cancelled")
+_KEPT_MAX = 10_000  # of a team's batches
 _MOMENTS = ("created_at", "expires_at", "in_progress_at", "finalizing_at", "cancelling_at")
 
 
@@ -139,19 +140,22 @@ class Batches:
     @uncancelled
     async def _insert(self, batch: Batch) -> None:
         async with self._database.writing() as connection:
-            files, teams = schema.files, schema.teams
-            live = sa.select(sa.func.count()).where(_batches.c.team_id == batch.team_id, _batches.c.status.in_(LIVE))
-            await connection.execute(sa.select(teams.c.id).where(teams.c.id == batch.team_id).with_for_update())
+            files, mine = schema.files, _batches.c.team_id == batch.team_id
+            live = sa.select(sa.func.count()).where(mine, _batches.c.status.in_(LIVE))
+            await self._files.held.lock(connection, batch.team_id)
             if (await connection.execute(live)).scalar_one() >= self._settings.active_max:
                 raise Forbidden(
                     f"This team has {self._settings.active_max} batches that have not ended: wait for one, or cancel it",
                     code="too_many_batches",
                 )
-            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id).with_for_update()
+            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
             if (await connection.execute(there)).scalar() is None:
                 raise NotFound(f"No such File object: {batch.input_file_id}", param="id", code="file_not_found")
             row = msgspec.structs.asdict(batch)
             await connection.execute(sa.insert(_batches).values(**row, leased_by="", leased_until_s=0.0))
+            old = sa.select(_batches.c.id).where(mine).order_by(_batches.c.id.desc()).offset(_KEPT_MAX)
+            is_old = _batches.c.id.in_(old.limit(_KEPT_MAX).scalar_subquery())
+            await connection.execute(sa.delete(_batches).where(is_old, _batches.c.status.in_(_ENDED)))
 
     async def get(self, team_id: int | None, batch_id: str) -> Batch:
         """A team's batch; of any team if `team_id` is None. Raises NotFound, also for another team's."""
@@ -290,13 +294,18 @@ class Batches:
 
     @uncancelled
     async def plan(self, work: Work, chunks: Sequence[LineSpan]) -> None:
-        """Begin a batch, whose input was read, and release it."""
+        """Begin a batch, whose input was read, with room for an error of each line, and release it.
+
+        Raises OverQuota where its team's files leave none.
+        """
         async with self._database.writing() as connection:
             begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)
             values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(one.lines for one in chunks)}
             mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
             if not (await connection.execute(mine.values(**values, leased_by="", leased_until_s=0.0))).rowcount:
                 return
+            size = sum(one.size + one.lines * LINE_BYTES for one in chunks)
+            await self._files.reserve(connection, work.batch.id, work.batch.team_id, size)
             own = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
             rows = [{**msgspec.structs.asdict(one), **own, "leased_until_s": 0.0} for one in chunks]
             for start in range(0, len(rows), 1_000):
@@ -307,11 +316,19 @@ class Batches:
         """End a batch whose input is no batch, or cannot be read."""
         is_expired = why.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
-        error = {"code": why.code, "message": why.message, "line": None, "param": None}
         async with self._database.writing() as connection:
             mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
-            errors = {"object": "list", "data": [error]}
-            await connection.execute(mine.values(status=status, ended_at_s=self.clock(), errors=errors))
+            await connection.execute(mine.values(status=status, ended_at_s=self.clock(), errors=_errors(why)))
+
+    @uncancelled
+    async def stop(self, work: Work, why: LineRefused) -> Batch:
+        """Run no more lines of the batch, which fails when its outcomes are written; returns it as it
+        is now.
+        """
+        async with self._database.writing() as connection:
+            live = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.status.in_(LIVE))
+            await connection.execute(live.values(errors=_errors(why)))
+            return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), work.batch)
 
     @uncancelled
     async def chunk_done(self, work: Work, counts: tuple[int, int]) -> None:
@@ -341,7 +358,9 @@ class Batches:
         lost or a chunk is not done.
         """
         status = sa.case(
-            (_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "completed"
+            (_batches.c.status == "cancelling", "cancelled"),
+            (_batches.c.errors.is_not(None), "failed"),
+            else_="expired" if is_expired else "completed",
         )
         async with self._database.writing() as connection:
             mine = sa.update(_batches).where(
@@ -359,7 +378,9 @@ class Batches:
                 return False
             for file in (output, errors):
                 if file is not None:
-                    await connection.execute(completed(file))
+                    await self._files.completed(connection, file)
+            is_folder = schema.files.c.id == work.batch.id
+            await self._files.held.delete(connection, work.batch.team_id, is_folder)
             await connection.execute(sa.delete(_chunks).where(_chunks.c.batch_id == work.batch.id))
             return True
 
@@ -369,6 +390,10 @@ class Batches:
         long_ago_s = self.clock() - 2 * self._settings.kept_days * 86_400
         async with self._database.writing() as connection:
             await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
+
+
+def _errors(why: LineRefused) -> dict[str, Any]:
+    return {"object": "list", "data": [{"code": why.code, "message": why.message, "line": None, "param": None}]}
 
 
 def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 Knows no HTTP, and no shape of a content. Invariants: a content's name is the file's id, never a
 text of a client; a row exists before its content does, so a content without a row may be removed;
-a team's files, with those that are arriving, stay within its quota.
+a team's files, with those that are arriving and the outcomes of its batches, stay within its quota.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from typing import Any, BinaryIO
 
 import msgspec
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.holdings import Holdings, OverQuota
 from gateway.loggers import get_logger
 from gateway.settings import BatchSettings
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
-    Forbidden,
     InUse,
     NotFound,
     StorageFull,
@@ -54,7 +56,12 @@ _files, _batches = schema.files, schema.batches
 
 LIVE = ("validating", "in_progress", "finalizing", "cancelling")
 """The statuses of a batch that has not ended."""
-_UNNEEDED = _files.c.id.not_in(sa.select(_batches.c.input_file_id).where(_batches.c.status.in_(LIVE)))
+_UNNEEDED = sa.and_(
+    *(
+        _files.c.id.not_in(sa.select(one).where(_batches.c.status.in_(LIVE)))
+        for one in (_batches.c.input_file_id, _batches.c.id)
+    )
+)
 
 
 def new_object_id(kind: str, at_s: float) -> str:
@@ -189,6 +196,7 @@ class Files:
     ) -> None:
         self.settings = settings
         self.folder = folder
+        self.held = Holdings(database, _files, "bytes")
         self._database = database
         self._clock = clock
 
@@ -199,10 +207,9 @@ class Files:
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
         """An upload of `bytes_max` bytes at most, by default those of the settings, with its room
-        in the quota. `is_own`: the gateway's own output, which the quota counts and does not
-        refuse.
+        in the quota. `is_own`: the gateway's own output, which has its room as outcomes of a batch.
 
-        Raises Forbidden, TooLarge, NotFound if the team is gone.
+        Raises OverQuota, TooLarge, NotFound if the team is gone.
         """
         most = self.settings.file_bytes_max
         if bytes_max is not None and bytes_max > most + _FORM_BYTES_MAX and not is_own:
@@ -211,30 +218,52 @@ class Files:
         at_s = self._clock()
         file_id = new_object_id("file-", at_s)
         row = {"id": file_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": room, "created_at_s": at_s}
-        async with self._database.writing() as connection:
-            teams = schema.teams
-            # PostgreSQL has several writers: one at a time counts a team's files
-            team = sa.select(teams.c.id).where(teams.c.id == team_id).with_for_update()
-            if (await connection.execute(team)).scalar() is None:
-                raise _no_file(file_id)
-            sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_files.c.bytes), 0))
-            count, used = (await connection.execute(sums.where(_files.c.team_id == team_id))).one()
-            left = self.settings.team_bytes_max - int(used)
-            if not is_own and count >= self.settings.team_files_max:
-                raise _over_quota(f"this team has {count:,} files, the most that it may have")
-            if not is_own and (room if bytes_max is not None else 1) > left:
-                raise _over_quota(f"this team's files may take {max(0, left):,} bytes more")
-            if bytes_max is None and not is_own:
-                room = row["bytes"] = min(room, left)
-            await connection.execute(sa.insert(_files).values(row | {"is_ready": False}))
-        return Upload(self, file_id, team_id, at_s, room if not is_own else 2**62)
+        try:
+            async with self._database.writing() as connection:
+                held = await self.held.add(connection, team_id, room)
+                over = held.bytes - self.settings.team_bytes_max
+                if not is_own and held.count > self.settings.team_files_max:
+                    raise _over_quota(f"this team has {held.count - 1:,} files, the most that it may have")
+                if over > 0 and not is_own:
+                    if bytes_max is not None or over >= room:
+                        raise _over_quota(f"this team's files may take {max(0, room - over):,} bytes more")
+                    await self.held.add(connection, team_id, -over, 0)
+                    room = row["bytes"] = room - over
+                await connection.execute(sa.insert(_files).values(row | {"is_ready": False}))
+        except IntegrityError:
+            raise _no_file(file_id) from None
+        return Upload(self, file_id, team_id, at_s, room)
+
+    async def reserve(self, connection: AsyncConnection, batch_id: str, team_id: int, size: int) -> None:
+        """Give the outcomes of a batch room for so many bytes: its folder is as a file that arrives. Raises OverQuota."""
+        row = {"id": batch_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": size, "is_ready": False}
+        await self._take(connection, team_id, size, 1)
+        await connection.execute(sa.insert(_files).values(row | {"created_at_s": self._clock()}))
+
+    @uncancelled
+    async def extend(self, batch_id: str, team_id: int, size: int) -> None:
+        """Give the outcomes of a batch room for so many bytes more. Raises OverQuota."""
+        async with self._database.writing(is_durable=False) as connection:
+            await self._take(connection, team_id, size, 0)
+            more = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
+            await connection.execute(more)
+
+    async def _take(self, connection: AsyncConnection, team_id: int, size: int, count: int) -> None:
+        held = await self.held.add(connection, team_id, size, count)
+        if size > 0 and (over := held.bytes - self.settings.team_bytes_max) > 0:
+            raise _over_quota(f"this team's files may take {max(0, size - over):,} bytes more")
 
     @uncancelled
     async def complete(self, file: File) -> None:
         """Show the file to its team. Raises NotFound if its row is gone."""
         async with self._database.writing() as connection:
-            if not (await connection.execute(completed(file))).rowcount:
+            if not await self.completed(connection, file):
                 raise _no_file(file.id)
+
+    async def completed(self, connection: AsyncConnection, file: File) -> bool:
+        """The same as a part of another transaction; returns whether the row is there."""
+        values = msgspec.structs.asdict(file) | {"is_ready": True}
+        return await self.held.resize(connection, file.team_id, values, _files.c.id == file.id) is not None
 
     @uncancelled
     async def get(self, team_id: int, file_id: str) -> File:
@@ -265,10 +294,9 @@ class Files:
         """Delete a team's file. Raises NotFound, and InUse if a batch needs it."""
         found = await self.get(team_id, file_id)
         async with self._database.writing() as connection:
-            row = _files.c.id == found.id
-            # PostgreSQL: a batch of this file that begins meanwhile is waited for, and seen
-            await connection.execute(sa.select(_files.c.id).where(row).with_for_update())
-            if not (await connection.execute(sa.delete(_files).where(row, _UNNEEDED))).rowcount:
+            # a batch of this file that begins meanwhile is waited for, and seen
+            await self.held.lock(connection, team_id)
+            if not await self.held.delete(connection, team_id, _files.c.id == found.id, _UNNEEDED):
                 raise InUse("A batch that has not ended reads this file: cancel the batch first")
         await asyncio.to_thread(self.unlink, [found.id])
 
@@ -277,17 +305,10 @@ class Files:
         """Remove a row and its content, where they are there and not complete: a commit may be that was not seen."""
         async with self._database.writing() as connection:
             where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
-            await connection.execute(sa.delete(_files).where(where, _files.c.is_ready.is_(False)))
+            await self.held.delete(connection, team_id, where, _files.c.is_ready.is_(False))
             is_complete = (await connection.execute(sa.select(_files.c.id).where(where))).scalar() is not None
         if not is_complete:
             await asyncio.to_thread(self.unlink, [file_id])
-
-    @uncancelled
-    async def usage(self) -> dict[int, tuple[int, int]]:
-        """The number of files and their bytes, by team."""
-        sums = sa.select(_files.c.team_id, sa.func.count(), sa.func.sum(_files.c.bytes)).group_by(_files.c.team_id)
-        async with self._database.reading() as connection:
-            return {team_id: (count, int(size)) for team_id, count, size in await connection.execute(sums)}
 
     async def sweep(self) -> None:
         """Remove expired files, uploads whose process ended, and contents without a row.
@@ -309,19 +330,14 @@ class Files:
             late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
             gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
         gone += [one for one in arriving if names.get(one, 0.0) < now_s - _STALE_S]
-        if gone:
-            async with self._database.writing() as connection:
-                for start in range(0, len(gone), 500):
-                    await connection.execute(
-                        sa.delete(_files).where(_files.c.id.in_(gone[start : start + 500]), _UNNEEDED)
-                    )
+        for start in range(0, len(gone), 500):
+            await self.held.purge(_files.c.id.in_(gone[start : start + 500]), _UNNEEDED, most=500)
 
     @uncancelled
     async def _kept(self) -> set[str]:
         """The names in the folder that rows need."""
         async with self._database.reading() as connection:
-            live = sa.select(_batches.c.id).where(_batches.c.status.in_(LIVE))
-            return set((await connection.execute(sa.union_all(sa.select(_files.c.id), live))).scalars())
+            return set((await connection.execute(sa.select(_files.c.id))).scalars())
 
     def _names(self) -> dict[str, float]:
         """The names in the folder that are contents or folders of batches, each with its last change."""
@@ -350,11 +366,6 @@ class Files:
         return sa.select(_files).where((_files.c.team_id == team_id) & _files.c.is_ready.is_(True) & sa.not_(is_late))
 
 
-def completed(file: File) -> sa.Update:
-    """The statement that shows a file to its team."""
-    return sa.update(_files).where(_files.c.id == file.id).values(**msgspec.structs.asdict(file), is_ready=True)
-
-
 def _file(row: Any) -> File:
     return File(**{name: row[name] for name in File.__struct_fields__})
 
@@ -368,8 +379,8 @@ def _too_large(bytes_max: int) -> TooLarge:
     return TooLarge(words, headers={"connection": "close"})
 
 
-def _over_quota(why: str) -> Forbidden:
-    return Forbidden(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
+def _over_quota(why: str) -> OverQuota:
+    return OverQuota(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
 
 
 def check_purpose(purpose: str) -> str:

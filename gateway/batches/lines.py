@@ -25,6 +25,8 @@ _BYTES_A_CHUNK = 4 << 20
 _SKIP_BYTES = 64 << 10
 _ID_CHARS_MAX = 512
 EXPIRED = "batch_expired"
+LINE_BYTES = 512
+"""What a line's error takes, beside what it repeats of the line."""
 
 
 class LineSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
     try:
         line = _request(raw)
     except _WRONG as error:
-        raise LineRefused("invalid_line", f"The line is not a request: {error}", _id_of(raw)) from None
+        raise LineRefused("invalid_line", f"The line is not a request: {error}", id_of(raw)) from None
     if not 1 <= len(line.custom_id) <= _ID_CHARS_MAX:
         words = f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters"
         raise LineRefused("invalid_custom_id", words, line.custom_id[:_ID_CHARS_MAX])
@@ -110,7 +112,7 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
     return line, flags.model if isinstance(flags.model, str) else ""
 
 
-def _id_of(raw: bytes) -> str | None:
+def id_of(raw: bytes) -> str | None:
     """The `custom_id` of a line that is no request, where it has one."""
     try:
         found = _named(raw).custom_id
@@ -148,7 +150,7 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
             if raw != b"":
                 lines += 1
                 count += 1
-                name = _id_of(raw) if raw is not None else None
+                name = id_of(raw) if raw is not None else None
                 if name is not None:
                     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     repeated += [number] if digest in seen else []

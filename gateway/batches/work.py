@@ -20,12 +20,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from typing import Any, BinaryIO
 
 import msgspec
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import Accounts, Identity
+from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, Work
 from gateway.batches.files import OUTPUT, Files, new_object_id
 from gateway.batches.lines import (
     EXPIRED,
+    LINE_BYTES,
     LineOutcome,
     LineRefused,
     LineRequest,
@@ -33,6 +36,7 @@ from gateway.batches.lines import (
     Segment,
     answered,
     assemble,
+    id_of,
     outcomes,
     parse,
     read_lines,
@@ -60,6 +64,7 @@ _ROOM_EVERY_S = 0.02
 _PAUSE_S = 1.0
 _TRIES_MAX, _WAIT_S_MAX = 5, 60.0
 _ROOM_LEFT = 5  # of a rate limit, a fifth is left to other requests
+_BLOCK_BYTES = 256 << 10
 _GONE = "input_file_gone", "The content of the input file is gone: upload it again"
 _PASSING = ("rate_limit_exceeded", "deployment_full", "budget_unavailable")  # waited for until the batch expires
 _STATUSES_TRIED_AGAIN = (408, 429, 500, 502, 503, 504)
@@ -132,6 +137,9 @@ class _Lease:
         """Why the lines that are left are not run; None if they are."""
         if self.batch.status == "cancelling":
             return LineRefused("batch_cancelled", "The batch was cancelled before this line was run")
+        if self.batch.errors is not None:
+            error = self.batch.errors["data"][0]
+            return LineRefused(error["code"], error["message"])
         if self._batches.clock() >= self.batch.expires_at_s:
             return LineRefused(EXPIRED, "This line could not be run before the completion window ended")
         return None
@@ -146,6 +154,33 @@ class _Lease:
                 _log.warning("batch_not_renewed", batch=self.batch.id, reason=f"{type(error).__name__}: {error}")
                 continue
             self.is_lost, self.batch = batch is None, batch or self.batch
+
+
+class _Room:
+    """The room that a chunk's outcomes have in their team's quota, which is taken a block at a time."""
+
+    def __init__(self, files: Files, batch: Batch) -> None:
+        self._files = files
+        self._batch = batch
+        self._left = 0
+
+    async def take(self, size: int) -> None:
+        """Take room for an outcome. Raises OverQuota."""
+        if (lacking := size - self._left) > 0:
+            try:
+                await self._extend(lacking + _BLOCK_BYTES)
+            except OverQuota:
+                await self._extend(lacking)
+        self._left -= size
+
+    async def _extend(self, size: int) -> None:
+        await self._files.extend(self._batch.id, self._batch.team_id, size)
+        self._left += size
+
+    async def close(self) -> None:
+        """Give back what is left."""
+        if self._left:
+            await self._extend(-self._left)
 
 
 class BatchRunner:
@@ -240,7 +275,10 @@ class BatchRunner:
         except OSError as error:
             await self._batches.refuse(work, self._why_unread(lease, error))
         else:
-            await self._batches.plan(work, chunks)
+            try:
+                await self._batches.plan(work, chunks)
+            except OverQuota as error:
+                await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
     def _why_unread(self, lease: _Lease, error: OSError) -> LineRefused:
         """Why an input is not read any more. Raises the error if that may still help."""
@@ -280,14 +318,14 @@ class BatchRunner:
             ended.add(one[0])
             lease.count(LineOutcome(*one, b""))
         segment, places = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self._settings.concurrency)
-        appending = asyncio.Lock()
+        appending, room = asyncio.Lock(), _Room(self._files, lease.batch)
 
         async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
             try:
                 outcome = await self._outcome(lease, number, raw, is_repeated=number in chunk.repeated)
                 if outcome is not None:
                     async with appending:
-                        await self._append(segment, outcome)
+                        outcome = await self._append(lease, room, segment, outcome)
                     lease.count(outcome)
             finally:
                 places.release()
@@ -301,16 +339,31 @@ class BatchRunner:
                     group.create_task(run_line(number, raw))
         finally:
             segment.close()
+        await room.close()
         if not lease.is_lost and sum(lease.counts) == chunk.lines:
             await self._batches.chunk_done(lease.work, lease.counts)
 
-    async def _append(self, segment: Segment, outcome: LineOutcome) -> None:
-        """Write an outcome; waits while the disk is full, as a line that is run again is paid again."""
+    async def _append(self, lease: _Lease, room: _Room, segment: Segment, outcome: LineOutcome) -> LineOutcome:
+        """Write an outcome, or that there is no room for it in the team's quota; returns what was
+        written.
+
+        Waits while the disk is full or the database fails, as a line that is run again is paid
+        again.
+        """
+        has_room = len(outcome.data) <= LINE_BYTES
         while True:
             try:
+                if not has_room:
+                    await room.take(len(outcome.data))
+                has_room = True
                 await asyncio.to_thread(segment.append, outcome)
-                return
-            except OSError as error:
+                return outcome
+            except OverQuota as error:
+                why, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
+                line_id = new_object_id("batch_req_", time.time())
+                outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, why))
+                lease.batch = await self._batches.stop(lease.work, why)
+            except (OSError, SQLAlchemyError) as error:
                 _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_PAUSE_S)
 

@@ -9,7 +9,9 @@ import pytest
 
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.conversations import Conversation, HistoryTooLong
+from gateway.accounts.holdings import ROW_BYTES, Held
 from gateway.accounts.stored_responses import LEASE_S, ResponseStore, StoredResponse
+from gateway.settings import ResponseSettings
 
 _TALK = "conv_" + "0" * 32
 
@@ -22,7 +24,12 @@ class Store:
         self.counted: list[tuple[str, int]] = []
         self.now_s = 1_000.0
         self.team_id = team_id
-        self.responses = ResponseStore(accounts.database, lambda: self.now_s, 60, lambda *one: self.counted.append(one))
+        self.responses = ResponseStore(
+            accounts.database,
+            lambda: self.now_s,
+            ResponseSettings(retention_s=60),
+            lambda *one: self.counted.append(one),
+        )
         self.talks = self.responses.conversations
 
     def row(self, number: int, **fields: object) -> StoredResponse:
@@ -56,7 +63,9 @@ async def test_items_that_come_together_stay_together(store: Store) -> None:
     assert await store.talks.item(_TALK, "a1") is not None
     await store.talks.remove(store.team_id, _TALK, "a1")
     assert await store.talks.item(_TALK, "a1") is None
-    assert (await store.responses.room(store.team_id))["conversations"] == (1, 2 + 9 * 7)
+    assert (await store.responses.room(store.team_id))["conversations"] == Held(
+        1, len("ab") + 2 + 9 * 7 + (1 + 10) * ROW_BYTES
+    )
 
 
 async def test_a_row_that_does_not_fit_is_lost_alone(store: Store) -> None:

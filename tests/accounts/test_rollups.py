@@ -1,4 +1,4 @@
-"""Sums of the ledger by one axis: equal to its rows, whatever was written when and by which version."""
+"""Sums of the ledger by one axis: equal to its rows, whatever was written when."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.accounts import Invalid, LedgerRow, schema
+from gateway.accounts import Invalid, LedgerRow
 from gateway.accounts.accounts import Accounts
-from gateway.accounts.database import Database
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.rollups import OTHER, SPANS, SUMS, TAG_NAMES_MAX, periods
 from policies.budgets import VALUES_MAX
-from tests.accounts.test_database import migrated_to
 from tests.accounts.test_ledger import DAY_MS, NOON_MS, make_rows
 
 
@@ -127,43 +124,6 @@ async def test_users_and_tags_beyond_the_bound_share_one_sum(accounts: Accounts)
     assert sum(users.values()) == sum(row.cost_microusd for row in rows) + 11
     runs = await ledger.totals([Group.TAG], LedgerFilter(tag="run"))
     assert (len(runs), sum(total.requests for total in runs)) == (VALUES_MAX + 1, VALUES_MAX + 301)
-
-
-async def test_a_ledger_with_rows_gets_its_sums(database_url: str) -> None:
-    """After the upgrade the sums are those of the old rows; so are they beside a process of the version before,
-    which writes rows and days alone. A second mending finds nothing."""
-    await migrated_to(database_url, "0007")
-    database = Database(database_url)
-    rows = [msgspec.structs.replace(row, user="", tags="") for row in labelled(300, 1)]
-    await write_as_before(database, rows[:200])
-    await database.open()
-    ledger = Ledger(database)
-    assert await ledger.mend_sums() >= 300 // SPANS[-1]
-    for axis in AXES[:-2]:
-        await check(ledger, rows[:200], (axis,), LedgerFilter())
-    assert await ledger.mend_sums() == 0
-    new = msgspec.structs.replace(rows[0], id="new", user="alice")
-    await ledger.append([new])
-    await write_as_before(database, rows[200:])
-    assert await ledger.mend_sums() > 0
-    assert await ledger.mend_sums() == 0
-    for axis in (Group.TEAM, Group.KEY, Group.USER, Group.DAY):
-        await check(ledger, [*rows, new], (axis,), LedgerFilter(from_ms=NOON_MS - 200 * DAY_MS))
-    await database.close()
-
-
-async def write_as_before(database: Database, rows: list[LedgerRow]) -> None:
-    """The rows and their days, as version 0007 wrote them."""
-    columns = ["id", "at_ms", "request_id", "team_id", "key_id", "alias", "deployment", "kind", *SUMS[1:]]
-    async with database.writing() as connection:
-        table = sa.table("ledger", *map(sa.column, columns))
-        await connection.execute(table.insert(), [{name: getattr(row, name) for name in columns} for row in rows])
-        days: dict[tuple[Any, ...], list[int]] = {}
-        for row in rows:
-            key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
-            have = days.get(key, [0] * len(SUMS))
-            days[key] = [one + more for one, more in zip(have, amounts(row), strict=True)]
-        await database.add_up(connection, schema.ledger_days, SUMS, days)
 
 
 @given(first=st.integers(0, 30_000), days=st.integers(0, 3_000))

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.accounts import LedgerFilter
 from gateway.accounts.conversations import Conversation
+from gateway.accounts.holdings import ROW_BYTES
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.admin import savings_views, views
 from gateway.admin.guard import COOKIE, SESSION_S
@@ -20,6 +21,7 @@ from gateway.admin.models import DeploymentOut
 from gateway.admin.problems import problems
 from gateway.deployments.progress import Attempt
 from gateway.journey.generation import Rejection
+from gateway.settings import ResponseSettings
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.summary import Window
 from policies import WindowKind
@@ -666,10 +668,10 @@ async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser
 async def test_a_teams_page_says_what_is_kept_for_it(world: World, browser: httpx.AsyncClient) -> None:
     """Responses and conversations with their bytes, as the API says them."""
     team = await world.accounts.create_team("keeper")
-    store = ResponseStore(world.accounts.database, lambda: world.now_s, 60, lambda *_: None)
+    store = ResponseStore(world.accounts.database, lambda: world.now_s, ResponseSettings(), lambda *_: None)
     await store.put(StoredResponse("resp_1", team.id, 1, None, b"x" * 1_000, b"y" * 1_000))
     await store.conversations.create(Conversation("conv_1", team.id, 1, 0.0, {}), [("msg_1", b"z" * 500)])
     page = (await browser.get(f"/admin/teams/{team.id}")).text
-    assert re.search(r"Kept now: 1 response and 1 conversation, 2.4 KiB", page)
+    assert re.search(r"Kept now: 1 response and 1 conversation, 3.2 KiB", page)
     found = (await browser.get(f"/admin/api/teams/{team.id}")).json()["stored"]
-    assert found == {"responses": 1, "conversations": 1, "size_bytes": 2_500}
+    assert found == {"responses": 1, "conversations": 1, "size_bytes": 2_500 + 3 * ROW_BYTES}

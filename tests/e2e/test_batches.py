@@ -273,6 +273,7 @@ async def test_a_file_is_not_deleted_under_a_batch(host: Host) -> None:
         """The database, in which a batch begins just before the first write."""
 
         reading = staticmethod(database.reading)
+        is_sqlite = database.is_sqlite
 
         @asynccontextmanager
         async def writing(self) -> AsyncIterator[Any]:
@@ -340,6 +341,48 @@ async def test_a_cancelled_batch_keeps_what_it_has(host: Host) -> None:
     assert sorted(one["custom_id"] for one in output + errors) == sorted(f"l{number}" for number in range(150))
     with pytest.raises(openai.ConflictError):
         await host.client.batches.cancel(made.id)
+
+
+async def test_a_batch_beyond_its_teams_quota_ends_with_its_cause(new_host: NewHost, upstream: Upstream) -> None:
+    """Answers count when they are written: of 300 with 20 kB those that fit are in the output, each other line says why not,
+    the upstream was not asked for most of them, and nothing on disk is larger than the quota; a batch whose lines leave no room
+    for their errors is refused."""
+    quota = 2_000_000
+    host = await new_host(
+        {"huge": [deployment(upstream.url, "huge", "mock?huge=20000")], "mock": [deployment(upstream.url, "plain")]},
+        batches={"file_bytes_max": 1_000_000, "team_bytes_max": quota},
+    )
+    names = [f"l{number}" for number in range(300)]
+    sizes, made = [], await begin(host.client, *[line(name, model="huge") for name in names])
+
+    async def look() -> None:
+        while True:
+            folder = host.parts.settings.files_dir / made.id
+            sizes.append(sum(one.stat().st_size for one in folder.glob("*")))
+            await asyncio.sleep(0.01)
+
+    watch = asyncio.create_task(look())
+    await run(host)
+    watch.cancel()
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "file_quota_exceeded")
+    assert "delete files" in batch.errors.data[0].message
+    assert {one["error"]["code"] for one in errors} == {"file_quota_exceeded"}
+    assert sorted(one["custom_id"] for one in output + errors) == sorted(names)
+    assert 60 < len(output) < 100
+    assert upstream.seen().generations < len(output) + 40
+    held = (await host.parts.files.held.of_teams())[1]
+    listed = [file async for file in host.client.files.list()]
+    assert (held.count, held.bytes) == (len(listed), sum(file.bytes for file in listed))
+    assert max(held.bytes, *sizes) <= quota
+    for file in listed[:2]:
+        await host.client.files.delete(file.id)
+    for _ in range(2):
+        await host.client.files.create(file=("a", b"x" * 900_000), purpose="batch")
+    many = await begin(host.client, *[line(f"m{number}") for number in range(400)])
+    await run(host)
+    batch, output, errors = await results(host.client, many.id)
+    assert (batch.status, batch.errors.data[0].code, output, errors) == ("failed", "file_quota_exceeded", [], [])
 
 
 async def test_an_expired_batch_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ async def test_bad_uploads_leave_nothing(host: Host) -> None:
         assert await host.refusal(**request) == (400, code)
     assert await host.refusal(files=form, headers={"content-encoding": "gzip"}) == (415, "unsupported_content_encoding")
     assert host.names == []
-    assert await host.parts.files.usage() == {}
+    assert await host.parts.files.held.of_teams() == {}
 
 
 async def test_a_quota_holds_also_at_once(host: Host) -> None:
@@ -125,7 +125,7 @@ async def test_a_quota_holds_also_at_once(host: Host) -> None:
     await host.client.files.create(file=("a", b"x"), purpose="batch")
     with pytest.raises(openai.PermissionDeniedError, match="3 files"):
         await host.client.files.create(file=("a", b"x"), purpose="batch")
-    assert (await host.parts.files.usage())[1][0] == len(host.names) == 3
+    assert (await host.parts.files.held.of_teams())[1].count == len(host.names) == 3
     _, other = await host.team()
     await other.files.create(file=("a", b"x"), purpose="batch")
 
@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_leaves_nothing(host: Host) -> None:
         while not host.names:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         writer.close()
-        while host.names or await host.parts.files.usage():  # noqa: ASYNC110
+        while host.names or await host.parts.files.held.of_teams():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     reader.feed_eof()
 
@@ -157,7 +157,7 @@ async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) 
         await host.client.files.create(file=("a", LINE), purpose="batch")
     assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
     assert str(host.parts.settings.data_dir) not in caught.value.message
-    assert await host.parts.files.usage() == {}
+    assert await host.parts.files.held.of_teams() == {}
 
 
 async def test_what_is_over_is_swept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ async def test_what_is_over_is_swept(host: Host, monkeypatch: pytest.MonkeyPatch
     os.utime(folder / upload.id, (now, now))
     await files.sweep()
     assert host.names == sorted([kept.id, "notes.txt"])
-    assert {one: count for one, (count, _) in (await files.usage()).items()} == {1: 1}
+    assert {one: held.count for one, held in (await files.held.of_teams()).items()} == {1: 1}
 
 
 async def test_memory_stays_flat(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

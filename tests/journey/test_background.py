@@ -11,6 +11,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from gateway.api import background as background_module
+from tests.journey.conftest import OpenWorld
 from tests.world import KEY, Client, Finish, Tokens, World, unavailable, until
 
 
@@ -207,3 +209,75 @@ async def test_a_hit_and_a_conversation_in_the_background(world: World) -> None:
     go.set()
     await ended(client, made.id)
     assert len((await client.conversations.items.list(talk.id)).data) == 2
+
+
+async def streams_bytes(world: World) -> int:
+    """What streams of responses in the background take of Redis, as Redis says it."""
+    keys = [key async for key in world.redis.scan_iter("*background:*")]
+    return sum([int(await world.redis.memory_usage(key, samples=0) or 0) for key in keys])
+
+
+async def test_a_hits_stream_is_kept_packed(world: World) -> None:
+    """A stream of a cached answer takes less than three times its text of Redis, and has every event, resumed anywhere, at any
+    worker."""
+    text = [f"word{number} " for number in range(5_000)]
+    world.backends["plain"].plays(*text, Finish(), Tokens())
+    client, another = world.client(), (await world.another()).client()
+    await client.responses.create(model="mock", input="hello")
+    before = await streams_bytes(world)
+    ids = []
+    for _ in range(20):
+        reply = await world.ask(path="/v1/responses", model="mock", input="hello", background=True, stream=True)
+        assert reply.body.count(b"response.output_text.delta") > 1
+        ids.append(re.search(r"resp_[0-9a-f]{32}", reply.text))
+    assert len(world.backends["plain"].calls) == 1
+    assert await streams_bytes(world) - before < 3 * 20 * len("".join(text))
+    assert ids[-1] is not None
+    whole = [event.to_dict() async for event in await another.responses.retrieve(ids[-1][0], stream=True)]
+    assert [one["sequence_number"] for one in whole] == list(range(len(whole)))
+    assert "".join(one["delta"] for one in whole if one["type"] == "response.output_text.delta") == "".join(text)
+    for after in (0, 1, 2, len(whole) // 2, len(whole) - 2):
+        rest = await another.responses.retrieve(ids[-1][0], stream=True, starting_after=after)
+        assert [event.to_dict() async for event in rest] == whole[after + 1 :]
+
+
+async def test_a_teams_streams_have_a_bound(open_a_world: OpenWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all workers: what has no room breaks a stream by name and is refused at the next, the answers are whole, another team
+    and a request without `stream` are served, and there is room again when the streams are over."""
+    world = await open_a_world(responses={"team_stream_bytes_max": 20_000})
+    worlds = [world, await world.another()]
+    monkeypatch.setattr(background_module, "_EVENTS_KEPT_MS", 5_000)
+    world.backends["plain"].plays(*["word "] * 200, Finish(), Tokens())
+    request = {"path": "/v1/responses", "model": "mock", "background": True, "stream": True}
+    broken = await world.ask(**request, input="a long one")
+    assert b"stream_broken" in broken.body
+    refused = [await worlds[number % 2].ask(**request, input=f"{number}" + "x" * 9_000) for number in range(8)]
+    assert {(one.status, one.error["code"]) for one in refused if one.status != 200} == {(503, "busy")}
+    assert sum(one.status == 503 for one in refused) > 2
+    assert await streams_bytes(world) < 60_000
+    id = re.search(r"resp_[0-9a-f]{32}", broken.text)
+    assert id is not None
+    assert (await ended(world.client(), id[0])).output_text == "word " * 200
+    assert (await world.ask(**request, key=(await world.team()).key, input="hello")).status == 200
+    assert (await world.client().responses.create(model="mock", input="x", background=True)).status == "queued"
+
+    async def has_room() -> bool:
+        return (await world.ask(**request, input="again")).status == 200
+
+    async with asyncio.timeout(60):
+        while not await has_room():  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+
+
+async def test_no_more_are_in_the_background_than_may_be(world: World) -> None:
+    """Of 280 that one team begins at once at two workers 250 are accepted."""
+    worlds, go = [world, await world.another()], asyncio.Event()
+    for one in worlds:
+        one.backends["plain"].plays(go, "answer", Finish(), Tokens())
+    clients = [
+        worlds[number % 2].begin(path="/v1/responses", model="mock", input=f"{number}", background=True)
+        for number in range(280)
+    ]
+    statuses = [(await one.reply()).status for one in clients]
+    go.set()
+    assert sorted(statuses) == [200] * 250 + [503] * 30

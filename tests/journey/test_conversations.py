@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.accounts.holdings import ROW_BYTES
 from gateway.backends.base import BackendRejected
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World, until
@@ -107,7 +108,7 @@ async def test_a_shells_outputs_have_ids_of_their_own(world: World) -> None:
     room = (await world.room())[1]
     item = await client.conversations.items.retrieve(listed[-1], conversation_id=made.id)
     await client.conversations.items.delete(listed[-1], conversation_id=made.id)
-    assert room - (await world.room())[1] == len(json.dumps(item.to_dict(), separators=(",", ":")))
+    assert room - (await world.room())[1] == ROW_BYTES + len(json.dumps(item.to_dict(), separators=(",", ":")))
     await client.responses.create(model="mock", conversation=made.id, input="more")
     assert sent(world)[: len(told)] == told
 
@@ -217,24 +218,32 @@ async def test_one_memory_at_a_time(world: World) -> None:
 
 
 async def test_conversations_go_with_their_time_their_room_and_their_team(open_a_world: OpenWorld) -> None:
-    """The time begins anew with each change; the oldest whole conversation leaves where a team has too much."""
-    world = await open_a_world(responses={"retention_s": 60, "team_bytes_max": 3_000})
+    """The time begins anew with each change; the oldest whole conversation leaves at the write that needs its room, and what
+    is larger than a team's room is refused."""
+    world = await open_a_world(responses={"retention_s": 60, "team_bytes_max": 3_800})
     client = world.client()
     first, second = [await client.conversations.create(items=[said("x" * 900)]) for _ in range(2)]
     world.clock.passes(40)
     await client.conversations.items.create(first.id, items=[said("y")])
     response = await client.responses.create(model="mock", input="short")
-    await world.stored_responses.purge(3_000)
+    assert (await client.conversations.retrieve(second.id)).id == second.id
+    await client.conversations.items.create(first.id, items=[said("z" * 700)])
+    for more in (world.client().conversations.items.create(first.id, items=[said("z" * 4_000)]), world.client(
+        ).conversations.create(metadata={f"{number}": "m" * 500 for number in range(8)})):  # fmt: skip
+        with pytest.raises(openai.PermissionDeniedError) as refused:
+            await more
+        assert refused.value.code == "storage_quota_exceeded"
     assert (await client.conversations.retrieve(first.id)).id == first.id
     assert (await client.responses.retrieve(response.id)).id == response.id
     with pytest.raises(openai.NotFoundError):
         await client.conversations.retrieve(second.id)
     world.clock.passes(40)
-    assert len((await client.conversations.items.list(first.id)).data) == 2
+    assert len((await client.conversations.items.list(first.id)).data) == 3
     world.clock.passes(21)
     with pytest.raises(openai.NotFoundError):
         await client.conversations.items.list(first.id)
-    await world.stored_responses.purge(3_000)
+    await world.stored_responses.purge()
+    assert await world.room() == (0, 0)
     team = await world.team()
     await world.client(team.key).conversations.create(items=[said("hello")])
     assert await world.conversation_items() == 1

@@ -166,14 +166,14 @@ async def test_kept_responses_go_with_their_time_their_room_and_their_team(open_
     world = await open_a_world(responses={"retention_s": 60, "team_bytes_max": 2_000})
     client = world.client()
     first, *_, last = [await client.responses.create(model="mock", input=question()) for _ in range(5)]
-    await world.stored_responses.purge(2_000)
+    assert sum(await world.stored_sizes()) <= 2_000
     assert (await client.responses.retrieve(last.id)).id == last.id
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(first.id)
     world.clock.passes(61)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(last.id)
-    await world.stored_responses.purge(2_000)
+    await world.stored_responses.purge()
     assert await world.stored_sizes() == []
     team = await world.team()
     await world.client(team.key).responses.create(model="mock", input="hello")
@@ -314,3 +314,38 @@ async def test_where_the_database_fails_the_answer_arrives(world: World) -> None
     await until(lambda: bool(world.stored))
     assert world.stored == [("stored", 1)]
     assert (await client.responses.retrieve(made.id)).id == made.id
+
+
+async def test_what_is_named_often_counts_each_time(open_a_world: OpenWorld) -> None:
+    """References, a history and tools that stand for more than a body may have are refused by name before they are sent, and
+    leave no row; the same at the bound is answered."""
+    world = await open_a_world(body_bytes_max=20_000)
+    client = world.client()
+    made = await client.responses.create(model="mock", input="x" * 4_000)
+    (given,) = (await client.responses.input_items.list(made.id)).data
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 4_000}]}
+    conversation = await client.conversations.create(items=[thought, {"role": "user", "content": "x" * 8_000}])  # type: ignore[list-item]
+    thoughts = (await client.conversations.items.list(conversation.id, order="asc")).data[0].id
+    rows, calls = len(await world.stored_sizes()), len(world.backends["plain"].calls)
+
+    def named(id: str, times: int) -> Any:
+        return [*([{"type": "item_reference", "id": id}] * times), {"role": "user", "content": "and?"}]
+
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("input", {"input": named(given.id, 5)}),
+        ("input", {"input": named(given.id, 100)}),
+        ("input", {"input": named(thoughts, 5)}),
+        ("input", {"input": named(given.id, 3), "previous_response_id": made.id, "instructions": "x" * 6_000}),
+        ("input", {"input": named(given.id, 3), "conversation": conversation.id}),
+        ("tools", {"input": "x", "tools": [{"type": "local_shell"}] * 100}),
+        ("tools[0].name", {"input": "x", "tools": [{"type": "namespace", "name": "n" * 5_000, "tools": [
+            {"type": "function", "name": f"t{number}", "parameters": {}} for number in range(50)]}]}),
+    ]  # fmt: skip
+    for param, more in refused:
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            reply = await world.ask(path=path, model="mock", **more)
+            assert (reply.status, reply.error["param"]) == (400, param), more
+    assert (len(await world.stored_sizes()), len(world.backends["plain"].calls)) == (rows, calls)
+    assert (await client.responses.create(model="mock", input=named(given.id, 4))).output_text
+    assert len(kept := await world.stored_sizes()) == rows + 1
+    assert max(kept) < 20_000

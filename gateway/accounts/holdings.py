@@ -1,0 +1,136 @@
+"""What each team holds in a store: its rows, or its files, and their bytes. All stores count here.
+
+Knows no rows' contents. A sum over a team's rows at each write would cost more with each row, and a
+purge that looks later bounds nothing until then. Invariants: a team's count changes in the transaction of its rows, so that
+it equals their sum after a kill, too; its row is the first that a transaction locks, so that a
+bound holds over all workers and hosts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.schema import holdings
+from gateway.wire.errors import Forbidden
+
+ROW_BYTES = 256
+"""What a row takes beside its texts: its ids, and its places in indexes."""
+
+_EVICTED_AT_ONCE = 100
+
+
+class OverQuota(Forbidden):
+    """A team's store has no room for what was to be written: roll back."""
+
+    code = "storage_quota_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A number of rows, and their bytes."""
+
+    count: int
+    bytes: int
+
+
+class Holdings:
+    """What each team holds of the rows of `table`, whose bytes are its column `size`."""
+
+    def __init__(self, database: Database, table: sa.Table, size: str = "size_bytes") -> None:
+        self._database = database
+        self._table = table
+        self._size = table.c[size]
+        # as a text: sqlalchemy's own takes several times as long to make it
+        marks = "?, ?, ?, ?" if database.is_sqlite else "$1, $2, $3, $4"
+        self._add = (
+            f"INSERT INTO holdings (team_id, store, count, bytes) VALUES ({marks}) "
+            "ON CONFLICT (team_id, store) DO UPDATE SET count = holdings.count + excluded.count, "
+            "bytes = holdings.bytes + excluded.bytes RETURNING count, bytes"
+        )
+
+    async def add(self, connection: AsyncConnection, team_id: int, size: int, count: int = 1) -> Held:
+        """Add rows to what a team holds, and keep others from changing it until the transaction's
+        end. Returns what it holds then.
+        """
+        added = await connection.exec_driver_sql(self._add, (team_id, self._table.name, count, size))
+        row: Any = added.one()
+        return Held(*row)
+
+    async def lock(self, connection: AsyncConnection, team_id: int) -> Held | None:
+        """What a team holds, which others do not change until the transaction's end; None if it never
+        held anything.
+        """
+        asked = sa.select(holdings.c.count, holdings.c.bytes).with_for_update()
+        mine = asked.where(holdings.c.team_id == team_id, holdings.c.store == self._table.name)
+        row = (await connection.execute(mine)).first()
+        return None if row is None else Held(*row)
+
+    async def resize(
+        self, connection: AsyncConnection, team_id: int, values: Mapping[str, Any], *where: sa.ColumnElement[bool]
+    ) -> Held | None:
+        """Change a row of the team, also its bytes. Returns what the team holds then; None if the row
+        is not there.
+        """
+        await self.lock(connection, team_id)
+        before = (await connection.execute(sa.select(self._size).where(*where))).scalar()
+        if before is None:
+            return None
+        await connection.execute(sa.update(self._table).where(*where).values(values))
+        return await self.add(connection, team_id, values[self._size.name] - before, 0)
+
+    async def delete(self, connection: AsyncConnection, team_id: int, *where: sa.ColumnElement[bool]) -> int:
+        """Delete rows of the team; returns how many were there."""
+        if await self.lock(connection, team_id) is None:
+            return 0
+        gone = sa.delete(self._table).where(self._table.c.team_id == team_id, *where).returning(self._size)
+        sizes = (await connection.execute(gone)).scalars().all()
+        if sizes:
+            await self.add(connection, team_id, -sum(sizes), -len(sizes))
+        return len(sizes)
+
+    async def bound(self, connection: AsyncConnection, team_id: int, held: Held, bytes_max: int, kept: str) -> None:
+        """Delete the team's oldest rows, but the one with the id `kept`, until it holds `bytes_max`
+        bytes at most. Raises OverQuota where that one has more.
+        """
+        table, over = self._table, held.bytes - bytes_max
+        while over > 0:
+            oldest = sa.select(table.c.id, self._size).where(table.c.team_id == team_id, table.c.id != kept)
+            rows = await connection.execute(oldest.order_by(table.c.expires_at_s, table.c.id).limit(_EVICTED_AT_ONCE))
+            ids = []
+            for id, size in rows:
+                if over > 0:
+                    ids.append(id)
+                    over -= size
+            if not ids:
+                raise OverQuota(f"This does not fit into the {bytes_max:,} bytes that are kept for a team: send less")
+            await self.delete(connection, team_id, table.c.id.in_(ids))
+
+    @uncancelled
+    async def purge(self, *over: sa.ColumnElement[bool], most: int) -> int:
+        """Delete rows of any team, `most` at most; returns how many were found."""
+        async with self._database.reading() as connection:
+            found = sa.select(self._table.c.team_id, self._table.c.id).where(*over).limit(most)
+            rows: Sequence[Any] = (await connection.execute(found)).all()
+        ids = defaultdict[int, list[str]](list)
+        for team_id, id in rows:
+            ids[team_id].append(id)
+        for team_id, its in ids.items():
+            async with self._database.writing(is_durable=False) as connection:
+                await self.delete(connection, team_id, self._table.c.id.in_(its), *over)
+        return len(rows)
+
+    @uncancelled
+    async def of_teams(self, *teams: int) -> dict[int, Held]:
+        """What these teams hold, or all."""
+        asked = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
+        asked = asked.where(holdings.c.store == self._table.name, holdings.c.count > 0)
+        async with self._database.reading() as connection:
+            rows = await connection.execute(asked.where(holdings.c.team_id.in_(teams)) if teams else asked)
+            return {team_id: Held(count, size) for team_id, count, size in rows}
