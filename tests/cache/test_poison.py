@@ -121,7 +121,7 @@ def sure_of_all(others: Sequence[str] = ()) -> tuple[NamespaceState, list[Neighb
         known = Neighbour(0.99, f"task {place}", b"e", 0.0, b"g")
         seen = features_of(added.format(q=known.text), [known], candidates([known])[0], WordCounts(), None, True)
         row = b"".join((seen.astype("<f4").tobytes(), bytes(8)))
-        state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), True))
+        state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), True, group=b"%d" % place))
     return state, [Neighbour(0.99, text, text.encode(), 0.0, b"g") for text in others]
 
 
@@ -132,8 +132,8 @@ def is_surely_served(asked: str, near: Sequence[Neighbour], state: NamespaceStat
 
 def test_verdicts_on_an_addition_beside_other_questions_let_none_pass_beside_this_one() -> None:
     """In a namespace that is sure of everything an added instruction gets no plain answer, and answers no plain question."""
-    state, _ = sure_of_all()
-    assert is_surely_served("open the box", [Neighbour(0.99, "open the crate", b"p", 0.0, b"p")], state)
+    state, near = sure_of_all(("open the crate", "take the box"))
+    assert is_surely_served("open the box", near, state)
     for question, some in (
         (QUESTIONS[0], ADDED),
         (QUESTIONS[1], LATER),
@@ -165,7 +165,7 @@ def test_a_prompt_with_the_same_answer_vouches_for_an_addition(asked: str, other
 @pytest.mark.parametrize(
     ("similarity", "asked", "others", "is_served"),
     [
-        (0.95, "How dense is iron?", ["How dense is copper?"], True),
+        (0.95, "How dense is iron?", ["How dense is copper?"], False),
         (0.8, "How dense is iron?", ["How dense is copper?"], False),
         (0.8, "How dense is iron?", ["How dense is copper?", "the density of copper, how dense is it?"], False),
         (0.8, "How dense is iron?", [f"How dense is copper {one}?" for one in ("rod", "wire", "bars", "ingots", "pipe")], False),
@@ -183,7 +183,7 @@ def test_a_prompt_with_the_same_answer_vouches_for_an_addition(asked: str, other
 def test_verdicts_on_other_topics_vouch_for_no_word_here(
     similarity: float, asked: str, others: list[str], is_served: bool
 ) -> None:
-    """Words that differ may be other names of the same in near short questions, and where many wordings vary."""
+    """Words that differ may be other names of the same where many wordings vary, however near the questions are."""
     state, near = sure_of_all(others)
     near = [msgspec.structs.replace(one, similarity=similarity, keys=len(others)) for one in near]
     assert is_surely_served(asked, near, state) is is_served
