@@ -106,7 +106,7 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
     # "how much is" and "what is" ask for the same, as do "how long" and "how many days"
     kinds = {asked.question, known.question}
     asks_otherwise = len(kinds) > 1 and kinds not in ({"", "amount"}, {"amount", "count"})
-    if asks_otherwise or has_other_mood(asked, known):
+    if asks_otherwise:
         return MissReason.FORM
     if asked.content_set != known.content_set and not (asked.is_latin and known.is_latin):
         # an encoder of English sees little of other scripts: much of them is one unknown token
@@ -124,7 +124,7 @@ def _commitments(asked: TextFeatures, known: TextFeatures) -> Iterator[MissReaso
         yield MissReason.NAMES
     if is_inverted(asked, known) or _is_turned(asked, known):
         yield MissReason.DIRECTION
-    if asked.forms != known.forms or asked.scopes != known.scopes:
+    if asked.forms != known.forms or asked.scopes != known.scopes or has_other_mood(asked, known):
         yield MissReason.FORM
     if asked.times != known.times or asked.dates != known.dates:
         yield MissReason.TIME

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cache import Hit, Query, fingerprint
+from cache import Hit, Miss, MissReason, Query, fingerprint
 from cache.context.relax import relaxed
 from cache.decision.ellipsis import is_same_ellipsis
 from cache.decision.features import Neighbour
@@ -330,6 +330,22 @@ def test_a_word_near_to_one_of_the_other_question_is_its_other_name() -> None:
     (other,) = cache.lookup([query(PROMPT.format("What does it cost to wreck a single boat for an hour?"))])
     assert isinstance(same, Hit)
     assert not isinstance(other, Hit)
+
+
+def test_a_hit_with_other_names_is_drawn_once_whether_to_audit() -> None:
+    """Also where the rule looks a second time, for the words that kept a hit from being served at first."""
+    draws: list[float] = []
+
+    def random() -> float:
+        draws.append(0.0 if not draws else 1.0)
+        return draws[-1]
+
+    cache = SemanticCache(open_embedder(), VerifiedRule(PRIOR, random=random), Clock())
+    cache.fold([added(PROMPT.format("What do I pay for a lost oar?"), 0.0, ttl_s=1e12)])
+    (answer,) = cache.lookup([query(PROMPT.format("How much does it cost if I lose an oar?"))])
+    assert isinstance(answer, Miss)
+    assert answer.reason is MissReason.AUDIT
+    assert len(draws) == 1
 
 
 @pytest.mark.parametrize(
