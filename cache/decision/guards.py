@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from unicodedata import combining, normalize
 
@@ -33,7 +33,6 @@ from cache.decision.words import (
 from cache.query import MissReason
 
 _SOFT = GREETINGS | LIGHT_WORDS
-_RENAMED = 0.85  # the cosine from which on words of each of two texts may be other names of the same
 # words after "how much" that do not say of what
 _AFTER_MUCH = frozenset(("", "of", "mor", "extra", "less", "to", "for", "i", "on", "in"))
 _WORDINGS = 5  # prompts with one answer, which say it in several ways
@@ -102,25 +101,33 @@ def _unaccented(word: str) -> str:
 
 def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
     """The first thing that two texts commit to differently, however similar they are, or None."""
-    if _has_other_numbers(asked, known):
-        return MissReason.NUMBERS
-    if is_negated(asked, known):
-        return MissReason.POLARITY
-    if _has_other_names(asked, known) or asked.owners != known.owners:
-        return MissReason.NAMES
-    if is_inverted(asked, known) or _is_turned(asked, known):
-        return MissReason.DIRECTION
+    for reason in _commitments(asked, known):
+        return reason
     # "how much is" and "what is" ask for the same, as do "how long" and "how many days"
     kinds = {asked.question, known.question}
     asks_otherwise = len(kinds) > 1 and kinds not in ({"", "amount"}, {"amount", "count"})
-    if asked.forms != known.forms or asked.scopes != known.scopes or asks_otherwise or has_other_mood(asked, known):
+    if asks_otherwise:
         return MissReason.FORM
-    if asked.times != known.times or asked.dates != known.dates:
-        return MissReason.TIME
     if asked.content_set != known.content_set and not (asked.is_latin and known.is_latin):
         # an encoder of English sees little of other scripts: much of them is one unknown token
         return MissReason.WORDS
     return None
+
+
+def _commitments(asked: TextFeatures, known: TextFeatures) -> Iterator[MissReason]:
+    """The kinds of what two texts commit to differently."""
+    if _has_other_numbers(asked, known):
+        yield MissReason.NUMBERS
+    if is_negated(asked, known):
+        yield MissReason.POLARITY
+    if _has_other_names(asked, known) or asked.owners != known.owners:
+        yield MissReason.NAMES
+    if is_inverted(asked, known) or _is_turned(asked, known):
+        yield MissReason.DIRECTION
+    if asked.forms != known.forms or asked.scopes != known.scopes or has_other_mood(asked, known):
+        yield MissReason.FORM
+    if asked.times != known.times or asked.dates != known.dates:
+        yield MissReason.TIME
 
 
 _TURNED = {"from": "to", "to": "from", "before": "after", "after": "before", "over": "under", "under": "over"}
@@ -228,23 +235,27 @@ def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -
     return known.content_set - asked.content_set - (ASKED_WORDS - FORMS) - amounts - context
 
 
-def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures], *, is_near: bool) -> bool:
+def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures], *, in_context: bool) -> bool:
     """Whether verdicts vouch for what one of two texts says and the other does not.
 
     `keys` are the near prompts whose answers were found equal to that of `known`, which is one of
     them. They vouch for a word or a clause of the prompt if one of them has it, and for one of
-    `known` if one of them lacks it: the answer is the same with it and without. Verdicts on prompts
-    about other things vouch for nothing here. Where each text has words of its own, they may be
-    other names of the same: that is for a model to say where `is_near`, and of words of the prompt
-    where _WORDINGS keys lack them.
+    `known` if one of them lacks it: the answer is the same with it and without. They vouch for
+    other names, forms, times or another direction if one of them differs so from `known`, or does
+    not from the prompt. Verdicts on prompts about other things vouch for nothing here. Where each
+    text has words of its own, they may be other names of the same: that is for a model to say in
+    questions about one context, and of words of the prompt where _WORDINGS keys lack them.
     """
     if all(_has_further_clause(asked, key, 2) for key in keys):
         return False
     if all(_has_further_clause(key, asked, 2) for key in keys):
         return False
     mine, theirs = _further_words(asked, known), _further_words(known, asked)
-    if is_near and mine and theirs:
+    if in_context and mine and theirs:
         return True
+    for kind in () if in_context else _commitments(asked, known):
+        if not any(kind in _commitments(known, key) or kind not in _commitments(asked, key) for key in keys):
+            return False
     if not all(any(word not in _further_words(key, asked) for key in keys) for word in theirs):
         return False
     is_renamed = bool(theirs) and len(keys) >= _WORDINGS
@@ -319,11 +330,6 @@ def _too_different(
 def is_stale(asked: TextFeatures, age_s: float) -> bool:
     """The prompt is about now, and the answer was given too long ago."""
     return bool(asked.times) and age_s > FRESH_S
-
-
-def is_near(asked: TextFeatures, known: TextFeatures, similarity: float) -> bool:
-    """Whether words of each of two texts may be other names of the same, by a cosine that says much of a word."""
-    return similarity >= _RENAMED and not _is_wordy(asked, known) and asked.is_latin and known.is_latin
 
 
 def _is_wordy(asked: TextFeatures, known: TextFeatures) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ Vector = NDArray[np.float64]
 
 ROWS_MAX = 8_000
 _REQUESTS = 4_000  # rows that the threshold is fitted to: the latest
-_ROWS_MIN = 40
+_ROWS_MIN, _OF_ONE = 40, 10  # verdicts for a first fit, of which so many alike are on one answer at most
 _RIDGE, _RIDGE_INTERCEPT = 15.0, 0.3
 _WEIGHT_MAX = 20.0
 _FAR = 5.0  # standard deviations: a number farther out says no more
@@ -89,6 +90,7 @@ class Row:
     asked: float | None = None  # of the verdict
     flips: tuple[float, float] = (0.0, 0.0)  # of the verdict
     is_late: bool = False  # the verdict takes the place of a row that no judge could tell
+    group: bytes = b""  # whose answer was compared
 
     @property
     def label(self) -> float:
@@ -252,6 +254,7 @@ class CalibratedModel:
         self.word_odds = WordOdds()
         self._rows: list[Row] = []
         self._seen = 0
+        self._alike: Counter[tuple[bytes, bool]] = Counter()  # verdicts, by the group that they are on
         self._fitted_at = 0
         self._fits = 0
         self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
@@ -264,7 +267,7 @@ class CalibratedModel:
     def copy(self) -> CalibratedModel:
         """Another one of the same rows, which learns apart from this one."""
         made = copy.copy(self)
-        made.word_odds, made._rows = self.word_odds.copy(), list(self._rows)
+        made.word_odds, made._rows, made._alike = self.word_odds.copy(), list(self._rows), self._alike.copy()
         return made
 
     @property
@@ -277,7 +280,7 @@ class CalibratedModel:
         return self._seen
 
     def learn(self, row: Row) -> None:
-        """Take in a verdict. Refits at the first forty, then for every tenth more, at most 400."""
+        """Take in a verdict. Fits at the first forty, then for every tenth more, at most 400."""
         self._rows.append(row)
         features = row.features
         self._requests += 1 + float(features[-2])
@@ -304,11 +307,15 @@ class CalibratedModel:
     def _count(self, row: Row, sign: int = 1) -> None:
         """Count a verdict, or take it back with a `sign` of -1."""
         self.word_odds.learn(row.features, bool(row.is_right), sign)
+        self._alike[row.group, bool(row.is_right)] += sign
         if row.trial.p >= _NEARLY_SURE:
             self._expected += sign * row.stands_for * (1 - row.trial.p)
             self._wrong += sign * row.stands_for * (1 - row.label)
 
     def _fit_when_due(self) -> None:
+        # what one answer is right for says nothing about others
+        if not self._fits and sum(min(_OF_ONE, count) for count in self._alike.values()) < _ROWS_MIN:
+            return
         if self._seen >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
             self._fitted_at = self._seen
             rows, kappa = list(self._rows), self.kappa

@@ -26,7 +26,6 @@ from cache.decision.guards import (
     Thresholds,
     fixed_reason,
     is_added,
-    is_near,
     is_other_in_context,
     is_vouched,
     thresholds_of,
@@ -50,6 +49,7 @@ ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
 _YOUNG = 400  # verdicts, before which a fit to a few questions about one context is no better than the prior
+_NEAR = 0.5  # the least cosine: what is farther is another question, whatever was learned
 _SAME = 0.995  # that the same documents in another order, with the same question, have the same answer
 
 
@@ -158,13 +158,13 @@ class VerifiedRule:
         first, witness = ranked[0], neighbours[ranked[0].place]
         known, model = read(witness.text), state.model or self._cold
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
-        vetoed = veto(asked, known, witness.age_s)
+        vetoed, is_near = veto(asked, known, witness.age_s), witness.similarity >= _NEAR
         alike = [one for one in neighbours if (one.group or one.exact) == first.group]
         one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
         # certain: it is the same question, or the verdicts of the namespace are sure of it
         is_same = vetoed is None and (witness.is_reordered or one_turn is True)
-        is_same = is_same and thresholds_of(min(error_max, ERROR_MAX)) is not None
-        is_known = vetoed is not None or _is_vouched(asked, witness, alike)
+        is_same = is_same and is_near and thresholds_of(min(error_max, ERROR_MAX)) is not None
+        is_known = vetoed is not None or (is_near and _is_vouched(asked, witness, alike))
         p = max(model.certain.logistic.p(seen) if is_known else 0.0, _SAME if is_same else 0.0)
         is_told = query.untightened is None and vetoed is None and model.certain.is_fitted
         is_certain = is_same or (is_told and p >= model.certain.threshold(error_max))
@@ -172,7 +172,7 @@ class VerifiedRule:
         is_further = not is_certain and (
             is_added(asked, known, witness.context if witness.places else None, witness.renamed) or one_turn is False
         )
-        is_cold = not is_certain and vetoed is None and not is_further
+        is_cold = not is_certain and is_near and vetoed is None and not is_further
         is_cold = is_cold and self._is_cold_sure(query, witness, state, seen, p)
         # each request pays a share of a hit by the cold rule
         cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
@@ -202,7 +202,8 @@ class VerifiedRule:
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
         why = MissReason.AUDIT if is_sure else MissReason.COLD if is_spent else vetoed or unsure
         reasons = tuple(
-            reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
+            why if place == first.place and (is_sure or is_spent or reason is None) else reason or MissReason.UNSURE
+            for place, reason in enumerate(fixed.reasons)
         )
         after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure, cold=counters.cold)
         return Decision(None, reasons, trial), after
@@ -243,8 +244,7 @@ def _is_vouched(asked: TextFeatures, witness: Neighbour, alike: Sequence[Neighbo
     known = read(witness.text)
     if witness.places and all(is_other_in_context(asked, read(one.text)) for one in alike):
         return False
-    may_rename = bool(witness.places) or is_near(asked, known, witness.similarity)
-    return is_vouched(asked, known, [read(one.text) for one in alike], is_near=may_rename)
+    return is_vouched(asked, known, [read(one.text) for one in alike], in_context=bool(witness.places))
 
 
 def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:

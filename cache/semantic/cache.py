@@ -334,7 +334,9 @@ class SemanticCache:
         of the other: an instruction does neither.
         """
         trial = answer.trial
-        if isinstance(answer, Hit) or trial is None or not trial.features or trial.p < THRESHOLD_MIN:
+        if isinstance(answer, Hit) or answer.reason is MissReason.AUDIT:
+            return False  # it is drawn once whether to audit
+        if trial is None or not trial.features or trial.p < THRESHOLD_MIN:
             return False
         place = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
         near = neighbours[place]

@@ -98,7 +98,14 @@ class NamespaceStates:
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
         if trial.features and trial.rule == self._rule_name:
-            row = Row(trial, verdict.is_right, verdict.asked, verdict.flips, verdict.is_late)
+            row = Row(
+                trial=trial,
+                is_right=verdict.is_right,
+                asked=verdict.asked,
+                flips=verdict.flips,
+                is_late=verdict.is_late,
+                group=record.other,
+            )
             if row.similarity >= _NEAR:
                 state.discernment = _discernment(tallied, row)
             known = _verdicts(state.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from cache.verdicts.records import AnswerJudged, AnswerSuspended, Source, Verdic
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 CAPITAL = "What is the capital of France?"
+NUMBERS = itertools.count()
 
 
 def near(similarity: float, text: str, group: bytes, **counts: int) -> Neighbour:
@@ -105,7 +107,9 @@ def row_of(features: Any, served: int = 0, risked: float = 0.0) -> Any:
 
 
 def compared(features: Any, is_right: bool | None, chance: float, p: float) -> Row:
-    return Row(Trial((), features.astype("<f4").tobytes(), p, chance, b"rule"), is_right)
+    """Each on another answer."""
+    trial = Trial((), features.astype("<f4").tobytes(), p, chance, b"rule")
+    return Row(trial, is_right, group=b"%d" % next(NUMBERS))
 
 
 def rows(count: int, seed: int, wrong: float = 0.02) -> list[Row]:
@@ -137,8 +141,8 @@ def sampled(all_rows: list[Row], share: float, equal: float, seed: int) -> list[
     made = []
     for row in all_rows:
         is_free, is_asked = bool(row.is_right) and rng.random() < equal, rng.random() < share
-        unasked = Row(row.trial, None, 0.0)
-        made.append(row if is_free else Row(row.trial, row.is_right, share) if is_asked else unasked)
+        unasked = replace(row, is_right=None, asked=0.0)
+        made.append(row if is_free else replace(row, asked=share) if is_asked else unasked)
     return made
 
 
@@ -303,7 +307,7 @@ def sure_state(asked: str, known: Neighbour) -> NamespaceState:
 @pytest.mark.parametrize(
     ("asked", "known", "reason"),
     [
-        ("open the box", "open the crate", None),
+        ("open the box", "open a box", None),
         ("open 3 boxes", "open 4 boxes", MissReason.NUMBERS),
         ("open box AB31 of it", "open box AB30 of it", MissReason.NAMES),
         ("open https://a.example/7", "open https://a.example/8", MissReason.NAMES),
@@ -315,7 +319,7 @@ def sure_state(asked: str, known: Neighbour) -> NamespaceState:
     ],
 )
 def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | None) -> None:
-    """Four hundred right ones: other words are served; another number, code, accent, a negation, the other direction or
+    """Four hundred right ones: other small words are served; another number, code, accent, a negation, the other direction or
     an old answer about now are not."""
     one = Neighbour(0.99, known, b"e", 10_000.0, b"g")
     assert decide(asked, [one], sure_state(asked, one)) is reason
@@ -324,11 +328,12 @@ def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | 
 def test_a_drift_leaves_it_to_the_cold_rule() -> None:
     """Whatever was learned before; what the cold rule would serve without a verdict is served."""
     learned, plain = (Neighbour(0.99, known, b"e", 0.0, b"g") for known in ("open the crate", "open the box please"))
+    vouching = near(0.98, "take the box", b"g")
     for known, reason in ((learned, MissReason.UNSURE), (plain, None)):
         state = sure_state("open the box", known)
         for untightened, expected in ((None, None), (0.01, reason)):
             asked = msgspec.structs.replace(query("open the box", error_max=0.01), untightened=untightened)
-            decision, _ = VerifiedRule(PRIOR).decide(asked, [known], state)
+            decision, _ = VerifiedRule(PRIOR).decide(asked, [known, vouching], state)
             assert (None if decision.served is not None else decision.reasons[0]) is expected
 
 
@@ -626,7 +631,7 @@ class Told:
                 source=Source.MISS, compat=compat, is_right=row.is_right, trial=row.trial, at=0.0, alias=alias
             )
             kept = Verdict.decode(verdict.encode())
-            self.states.learn(AnswerJudged(partition, kept, b"g", None))
+            self.states.learn(AnswerJudged(partition, kept, row.group, None))
         return self.states.of(partition + compat)
 
     @staticmethod
@@ -693,7 +698,7 @@ def test_a_learned_namespace_stops_hits_of_a_cold_one_beside_it_and_makes_none()
     far = [near(0.6, "name the seat of the french government", b"g")]
     for is_right, reason in ((True, None), (False, MissReason.UNSURE)):
         told = Told()
-        told.learn(ACME, b"a" * 16, [compared(row_of(seen), is_right, 1.0, 0.5)] * 400)
+        told.learn(ACME, b"a" * 16, [compared(row_of(seen), is_right, 1.0, 0.5) for _ in range(400)])
         state = told.states.of(ACME + b"b" * 16)
         assert decide(CAPITAL, one, state) is reason
         assert decide(CAPITAL, far, state) is not None
