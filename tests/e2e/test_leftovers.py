@@ -23,6 +23,7 @@ import uvloop
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache import Miss, MissReason
+from cache.event_loop import Loop
 from cache.worker import messages as cache_wire
 from gateway.journey import attempt
 from gateway.settings import Settings
@@ -354,8 +355,10 @@ def _models(url: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """A worker's loop is uvloop's, whose transports are other objects than asyncio's."""
-    return uvloop.EventLoopPolicy()
+    """A worker's loop, whose transports are other objects than asyncio's."""
+    policy = uvloop.EventLoopPolicy()
+    policy._loop_factory = Loop  # type: ignore[method-assign]
+    return policy
 
 
 async def _teams(to: Sender) -> None:

@@ -143,8 +143,11 @@ class OpenAIStream(msgspec.Struct, eq=False):
         try:
             await self.send(exchange)
         except TransportError as error:
-            late = None if isinstance(error, NotAsked) else self._late()
-            raise (self._error and fresh(self._error)) or late or self.translate.unsent(error) from None
+            # no variable holds the error: with this frame it would be a cycle
+            is_own = isinstance(error, NotAsked)
+            raise (
+                (self._error and fresh(self._error)) or (not is_own and self._late()) or self.translate.unsent(error)
+            ) from None
         at = request.passage
         if exchange.status != 200 and (at is None or exchange.status // 100 != 2):
             refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
