@@ -1,41 +1,28 @@
-"""The dashboard's forms. Each change is a POST that redirects to the page that shows it.
+"""The dashboard's forms: a table of POSTs, each an operation of the admin API, and one handler.
 
-An invalid value shows the form again, with the problem beside it. A new key is the exception to the
-redirect: its plaintext is in the answer to the POST and nowhere else. The API's models and the
-accounts check the values.
+Each change redirects to the page that shows it. An invalid value shows the form again, with the
+problem beside it. A new key is the exception to the redirect: its plaintext is in the answer to the
+POST and nowhere else. The API's models and the accounts check the values.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import budget_views, cache_views, operations, views
-from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, client_of
-from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
-from gateway.admin.models import (
-    Act,
-    ActIn,
-    AnswerIn,
-    BudgetIn,
-    BudgetPatch,
-    BudgetRaiseIn,
-    CertificateIn,
-    ClearIn,
-    FeedbackIn,
-    KeyIn,
-    NewTeamIn,
-    PurgeIn,
-    TeamIn,
-    TryDeploymentIn,
-    TryIn,
-)
+from gateway.admin import views
+from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys
+from gateway.admin.html import LOGIN, Pages, is_own_path
+from gateway.admin.models import Act
 from gateway.admin.parts import AdminParts
 from gateway.wire.errors import BadRequest, Unauthenticated
 from gateway.wire.requests import in_json_words
@@ -46,6 +33,117 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 class FormProblem(Exception):
     """An invalid field; `str()` is the message in the form."""
+
+
+_REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
+_OF_CACHE = (*_REFUSALS, accounts.NotFound)
+
+
+class _Ids(BaseModel):
+    """What the path of a form names."""
+
+    team_id: int = 0
+    key_id: int = 0
+    budget_id: int = 0
+    batch_id: str = ""
+    act: Act = "reset"
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """A form as it was sent. `fields` has its texts as `read_form` returns them."""
+
+    parts: AdminParts
+    ids: Mapping[str, Any]
+    fields: dict[str, str]
+    models: tuple[str, ...]
+
+
+async def _as_sent(post: _Post) -> Mapping[str, Any]:
+    return post.fields
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A row of the table.
+
+    `read` makes the values of the operation's body. Afterwards the browser goes to `back`, or gets
+    `page` with the operation's result as `shows`. An error in `refusals` shows `page` with the
+    problem at the form called `name`; any other error has a page of its own.
+    """
+
+    path: str
+    operation: str
+    back: str = ""
+    page: str = ""
+    name: str = ""
+    read: Callable[[_Post], Awaitable[Mapping[str, Any]]] = _as_sent
+    refusals: tuple[type[Exception], ...] = _REFUSALS
+    shows: str = ""
+
+
+def add_forms(
+    router: APIRouter, parts: AdminParts, renders: Mapping[str, Render], operations: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Add a route for each row of the table.
+
+    `renders` are the pages by name, `operations` are the API's, by method and path.
+    """
+    for form in FORMS:
+        handle = _handler(form, operations[form.operation], parts, renders.get(form.page))
+        router.add_api_route(form.path, handle, methods=["POST"])
+
+
+def _handler(
+    form: _Form, operation: Callable[..., Any], parts: AdminParts, render: Render | None
+) -> Callable[[Request], Awaitable[Response]]:
+    names, model = signature(operation).parameters, get_type_hints(operation).get("body")
+
+    async def handle(request: Request) -> Response:
+        post = await _post(parts, request)
+        given = {**post.ids, "request": request, "response": Response()}
+        shown = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
+        try:
+            values = await form.read(post)
+            given |= {"body": convert(model, values)} if model is not None else {}
+            made = await operation(**{name: given[name] for name in names})
+        except Exception as error:
+            if render is not None and isinstance(error, form.refusals):
+                return await render(request, **shown, status=_status(error), problem=words_of(error))
+            if isinstance(error, ValidationError):  # in the hidden fields of a button
+                raise BadRequest(words_of(error), code="invalid_value") from None
+            raise
+        if render is not None and form.shows:
+            return await render(request, **shown, **{form.shows: made})
+        return RedirectResponse(form.back.format(**shown, made=made), 303)
+
+    return handle
+
+
+async def _post(parts: AdminParts, request: Request) -> _Post:
+    try:
+        ids = _Ids.model_validate(request.path_params).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("path", *one["loc"])} for one in error.errors()]) from None
+    models = tuple(str(name) for name in (await request.form()).getlist("models"))
+    return _Post(parts, ids, await read_form(request), models)
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The texts of a form without surrounding space; empty ones are left out."""
+    form = await request.form()
+    texts = {name: value.strip() for name, value in form.items() if isinstance(value, str)}
+    return {name: value for name, value in texts.items() if value}
+
+
+def _status(error: Exception) -> int:
+    return 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+
+
+def _back(fields: Mapping[str, str]) -> str:
+    """The page that a form was on."""
+    back = fields.get("back", "")
+    return back if is_own_path(back) and "?" not in back else "/admin/cache"
 
 
 def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
@@ -85,245 +183,97 @@ def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
         return reply
 
 
-def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, render_team: Render) -> None:
-    known = parts.accounts
-
-    @router.post("/teams")
-    async def create_team(request: Request) -> Response:
-        fields = await read_form(request)
-        try:
-            values = {"name": fields.get("name", ""), "budget": _new_budget(fields), **_rates(fields)}
-            team = await known.create_team(**budget_views.team_fields(convert(NewTeamIn, values)))
-        except _REFUSALS as error:
-            return await render_teams(request, **_refusal(error, "team", fields))
-        return back_to(f"/admin/teams/{team.id}", "team-created")
-
-    @router.post("/teams/{team_id}")
-    async def update_team(request: Request, team_id: int) -> Response:
-        fields = await read_form(request)
-        try:
-            values = {
-                "name": fields.get("name", ""),
-                "is_active": "is_active" in fields,
-                "is_semantic_enabled": "is_semantic_enabled" in fields,
-                "is_store_enabled": "is_store_enabled" in fields,
-                "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
-                "time_zone": fields.get("time_zone", ""),
-                **_rates(fields),
-            }
-            await known.update_team(team_id, **convert(TeamIn, values).given())
-        except _REFUSALS as error:
-            return await render_team(request, team_id, **_refusal(error, "settings", fields))
-        return back_to(f"/admin/teams/{team_id}", "team-saved")
-
-    @router.post("/teams/{team_id}/delete")
-    async def delete_team(request: Request, team_id: int) -> Response:
-        fields = await read_form(request)
-        team = await views.team(parts, team_id)
-        if fields.get("name") != team.name:
-            words = f"Type the team's name, {team.name}, to delete it."
-            return await render_team(request, team_id, 400, form="delete", problem=words, values=fields)
-        await known.delete_team(team_id)
-        return back_to("/admin/teams", "team-deleted")
-
-    _add_key_forms(router, parts, render_team)
-    _add_budget_forms(router, parts, render_team)
+# -- the values of a model, from the fields of its form
 
 
-def _add_key_forms(router: APIRouter, parts: AdminParts, render_team: Render) -> None:
-    known = parts.accounts
+def _hidden(*names: str) -> Callable[[_Post], Awaitable[Mapping[str, Any]]]:
+    async def read(post: _Post) -> Mapping[str, Any]:
+        return {name: post.fields.get(name, "") for name in names}
 
-    @router.post("/teams/{team_id}/keys")
-    async def create_key(request: Request, team_id: int) -> Response:
-        form = await request.form()
-        fields = await read_form(request)
-        models = tuple(str(name) for name in form.getlist("models"))
-        try:
-            days = _number(fields.get("expires_in_days"), "Expires in")
-            values = {
-                "name": fields.get("name", ""),
-                "expires_at_s": parts.clock() + days * 86_400 if days is not None else None,
-                "models": models or None,
-                **_rates(fields),
-            }
-            given = convert(KeyIn, values).given()
-            made = await known.create_key(team_id, given.pop("name"), **given)
-        except _REFUSALS as error:
-            return await render_team(request, team_id, **_refusal(error, "key", fields))
-        return await render_team(request, team_id, new_key=made)
-
-    @router.post("/teams/{team_id}/keys/{key_id}/revoke")
-    async def revoke_key(team_id: int, key_id: int) -> Response:
-        await known.revoke_key(key_id)
-        return back_to(f"/admin/teams/{team_id}", "key-revoked")
+    return read
 
 
-def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render) -> None:
-    known = parts.accounts
-
-    @router.post("/teams/{team_id}/budgets")
-    async def create_budget(request: Request, team_id: int) -> Response:
-        fields = await read_form(request)
-        try:
-            fields.setdefault("limit_usd", "")
-            body = convert(BudgetIn, _new_budget(fields) or {})
-            await known.create_budget(team_id, **budget_views.fields_of(body))
-        except _REFUSALS as error:
-            return await render_team(request, team_id, **_refusal(error, "budget", fields))
-        return back_to(f"/admin/teams/{team_id}", "budget-created")
-
-    @router.post("/teams/{team_id}/budgets/{budget_id}")
-    async def update_budget(request: Request, team_id: int, budget_id: int) -> Response:
-        fields = await read_form(request)
-        try:
-            values = {
-                **_limit(fields),
-                "is_hard": fields.get("kind") != "soft",
-                "overdraft": fields.get("overdraft", "refuse"),
-            }
-            await budget_views.change(parts, budget_id, convert(BudgetPatch, values))
-        except _REFUSALS as error:
-            return await render_team(request, team_id, **_refusal(error, f"budget-{budget_id}", fields))
-        return back_to(f"/admin/teams/{team_id}", "budget-saved")
-
-    @router.post("/teams/{team_id}/budgets/{budget_id}/raise")
-    async def raise_budget(request: Request, team_id: int, budget_id: int) -> Response:
-        fields = await read_form(request)
-        try:
-            days = _number(fields.get("days"), "For, days")
-            if days is None:
-                raise FormProblem("For, days: expected a number")
-            (by,) = _limit(fields).values()
-            body = convert(BudgetRaiseIn, {"by": by, "until_s": parts.clock() + days * 86_400})
-            await budget_views.raise_limit(parts, budget_id, body, client_of(request), "dashboard")
-        except _REFUSALS as error:
-            return await render_team(request, team_id, **_refusal(error, f"budget-{budget_id}", fields))
-        return back_to(f"/admin/teams/{team_id}", "budget-raised")
-
-    @router.post("/teams/{team_id}/budgets/{budget_id}/reset")
-    async def reset_budget(request: Request, team_id: int, budget_id: int) -> Response:
-        await budget_views.reset(parts, budget_id, client_of(request), "dashboard")
-        return back_to(f"/admin/teams/{team_id}", "budget-reset")
-
-    @router.post("/teams/{team_id}/budgets/{budget_id}/delete")
-    async def delete_budget(team_id: int, budget_id: int) -> Response:
-        await known.delete_budget(budget_id)
-        return back_to(f"/admin/teams/{team_id}", "budget-deleted")
+async def _new_team(post: _Post) -> Mapping[str, Any]:
+    fields = post.fields
+    budget = await _new_budget(post) if "limit_usd" in fields else None
+    return {"name": fields.get("name", ""), "budget": budget, **_rates(fields)}
 
 
-def add_deployment_forms(router: APIRouter, parts: AdminParts, render_deployments: Render) -> None:
-    @router.post("/deployments/try")
-    async def try_out(request: Request) -> Response:
-        fields = await read_form(request)
-        body = _checked(TryDeploymentIn, {name: fields.get(name, "") for name in ("name", "model")})
-        try:
-            tried = await operations.try_out(parts, body, client_of(request), "dashboard")
-        except accounts.Invalid as error:
-            return await render_deployments(request, 400, problem=words_of(error), asked=body.name)
-        return await render_deployments(request, tried=tried)
-
-    @router.post("/deployments/{act}")
-    async def act(request: Request, act: Act) -> Response:
-        body = _checked(ActIn, {"name": (await read_form(request)).get("name", "")})
-        await operations.act(parts, act, body.name, client_of(request), "dashboard")
-        return back_to("/admin/deployments", f"deployment-{act}")
+async def _team(post: _Post) -> Mapping[str, Any]:
+    fields = post.fields
+    switches = ("is_active", "is_semantic_enabled", "is_store_enabled")
+    return {
+        "name": fields.get("name", ""),
+        **{name: name in fields for name in switches},
+        "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
+        "time_zone": fields.get("time_zone", ""),
+        **_rates(fields),
+    }
 
 
-def add_batch_form(router: APIRouter, parts: AdminParts) -> None:
-    @router.post("/batches/{batch_id}/cancel")
-    async def cancel(request: Request, batch_id: str) -> Response:
-        await operations.cancel_batch(parts, batch_id, client_of(request), "dashboard")
-        return back_to("/admin/batches", "batch-cancelled")
+async def _confirmed(post: _Post) -> Mapping[str, Any]:
+    team = await views.team(post.parts, post.ids["team_id"])
+    if post.fields.get("name") != team.name:
+        raise FormProblem(f"Type the team's name, {team.name}, to delete it.")
+    return {}
 
 
-def add_answer_form(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
-    @router.post("/answer")
-    async def answer(request: Request) -> Response:
-        """Show the texts of a response. A POST, since each look is written to the audit log."""
-        fields = await read_form(request)
-        body = _checked(AnswerIn, {"id": fields.get("id", "")})
-        found = await cache_views.answer(parts, body, client_of(request), "dashboard")
-        return pages.render(request, "answer.html", answer=found, back=_back(fields))
+async def _key(post: _Post) -> Mapping[str, Any]:
+    days = _number(post.fields.get("expires_in_days"), "Expires in")
+    return {
+        "name": post.fields.get("name", ""),
+        "expires_at_s": post.parts.clock() + days * 86_400 if days is not None else None,
+        "models": post.models or None,
+        **_rates(post.fields),
+    }
 
 
-_SELECTORS = ("id", "text", "team_id", "namespace", "model", "deployment")
+async def _new_budget(post: _Post) -> Mapping[str, Any]:
+    fields = {"limit_usd": "", **post.fields}
+    axis, hours = fields.get("axis", "team"), _number(fields.get("rolling_hours"), "Rolling window, hours")
+    if axis == "tag":
+        axis = f"tag:{fields.get('tag', '')}"
+    one = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
+    return {
+        "window": fields.get("window", ""),
+        **_limit(fields),
+        **_kind(fields),
+        "axis": axis,
+        "value": None if axis == "team" else one,
+        "rolling_s": round((hours or 0) * 3600) if fields.get("window") == "rolling" else 0,
+    }
 
 
-def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) -> None:
-    @router.post("/cache/purge")
-    async def purge(request: Request) -> Response:
-        """A dry run first; its page has a button that repeats the selection for real."""
-        fields = await read_form(request)
-        try:
-            hours = _number(fields.get("older_than_h"), "Older than")
-            values: dict[str, Any] = {name: fields[name] for name in _SELECTORS if fields.get(name)}
-            values |= {"older_than_s": hours * 3_600} if hours is not None else {}
-            if not values and "all" not in fields:
-                raise FormProblem("Fill in at least one field, or tick “Everything, of every team”.")
-            if values and "all" in fields:
-                raise FormProblem("Tick “Everything, of every team”, or fill in what must match: not both.")
-            values |= {"all": True} if "all" in fields else {}
-            body = convert(PurgeIn, {**values, "dry_run": fields.get("confirmed") != "yes"})
-            result = await cache_views.purge(parts, body)
-        except (*_REFUSALS, BadRequest, accounts.NotFound) as error:
-            return await render_cache(request, **_refusal(error, "purge", fields))
-        return await render_cache(request, form="purge", purge=result, values=fields)
+def _kind(fields: Mapping[str, str]) -> dict[str, Any]:
+    return {"is_hard": fields.get("kind") != "soft", "overdraft": fields.get("overdraft", "refuse")}
 
-    @router.post("/cache/certificate")
-    async def certify(request: Request) -> Response:
-        body = _checked(CertificateIn, await read_form(request))
-        await cache_views.certify(parts, body, client_of(request), "dashboard")
-        return back_to("/admin/cache", "certified")
 
-    @router.post("/cache/clear")
-    async def clear(request: Request) -> Response:
-        await cache_views.clear(parts, _checked(ClearIn, await read_form(request)))
-        return back_to("/admin/cache", "cleared")
+async def _budget(post: _Post) -> Mapping[str, Any]:
+    return {**_limit(post.fields), **_kind(post.fields)}
 
-    @router.post("/cache/report")
-    async def report(request: Request) -> Response:
-        """Report a response as right or wrong, and return to the page of the report."""
-        fields = await read_form(request)
-        body = _checked(FeedbackIn, {name: fields.get(name, "") for name in ("id", "verdict")})
-        outcome = await cache_views.feedback(parts, body)
-        done = "right" if body.verdict == "right" else f"wrong-{outcome.effect}"
-        return back_to(_back(fields), done)
 
-    @router.post("/cache/try")
-    async def try_prompt(request: Request) -> Response:
-        fields = await read_form(request)
-        try:
-            tried = await cache_views.try_prompt(parts, convert(TryIn, fields))
-        except (*_REFUSALS, accounts.NotFound) as error:
-            return await render_cache(request, **_refusal(error, "try", fields))
-        return await render_cache(request, form="try", tried=tried, values=fields)
+async def _raise(post: _Post) -> Mapping[str, Any]:
+    days = _number(post.fields.get("days"), "For, days")
+    if days is None:
+        raise FormProblem("For, days: expected a number")
+    (by,) = _limit(post.fields).values()
+    return {"by": by, "until_s": post.parts.clock() + days * 86_400}
+
+
+async def _purge(post: _Post) -> Mapping[str, Any]:
+    fields = post.fields
+    hours = _number(fields.get("older_than_h"), "Older than")
+    names = ("id", "text", "team_id", "namespace", "model", "deployment")
+    values: dict[str, Any] = {name: fields[name] for name in names if name in fields}
+    values |= {"older_than_s": hours * 3_600} if hours is not None else {}
+    if not values and "all" not in fields:
+        raise FormProblem("Fill in at least one field, or tick “Everything, of every team”.")
+    if values and "all" in fields:
+        raise FormProblem("Tick “Everything, of every team”, or fill in what must match: not both.")
+    return {**values, "all": "all" in fields, "dry_run": fields.get("confirmed") != "yes"}
 
 
 # -- fields
-
-
-def _back(fields: Mapping[str, str]) -> str:
-    """The page that a form was on."""
-    back = fields.get("back", "")
-    return back if is_own_path(back) and "?" not in back else "/admin/cache"
-
-
-def _checked(model: type[_Body], values: Mapping[str, Any]) -> _Body:
-    """Convert the hidden fields of a button. Raises BadRequest."""
-    try:
-        return convert(model, values)
-    except ValidationError as error:
-        raise BadRequest(words_of(error), code="invalid_value") from None
-
-
-async def read_form(request: Request) -> dict[str, str]:
-    """The texts of a form without surrounding space; empty ones are left out."""
-    form = await request.form()
-    found = {name: value.strip() for name, value in form.items() if isinstance(value, str)}
-    return {name: value for name, value in found.items() if value}
-
-
-_REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
 
 
 def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
@@ -359,31 +309,6 @@ _LABELS = {
     "id": "Entry id",
     "older_than_s": "Older than",
 }
-
-
-def _refusal(error: Exception, form: str, fields: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a page that shows `form` again with its problem."""
-    status = 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
-    return {"status": status, "form": form, "problem": words_of(error), "values": fields}
-
-
-def _new_budget(fields: Mapping[str, str]) -> dict[str, Any] | None:
-    """The values of a new budget; None where the form has no limit."""
-    if "limit_usd" not in fields:
-        return None
-    axis, hours = fields.get("axis", "team"), _number(fields.get("rolling_hours"), "Rolling window, hours")
-    if axis == "tag":
-        axis = f"tag:{fields.get('tag', '')}"
-    one = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
-    return {
-        "window": fields.get("window", ""),
-        **_limit(fields),
-        "is_hard": fields.get("kind") != "soft",
-        "axis": axis,
-        "value": None if axis == "team" else one,
-        "rolling_s": round((hours or 0) * 3600) if fields.get("window") == "rolling" else 0,
-        "overdraft": fields.get("overdraft", "refuse"),
-    }
 
 
 def _limit(fields: Mapping[str, str]) -> dict[str, int]:
@@ -444,3 +369,33 @@ def _microusd(text: str | None) -> int:
             f"found {text or 'nothing'!r}"
         )
     return int(whole or "0") * 1_000_000 + int(fraction.ljust(6, "0"))
+
+
+# -- the table
+
+_TEAM, _TO_TEAM = "/teams/{team_id}", "/admin/teams/{team_id}?done="
+_BUDGET, _AT_BUDGET = _TEAM + "/budgets/{budget_id}", "budget-{budget_id}"
+FORMS = (
+    _Form("/teams", "POST /teams", "/admin/teams/{made.id}?done=team-created", "teams", "team", read=_new_team),
+    _Form(_TEAM, "PATCH /teams/{team_id}", _TO_TEAM + "team-saved", "team", "settings", read=_team),
+    _Form(_TEAM + "/delete", "DELETE /teams/{team_id}", "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
+    _Form(_TEAM + "/keys", "POST /teams/{team_id}/keys", "", "team", "key", read=_key, shows="new_key"),
+    _Form(_TEAM + "/keys/{key_id}/revoke", "DELETE /keys/{key_id}", _TO_TEAM + "key-revoked"),
+    _Form(_TEAM + "/budgets", "POST /teams/{team_id}/budgets", _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
+    _Form(_BUDGET, "PATCH /budgets/{budget_id}", _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),
+    _Form(_BUDGET + "/raise", "POST /budgets/{budget_id}/raise", _TO_TEAM + "budget-raised", "team", _AT_BUDGET, read=_raise),
+    _Form(_BUDGET + "/reset", "POST /budgets/{budget_id}/reset", _TO_TEAM + "budget-reset"),
+    _Form(_BUDGET + "/delete", "DELETE /budgets/{budget_id}", _TO_TEAM + "budget-deleted"),
+    _Form("/deployments/try", "POST /deployments/try", "", "deployments", "try",
+          read=_hidden("name", "model"), refusals=(accounts.Invalid,), shows="tried"),
+    _Form("/deployments/{act}", "POST /deployments/{act}", "/admin/deployments?done=deployment-{act}", read=_hidden("name")),
+    _Form("/batches/{batch_id}/cancel", "POST /batches/{batch_id}/cancel", "/admin/batches?done=batch-cancelled"),
+    # a POST, since each look at the texts of a response is written to the audit log
+    _Form("/answer", "POST /answer", "", "answer", read=_hidden("id"), refusals=(), shows="answer"),
+    # a dry run first, whose page has a button that repeats the selection for real
+    _Form("/cache/purge", "POST /cache/purge", "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
+    _Form("/cache/certificate", "POST /cache/certificate", "/admin/cache?done=certified"),
+    _Form("/cache/clear", "POST /cache/clear", "/admin/cache?done=cleared"),
+    _Form("/cache/report", "POST /feedback", "{back}?done={made.done}", read=_hidden("id", "verdict")),
+    _Form("/cache/try", "POST /cache/try", "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
+)  # fmt: skip

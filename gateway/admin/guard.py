@@ -247,6 +247,11 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
+def who(request: Request) -> tuple[str, str]:
+    """The client of an operator's act and the way it came, for the audit log."""
+    return client_of(request), "api" if request.scope["route"].path.startswith("/admin/api/") else "dashboard"
+
+
 def check_same_site(request: Request) -> None:
     """Refuse a change that comes from a page of another site. Raises CrossSite."""
     if request.method in _SAFE_METHODS:

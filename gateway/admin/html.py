@@ -129,11 +129,6 @@ def to_login(request: Request) -> Response:
     return RedirectResponse(LOGIN + target, 303)
 
 
-def back_to(path: str, done: str = "") -> Response:
-    """Redirect to the page that shows a change; `done` names the message."""
-    return RedirectResponse(f"{path}?done={done}" if done else path, 303)
-
-
 _OWN_PATH = re.compile(r"/admin(?:/[A-Za-z0-9_-]+)*(?:\?[!-~]*)?")
 
 

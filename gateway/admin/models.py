@@ -904,3 +904,8 @@ class FeedbackOut(_Out):
     id: str
     verdict: str
     effect: str
+
+    @property
+    def done(self) -> str:
+        """The name of the dashboard's message."""
+        return self.verdict if self.verdict == "right" else f"wrong-{self.effect}"

@@ -6,6 +6,7 @@ its looks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -23,14 +24,7 @@ from gateway.admin.charts import (
     ttft_chart,
     waterfall,
 )
-from gateway.admin.forms import (
-    add_answer_form,
-    add_batch_form,
-    add_cache_forms,
-    add_deployment_forms,
-    add_session_forms,
-    add_team_forms,
-)
+from gateway.admin.forms import Render, add_forms, add_session_forms
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
@@ -49,14 +43,13 @@ _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": 
 _NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
 
-def page_routes(parts: AdminParts) -> list[BaseRoute]:
-    """Every page and form of the dashboard, and its static files."""
+def page_routes(parts: AdminParts, operations: Mapping[str, Callable[..., Any]]) -> list[BaseRoute]:
+    """Every page and form of the dashboard, and its static files. `operations` are the API's, by method and path."""
     pages = Pages(parts.clock, parts.version)
     router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
-    _add_overview(router, parts, pages)
     _add_history(router, parts, pages)
-    _add_teams(router, parts, pages)
-    _add_cache(router, parts, pages)
+    renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
+    add_forms(router, parts, renders, operations)
     add_session_forms(router, parts.guard, pages)
 
     files = APIRouter(include_in_schema=False)
@@ -72,7 +65,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     return [*files.routes, *router.routes]
 
 
-def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
+def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     @router.get("")
     async def overview(request: Request, window: Window = Window.DAY) -> Response:
         found = await views.overview(parts, window)
@@ -101,14 +94,14 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             },
             parts=[part for part in parts.healths() if part.name not in {view.name for view in found}],
             settings=parts.settings,
-            **{"tried": None, "problem": "", "asked": "", **form},
+            **{**_NO_FORM, **form},
         )
 
     @router.get("/deployments")
     async def deployments(request: Request) -> Response:
         return await render_deployments(request)
 
-    add_deployment_forms(router, parts, render_deployments)
+    return {"deployments": render_deployments}
 
 
 def charts_of(stats: StatsOut) -> dict[str, Any]:
@@ -218,7 +211,7 @@ CACHES = ("exact", "semantic", "coalesced", "miss", "bypass")
 OUTCOMES = ("ok", "refused", "failed", "failover")
 
 
-def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
+def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_teams(
         request: Request, status: int = 200, name: str = "", cursor: int = 0, **form: Any
     ) -> Response:
@@ -270,10 +263,10 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             raise NotFound(f"There is no team {team_id}", code="not_found")
         return await render_team(request, team_id)
 
-    add_team_forms(router, parts, render_teams, render_team)
+    return {"teams": render_teams, "team": render_team}
 
 
-def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
+def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         found = await cache_views.cache(parts)
         near = await views.near_misses(parts, RouteFilter(), limit=10)
@@ -305,9 +298,8 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def cache(request: Request) -> Response:
         return await render_cache(request)
 
-    add_cache_forms(router, parts, render_cache)
-    add_answer_form(router, parts, pages)
-    add_batch_form(router, parts)
+    async def render_answer(request: Request, **values: Any) -> Response:
+        return pages.render(request, "answer.html", **values)
 
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
@@ -318,3 +310,5 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         found = await cache_views.audit(parts, _AUDIT_PER_PAGE, cursor)
         return pages.render(request, "audit.html", rows=found.rows, older=found.cursor)
+
+    return {"cache": render_cache, "answer": render_answer}

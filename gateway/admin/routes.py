@@ -24,7 +24,7 @@ from starlette.routing import BaseRoute
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
 from gateway.admin import budget_views, cache_views, misses, models, operations, savings_views, views
-from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
+from gateway.admin.guard import COOKIE, ApiRoute, check_query, who
 from gateway.admin.pages import page_routes
 from gateway.admin.parquet import ParquetFile
 from gateway.admin.parts import AdminParts
@@ -85,7 +85,13 @@ def admin_routes(parts: AdminParts) -> list[BaseRoute]:
     _add_ledger(api, parts)
     _add_machine(api, parts)
     _add_cache(api, parts)
-    return [*api.routes, *page_routes(parts)]
+    routes = [route for route in api.routes if isinstance(route, ApiRoute)]
+    operations = {
+        f"{method} {route.path.removeprefix(api.prefix)}": route.endpoint
+        for route in routes
+        for method in route.methods or ()
+    }
+    return [*routes, *page_routes(parts, operations)]
 
 
 def _add_teams(api: APIRouter, parts: AdminParts) -> None:
@@ -177,12 +183,12 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
     @api.post("/budgets/{budget_id}/raise")
     async def raise_budget(budget_id: _Id, body: models.BudgetRaiseIn, request: Request) -> models.BudgetOut:
         """Raises the limit until a moment; a later raise replaces it. It is in the audit log."""
-        return await budget_views.raise_limit(parts, budget_id, body, client_of(request), "api")
+        return await budget_views.raise_limit(parts, budget_id, body, *who(request))
 
     @api.post("/budgets/{budget_id}/reset")
     async def reset_budget(budget_id: _Id, request: Request) -> models.BudgetOut:
         """Counts from 0 again. Requests under way count before the reset. It is in the audit log."""
-        return await budget_views.reset(parts, budget_id, client_of(request), "api")
+        return await budget_views.reset(parts, budget_id, *who(request))
 
     @api.delete("/budgets/{budget_id}", status_code=204, response_class=Response)
     async def delete_budget(budget_id: _Id) -> None:
@@ -348,7 +354,7 @@ def _add_machine(api: APIRouter, parts: AdminParts) -> None:
     @api.post("/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str, request: Request) -> models.BatchOut:
         """Cancels a batch of any team; the lines that ran keep their answers. It is written to the audit log."""
-        return await operations.cancel_batch(parts, batch_id, client_of(request), "api")
+        return await operations.cancel_batch(parts, batch_id, *who(request))
 
     @api.get("/status")
     async def status() -> models.StatusOut:
@@ -363,12 +369,12 @@ def _add_machine(api: APIRouter, parts: AdminParts) -> None:
     @api.post("/deployments/try")
     async def try_deployment(body: models.TryDeploymentIn, request: Request) -> models.TriedOut:
         """Sends one short question to a deployment, whatever its state. An answer ends its rests."""
-        return await operations.try_out(parts, body, client_of(request), "api")
+        return await operations.try_out(parts, body, *who(request))
 
     @api.post("/deployments/{act}")
     async def act(act: models.Act, body: models.ActIn, request: Request) -> models.DeploymentOut:
         """Drains, disables, enables or resets a deployment on every host; each act is in the audit log."""
-        return await operations.act(parts, act, body.name, client_of(request), "api")
+        return await operations.act(parts, act, body.name, *who(request))
 
 
 def _add_cache(api: APIRouter, parts: AdminParts) -> None:
@@ -410,13 +416,13 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
     @api.post("/cache/certificate", status_code=201)
     async def certify(body: models.CertificateIn, request: Request) -> models.CertificateOut:
         """Starts a new certificate, which counts from now on. It is written to the audit log."""
-        return await cache_views.certify(parts, body, client_of(request), "api")
+        return await cache_views.certify(parts, body, *who(request))
 
     @api.post("/answer")
     async def answer(body: models.AnswerIn, request: Request, response: Response) -> models.AnswerOut:
         """Question and answer of a response, as far as the cache keeps them. Each look is written to the audit log."""
         response.headers["cache-control"] = "no-store"
-        return await cache_views.answer(parts, body, client_of(request), "api")
+        return await cache_views.answer(parts, body, *who(request))
 
     @api.get("/audit")
     async def audit(cursor: _Id | None = None, limit: _Limit = 100) -> models.AuditOut:

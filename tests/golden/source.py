@@ -1,8 +1,8 @@
 """Names collected from the code without starting anything.
 
 Looks nothing up by a module's path: it reads all sources of the four packages, or imports all
-modules of one and picks objects by what they are. Only `gateway.app.create_app`, `gateway.cli.main`
-and `gateway.settings.Settings` have names here.
+modules of one and picks objects by what they are. Only `gateway.app.create_app`, `gateway.cli.main`,
+`gateway.settings.Settings` and `gateway.admin.forms.FORMS` have names here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from gateway import cli
+from gateway.admin.forms import FORMS
 from gateway.app import create_app
 from gateway.settings import Settings
 
@@ -255,8 +256,9 @@ def redis_names() -> Iterator[str]:
 
 def routes() -> Iterator[str]:
     """The OpenAPI description's paths without the admin plane's, and the pages and the admin API by
-    their decorators.
+    their decorators, or the dashboard's table of forms.
     """
+    yield from (f"decorated POST {form.path}" for form in FORMS)
     for path, methods in create_app(Settings()).openapi()["paths"].items():
         yield from (f"{method.upper()} {path}" for method in methods)
     for node in _nodes():
