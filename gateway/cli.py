@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reconcile | run | demo`, and `worker`, which
-the supervisor starts.
+"""The command line: `sameway serve | check-config | reconcile | run`, and `worker`, which the
+supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -61,9 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
 
     _add_reconcile(commands)
-
-    demo = commands.add_parser("demo", help="start a gateway of its own and watch it do its main job")
-    demo.set_defaults(run=_demo)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--address", required=True, help="the IP address to listen on")
@@ -206,12 +203,6 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     from gateway.reconcile.command import reconcile
 
     return reconcile(_settings(arguments), arguments)
-
-
-def _demo(_: argparse.Namespace) -> int:
-    from gateway.demo import main as demo
-
-    return demo()
 
 
 def _worker(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Durations as texts for people: the one form that pages, messages, the demo and commands share.
+"""Durations as texts for people: the one form that pages, messages and commands share.
 
 Pure functions, no clock. Invariant: a text with fewer units is the start of the text with more, so
 two places that show one duration never contradict each other.

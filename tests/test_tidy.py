@@ -24,7 +24,7 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "worker", "supervisor", "demo", "reconcile", "app",
+        "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
         "reserved",
