@@ -57,7 +57,6 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "engine/test_speculation.py",
         "engine/test_text.py",
         "engine/test_worker.py",
-        "deploy/test_demo.py",
         "journey/test_background.py",
         "journey/test_elsewhere.py",
         "journey/test_exits.py",
