@@ -41,15 +41,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def reserve(host: str, port: int) -> socket.socket:
     """A socket that holds the address on which workers listen, with a free port for port 0. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # without SO_REUSEPORT it is an error if another program listens there, or another gateway
-    with socket.socket(family, socket.SOCK_STREAM) as alone:
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind(address)
-        address = alone.getsockname()
     reserved = socket.socket(family, socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind(address)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)  # an error if another program listens there, or another gateway
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # from now on the workers may
+    except OSError:
+        reserved.close()
+        raise
     return reserved
 
 
@@ -100,10 +99,10 @@ class HttpServer:
     def _is_ours(self, one: socket.socket) -> bool:
         if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or one.getsockname()[1:2] != (self._port,):
             return False
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # RFC 5482; it counts a closed window, too
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._stall_s * 1000)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # a slow client's backlog stays with its deployment
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        # RFC 5482; it counts a closed window, too. With the other a slow client's backlog stays with its deployment
+        for name, value in (("TCP_USER_TIMEOUT", self._stall_s * 1000), ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES)):
+            if hasattr(socket, name):
+                one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         return True
 
     async def stop(self, grace_s: float) -> None:
@@ -132,15 +131,14 @@ class HttpServer:
 class _Exchange:
     """One request: how much of it was read, and who learns that its client left."""
 
-    __slots__ = ("_headers", "_is_whole", "_receive", "_size", "_timer", "_watch")
+    __slots__ = ("_headers", "_is_whole", "_receive", "_size", "_watch")
 
     def __init__(self, headers: list[tuple[bytes, bytes]], receive: Receive) -> None:
         self._headers = headers  # not the scope, which refers to this exchange
         self._receive = receive
         self._is_whole = False
         self._size = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     async def receive(self) -> Any:
         message = await self._receive()
@@ -159,17 +157,12 @@ class _Exchange:
 
     def when_gone(self, callback: Callable[[], None] | None) -> None:
         """Call `callback` if the client leaves before the response is complete; None removes it."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if self._watch is not None:
             self._watch.cancel()
-            self._watch = None
-        if callback is not None:
-            self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._watch_for, callback)
+        loop = asyncio.get_running_loop()
+        self._watch = None if callback is None else loop.call_later(_WATCH_AFTER_S, self._watch_for, callback)
 
     def _watch_for(self, callback: Callable[[], None]) -> None:
-        self._timer = None
         self._watch = asyncio.create_task(self._until_gone(callback))
 
     async def _until_gone(self, callback: Callable[[], None]) -> None:
