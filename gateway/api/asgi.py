@@ -25,7 +25,7 @@ from gateway.wire.errors import (
     Unavailable,
 )
 
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 64 << 10
 _KEY_HEADERS = frozenset({"api-key", "x-api-key"})  # of Azure's clients and of Anthropic's
 
 _log = get_logger()

@@ -11,7 +11,7 @@ import pytest
 from gateway.backends.base import BackendError
 from gateway.backends.refusals import Refused, refusal
 from tests.journey.conftest import OpenWorld
-from tests.world import World, denied, deployment, overloaded, timed_out, unavailable
+from tests.world import Clock, World, denied, deployment, overloaded, timed_out, unavailable
 
 _FAILURES: dict[str, Callable[[], BackendError]] = {
     "no such voice": lambda: denied(404, "Voice 'voice_123' not found"),
@@ -22,6 +22,12 @@ _FAILURES: dict[str, Callable[[], BackendError]] = {
     "429": overloaded,
     "429 with a pause": lambda: overloaded(retry_after_s=60.0),
 }
+
+
+@pytest.fixture(autouse=True)
+def rests_end_when_the_test_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second is no time on a busy machine."""
+    monkeypatch.setattr(Clock, "going", Clock.steady)
 
 
 def fails_on(world: World, name: str, word: str, failure: Callable[[], BackendError]) -> None:
