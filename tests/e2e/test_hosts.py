@@ -194,12 +194,12 @@ def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], p
         ):
             refused = httpx.get(f"{west.root}{path}", headers={"authorization": f"Bearer {own}"}, timeout=30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "database_unavailable")
+        wait_for(lambda: counted(hosts, "sameway_ledger_failures_total") > 0, 20)
     finally:
         postgres.start()
     wait_for(lambda: budget_of(east, team_id)["held_microusd"] == 0, 5)
     spent = budget_of(east, team_id)["spent_microusd"]
     wait_for(lambda: ledger_microusd(west, team_id) == spent, 20)
-    assert counted(hosts, "sameway_ledger_failures_total") > 0
 
 
 def test_what_the_ledgers_writer_corrects_is_counted(hosts: tuple[Gateway, Gateway], redis: RedisServer) -> None:
