@@ -80,6 +80,9 @@ def describe(deployment: DeploymentSettings) -> Facts:
         capabilities = frozenset(deployment.capabilities)
     elif _host(deployment).endswith(_WITH_RESPONSES) and can_chat(deployment.model or "", _host(deployment)):
         capabilities |= {"responses"}
+    are_assumed = row is None and deployment.capabilities is None and deployment.backend != "local"
+    if are_assumed and price and not (price.audio_input_microusd_per_mtok or price.audio_output_microusd_per_mtok):
+        capabilities -= {"audio"}  # sounds would be charged as text
     return Facts(
         price=price or FREE,
         capabilities=capabilities - _NEVER.get(deployment.backend, _NONE) | _ALWAYS.get(deployment.backend, _NONE),
@@ -91,7 +94,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         batch_factor=microusd(deployment.price.batch_factor) if deployment.price is not None else 1_000_000,
         may_reason="reasoning" in row.capabilities if row else None if deployment.backend != "local" else False,
         is_price_known=price is not None or deployment.backend == "local",
-        are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",
+        are_capabilities_assumed=are_assumed,
         can_chat=deployment.backend == "local" or can_chat(deployment.model or "", _host(deployment)),
         image_hosts=_image_hosts(deployment),
     )

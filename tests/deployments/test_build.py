@@ -93,6 +93,21 @@ def test_an_unknown_model_is_free_and_says_that_nobody_knows() -> None:
     assert known("elsewhere/gpt-4o-mini") is None, "another provider's model of that name is another price"
 
 
+@pytest.mark.parametrize(
+    ("fields", "has_audio"),
+    [
+        ({}, True),
+        ({"price": {"input_usd_per_mtok": 1}}, False),
+        ({"price": {"input_usd_per_mtok": 1, "audio_output_usd_per_mtok": 9}}, True),
+        ({"price": {"input_usd_per_mtok": 1}, "capabilities": ["audio"]}, True),
+    ],
+)
+def test_sounds_are_not_assumed_at_the_price_of_text(fields: dict[str, Any], has_audio: bool) -> None:
+    """A priced server of an unknown model takes sounds where they have a price, or the operator says so."""
+    facts = describe(deployment(backend="openai", base_url="http://vllm:8000/v1", model="our/own-model", **fields))
+    assert ("audio" in facts.capabilities) is has_audio
+
+
 def test_settings_come_first() -> None:
     """What the operator wrote is not overruled by a table."""
     facts = describe(
