@@ -70,11 +70,8 @@ def describe(deployment: DeploymentSettings) -> Facts:
     if price is not None:
         price = with_writes(price, deployment.model or "")
     tiers = row.tiers if row and deployment.price is None else {}
-    factors = (
-        {canonical(name): microusd(factor) for name, factor in deployment.price.factors.items()}
-        if deployment.price
-        else {}
-    )
+    given = deployment.price
+    factors = {canonical(name): microusd(one) for name, one in given.factors.items()} if given else {}
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
     if deployment.capabilities is not None:
         capabilities = frozenset(deployment.capabilities)
