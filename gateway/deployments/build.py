@@ -70,8 +70,9 @@ def describe(deployment: DeploymentSettings) -> Facts:
     if price is not None:
         price = with_writes(price, deployment.model or "")
     tiers = row.tiers if row and deployment.price is None else {}
-    given = deployment.price
-    factors = {canonical(name): microusd(one) for name, one in given.factors.items()} if given else {}
+    factors = {}
+    if deployment.price is not None:
+        factors = {canonical(name): microusd(factor) for name, factor in deployment.price.factors.items()}
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
     if deployment.capabilities is not None:
         capabilities = frozenset(deployment.capabilities)
