@@ -168,7 +168,7 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
         if value is None or name not in _NAMES:
             continue
         if name in ("tools", "functions"):
-            found += _tools(name, value, is_response="input" in body)
+            found += _tools(name, value, is_response=_is_response(body))
         elif name == "chat_template_kwargs":
             template = value.get("chat_template") if isinstance(value, dict) else value
             if template is not None:

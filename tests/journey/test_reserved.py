@@ -133,6 +133,7 @@ async def test_a_deployment_that_allows_all_of_them_is_chosen(open_a_world: Open
         ({"extra_body": {"priority": 1}}, "extra_body"),
         ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs.chat_template"),
         ({"functions": [{"googleSearch": {}}]}, "functions[0].googleSearch"),
+        ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools[0].type"),
     ],
 )
 async def test_nested_forms_are_refused(world: World, fields: dict[str, Any], param: str) -> None:
