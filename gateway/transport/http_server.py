@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 from granian.constants import HTTPModes, Interfaces
@@ -81,29 +81,28 @@ class HttpServer:
         """Listen. Raises OSError where the address is not to be had."""
         # decision: granian-reads-http
         self._serving = asyncio.ensure_future(self._server.serve())
-        while not self._is_listening():
+        # RFC 5482's limit counts a closed window, too; the other leaves a slow client's backlog with its deployment
+        inherited = (("TCP_USER_TIMEOUT", self._stall_s * 1000), ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES))
+        is_listening = False
+        while not is_listening:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0.01)
+            for listener in self._listeners():
+                is_listening = True
+                for name, value in inherited:
+                    if hasattr(socket, name):
+                        listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def _is_listening(self) -> bool:
-        """Whether this process listens on the port; sets what connections inherit from a listener."""
-        is_listening = False
+    def _listeners(self) -> Iterator[socket.socket]:
+        """The sockets of this process that listen on the port: granian shows none of its own."""
         for fd in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
                     with socket.socket(fileno=os.dup(fd)) as one:
-                        is_listening |= self._is_ours(one)
-        return is_listening
-
-    def _is_ours(self, one: socket.socket) -> bool:
-        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or one.getsockname()[1:2] != (self._port,):
-            return False
-        # RFC 5482; it counts a closed window, too. With the other a slow client's backlog stays with its deployment
-        for name, value in (("TCP_USER_TIMEOUT", self._stall_s * 1000), ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES)):
-            if hasattr(socket, name):
-                one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        return True
+                        is_open = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        if is_open and one.getsockname()[1:2] == (self._port,):
+                            yield one
 
     async def stop(self, grace_s: float) -> None:
         """Take no more requests, wait for those under way, and cancel them after `grace_s`."""
