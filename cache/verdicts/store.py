@@ -3,7 +3,7 @@
     sameway:{P}:verdicts     stream   verdicts, in the order in which every index learns them
     sameway:{P}:groups       hash     exact -> its answer's time, the name of its group
     sameway:{P}:suspended    hash     name -> Suspension, until it is cleared
-    sameway:{P}:told:I       string   a verdict with the id I has been taken
+    sameway:{P}:told         zset     the ids of the newest verdicts that were taken, by their time
     sameway:{P}:reply:R      string   Reply: the answer that response R, or the answer R, served
     sameway:{P}:replies      zset     the keys of these, by their time
 
@@ -46,18 +46,35 @@ _ONCE_S = 7 * 86_400.0
 _READ_COUNT = 1_000
 _SUSPENDED_MAX = 10_000
 _REPLIES_MAX = 100_000  # of a partition, some 50 MB
+_TOLD_MAX = 100_000  # some 10 MB
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _read_suspension = reader(msgspec.msgpack.Decoder(Suspension))
 
+# Whether no verdict with this id is among the newest that were taken; then it is.
+_IS_FIRST = """
+local function is_first(told, id, once_ms, most)
+  local time = redis.call('TIME')
+  if redis.call('ZADD', told, 'NX', time[1] * 1000 + math.floor(time[2] / 1000), id) == 0 then return false end
+  redis.call('ZREMRANGEBYRANK', told, 0, -1 - most)
+  redis.call('PEXPIRE', told, once_ms)
+  return true
+end
+"""
+
+# KEYS: told. ARGV: id, once_ms, most.
+_TAKE_ONCE = _IS_FIRST + "return is_first(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) and 1 or 0"
+
 # KEYS: verdicts, groups, about, suspended, told, words. ARGV: verdict, once_ms, kept_ms, length_max,
 # other, its time, same as (or empty), its time, asked (or empty), its time, scope, suspension,
-# suspended_max, 1 where it is wrong. Answers whether it was new. A group is resolved here, where
+# suspended_max, 1 where it is wrong, id, told_max. Answers whether it was new. A group is resolved here, where
 # nothing can move it meanwhile. The pointers from other prompts to a wrong answer go.
-_TAKE = """
+_TAKE = (
+    _IS_FIRST
+    + """
 local verdicts, groups, about, suspended = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-if not redis.call('SET', KEYS[5], 1, 'NX', 'PX', ARGV[2]) then return 0 end
+if not is_first(KEYS[5], ARGV[15], ARGV[2], ARGV[16]) then return 0 end
 local function group_of(exact, created)
   local known = redis.call('HGET', groups, exact)
   if known and string.sub(known, 1, 8) == created then return string.sub(known, 9), true end
@@ -91,6 +108,7 @@ redis.call('XADD', verdicts, 'MAXLEN', '~', ARGV[4], '*', 'f', ARGV[1], 'o', oth
 redis.call('PEXPIRE', verdicts, ARGV[3])
 return 1
 """
+)
 
 # KEYS: verdicts, suspended. ARGV: name, length_max. Answers whether it was suspended.
 _CLEAR = """
@@ -136,12 +154,12 @@ class VerdictStore:
         nothing happens then, but that it is said again.
         """
         tag = _tag(partition)
-        keys = (tag + "verdicts", tag + "groups", tag + "about", tag + "suspended", tag + "told:" + id, tag + "words")
+        keys = tuple(tag + name for name in ("verdicts", "groups", "about", "suspended", "told", "words"))
         equal = (same_as.exact, _double(same_as.created_at)) if same_as is not None else (b"", b"")
         argv = (
             verdict.encode(), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
             verdict.exact, _double(verdict.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
-            _SUSPENDED_MAX, int(verdict.is_right is False),
+            _SUSPENDED_MAX, int(verdict.is_right is False), id, _TOLD_MAX,
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
         await self._log.append(VerdictAdded(partition))
@@ -149,11 +167,11 @@ class VerdictStore:
 
     async def take_once(self, partition: Partition, id: str) -> bool:
         """Take a verdict of which only the id is kept. False if it was taken before."""
-        key = _tag(partition) + "told:" + id
-        return bool(await self._redis.execute_command("SET", key, 1, "NX", "PX", _ms(_ONCE_S)))
+        told = _tag(partition) + "told"
+        return bool(await self._redis.eval(_TAKE_ONCE, 1, told, id, _ms(_ONCE_S), _TOLD_MAX))
 
     async def was_taken(self, partition: Partition, id: str) -> bool:
-        return bool(await self._redis.execute_command("EXISTS", _tag(partition) + "told:" + id))
+        return await self._redis.execute_command("ZSCORE", _tag(partition) + "told", id) is not None
 
     async def clear(self, partition: Partition, name: bytes) -> bool:
         """Put an answer back into service. False where it was not out of it."""

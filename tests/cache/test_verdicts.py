@@ -134,6 +134,25 @@ async def test_a_verdict_is_taken_once(
     assert (near.keys, near.right, near.wrong) == (2, 1.0, 0.0)
 
 
+async def test_the_ids_of_taken_verdicts_have_a_bound(
+    redis: Redis, exact: ExactCache, verdicts: VerdictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 30 the last ten are known, taken whole or by their ids alone; the oldest give way, and another partition's stay."""
+    monkeypatch.setattr("cache.verdicts.store._TOLD_MAX", 10)
+    one = await put(exact, TEXTS[0])
+    await verdicts.take_once(OTHER, "0")
+    for number in range(30):
+        if number % 2:
+            assert await verdicts.take(ACME, str(number), verdict(True, one), one)
+        else:
+            assert await verdicts.take_once(ACME, str(number))
+        await asyncio.sleep(0.002)  # times are of milliseconds
+    assert [number for number in range(30) if await verdicts.was_taken(ACME, str(number))] == list(range(20, 30))
+    assert not await verdicts.take_once(ACME, "29")
+    assert await verdicts.was_taken(OTHER, "0")
+    assert await redis.zcard(f"sameway:{{{ACME.hex()}}}:told") == 10
+
+
 async def test_what_nobody_announced_is_read_with_the_next(
     redis: Redis, exact: ExactCache, verdicts: VerdictStore, thread: ThreadPoolExecutor
 ) -> None:
