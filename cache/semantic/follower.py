@@ -138,10 +138,10 @@ class Follower:
         await self._run(self._cache.forget_verdicts)
         for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
-                found = await self._added(partition, [(one.exact, one.about) for one in batch])
-                seen.update((partition, record.exact) for record in found)
-                await self._fold(found)
-                await self._fold_sketches(partition, [record.exact for record in found])
+                records = await self._added(partition, [(one.exact, one.about) for one in batch])
+                seen.update((partition, record.exact) for record in records)
+                await self._fold(records)
+                await self._fold_sketches(partition, [record.exact for record in records])
                 self.progress.done += len(batch)
             await self._fold(await self._new_verdicts(partition))
         await self._run(lambda: self._cache.retain(seen))

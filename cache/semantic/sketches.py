@@ -46,37 +46,43 @@ class AnswerSketches:
         one = self._namespaces.get(namespace)
         return one is not None and name in one.names
 
-    def add(self, namespace: bytes, name: bytes, vector: NDArray[np.float32], asked: Set[str], sketch: Sketch) -> None:
+    def add(
+        self, namespace: bytes, name: bytes, vector: NDArray[np.float32], prompt_words: Set[str], sketch: Sketch
+    ) -> None:
         """Keep an answer's sketch, with the vector and the content words of its prompt."""
-        one = self._namespaces.setdefault(namespace, _Namespace())
-        if name in one.names:
+        namespace_state = self._namespaces.setdefault(namespace, _Namespace())
+        if name in namespace_state.names:
             return
-        before = one.answers.size_bytes
-        one.answers.add(name, vector, asked, sketch)
-        one.names.add(name)
+        before = namespace_state.answers.size_bytes
+        namespace_state.answers.add(name, vector, prompt_words, sketch)
+        namespace_state.names.add(name)
         self._count += 1
-        self.size_bytes += _NAME_BYTES + one.answers.size_bytes - before
+        self.size_bytes += _NAME_BYTES + namespace_state.answers.size_bytes - before
         heapq.heappush(self._oldest, (name[-_TIME_BYTES:], namespace, name))
         while self.size_bytes > self._bytes_max and self._oldest:
             _, *oldest = heapq.heappop(self._oldest)
             self.drop(*oldest)
         if len(self._oldest) > 2 * self._count + 64:  # most of them are gone
-            known = ((namespace, name) for namespace, one in self._namespaces.items() for name in one.names)
+            known = (
+                (namespace, name)
+                for namespace, namespace_state in self._namespaces.items()
+                for name in namespace_state.names
+            )
             self._oldest = [(name[-_TIME_BYTES:], namespace, name) for namespace, name in known]
             heapq.heapify(self._oldest)
 
     def drop(self, namespace: bytes, name: bytes) -> None:
         """Forget an answer; one that is not here is none."""
-        one = self._namespaces.get(namespace)
-        if one is None or name not in one.names:
+        namespace_state = self._namespaces.get(namespace)
+        if namespace_state is None or name not in namespace_state.names:
             return
-        before = one.answers.size_bytes
-        one.answers.drop(name)
-        one.names.remove(name)
+        before = namespace_state.answers.size_bytes
+        namespace_state.answers.drop(name)
+        namespace_state.names.remove(name)
         self._count -= 1
-        self.size_bytes -= _NAME_BYTES + before - one.answers.size_bytes
-        if not one.names:
-            self.size_bytes -= one.answers.size_bytes
+        self.size_bytes -= _NAME_BYTES + before - namespace_state.answers.size_bytes
+        if not namespace_state.names:
+            self.size_bytes -= namespace_state.answers.size_bytes
             del self._namespaces[namespace]
 
     def settle(self, namespace: bytes) -> bool:
@@ -88,7 +94,7 @@ class AnswerSketches:
         """The rulings on a fresh answer against others of its namespace, in order. `name` is its
         own.
         """
-        one = self._namespaces.get(namespace)
-        if one is None:
+        namespace_state = self._namespaces.get(namespace)
+        if namespace_state is None:
             return [Judgement(Ruling.UNKNOWN, PROSE, "no sketch")] * len(others)
-        return one.answers.judge(fresh, name, others)
+        return namespace_state.answers.judge(fresh, name, others)

@@ -182,19 +182,19 @@ class VerdictStore:
 
     async def suspended(self, partition: Partition) -> dict[bytes, Suspension]:
         """The suspensions of a partition, by name."""
-        found: dict[bytes, Suspension] = {}
+        suspensions: dict[bytes, Suspension] = {}
         cursor = 0
         while True:
-            cursor, some = await self._redis.execute_command(
+            cursor, page = await self._redis.execute_command(
                 "HSCAN", _tag(partition) + "suspended", cursor, "COUNT", 500
             )
-            for name, value in some.items():
+            for name, value in page.items():
                 try:
-                    found[name] = _read_suspension(value)
+                    suspensions[name] = _read_suspension(value)
                 except msgspec.DecodeError:  # of another version: out of service all the same
-                    found[name] = Suspension(exact=name[1 : 1 + DIGEST_BYTES], source=Source.FEEDBACK, at=0.0)
+                    suspensions[name] = Suspension(exact=name[1 : 1 + DIGEST_BYTES], source=Source.FEEDBACK, at=0.0)
             if cursor == 0:
-                return found
+                return suspensions
 
     async def read(self, partition: Partition, after: bytes) -> tuple[list[VerdictRecord], bytes]:
         """Everything said after a position of the stream (`0-0`: all that is kept), and the
@@ -225,10 +225,10 @@ class VerdictStore:
             self._redis.eval(_REMEMBER, len(keys), *keys, reply.encode(), _ms(ttl_s), _REPLIES_MAX)
             for partition, reply, names in replies
             for tag in (_tag(partition),)
-            for keys in ([tag + "replies", *(f"{tag}reply:{one}" for one in (reply.id, *names))],)
+            for keys in ([tag + "replies", *(f"{tag}reply:{reply_command}" for reply_command in (reply.id, *names))],)
         ]
-        for one in sent:
-            await one
+        for reply_command in sent:
+            await reply_command
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """The answer that a response served; None if it is not remembered, or not
