@@ -182,9 +182,7 @@ def read(text: str) -> TextFeatures:
                 names.update(part for part in parts if token.isupper() or part not in lists.FUNCTION_WORDS)
     figures = [_with_unit(tokens, figure) for figure in sorted([*figures, *_spelled_out(tokens)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
-    content = tuple(
-        word for place, word in enumerate(tokens) if word not in lists.FUNCTION_WORDS and place not in taken
-    )
+    content = tuple(word for at, word in enumerate(tokens) if word not in lists.FUNCTION_WORDS and at not in taken)
     present, bounds = frozenset(tokens), itertools.pairwise((*starts, len(tokens)))
     clauses = tuple(tuple(tokens[start:stop]) for start, stop in bounds if start < stop)
     return TextFeatures(
