@@ -98,7 +98,7 @@ class VectorIndex:
         self._whole = faiss.IndexFlatIP(dims)  # the one centroid of every small namespace
         self._whole.add(np.zeros((1, dims), dtype=np.float32))
         # decision: lists-per-namespace
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _VectorBlock] = {}
         self._count = 0
         # around every use of lists that others can see; the thread that makes new ones takes turns
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class VectorIndex:
             raise ValueError(f"expected {self.dims} dimensions, got {vector.shape}")
         block = self._blocks.get(namespace)
         if block is None:
-            block = self._blocks[namespace] = _Block(_empty(self._whole))
+            block = self._blocks[namespace] = _VectorBlock(_empty(self._whole))
         with self._lock:
             block.add(key, vector)
         self._count += 1
@@ -174,12 +174,12 @@ class VectorIndex:
 
     # --- making lists
 
-    def _remake_if_due(self, block: _Block) -> None:
+    def _remake_if_due(self, block: _VectorBlock) -> None:
         if self._mirror is None and block.changes is None and block.is_outgrown(self._flat_max):
             block.changes = {}
             self._run(lambda: self._remake(block))
 
-    def _remake(self, block: _Block) -> None:
+    def _remake(self, block: _VectorBlock) -> None:
         try:
             with self._making:
                 fresh = self._copied(block)
@@ -197,7 +197,7 @@ class VectorIndex:
             with self._lock:
                 block.made_for, block.changes = block.lists.ntotal, None
 
-    def _copied(self, block: _Block) -> Any:
+    def _copied(self, block: _VectorBlock) -> Any:
         """New lists with what is in the block's, but for the keys that came or went since the work
         began.
         """
@@ -213,7 +213,7 @@ class VectorIndex:
                 copied.add_with_ids(_as_float32(vectors[kept]), keys[kept])
         return copied
 
-    def _trained(self, block: _Block, lists: int) -> Any:
+    def _trained(self, block: _VectorBlock, lists: int) -> Any:
         """The centroids of so many lists: spherical k-means on a sample of all the old ones."""
         share = min(1.0, _SAMPLE_PER_LIST * lists / max(1, block.lists.ntotal))
         random = np.random.default_rng(lists)
@@ -229,7 +229,7 @@ class VectorIndex:
         return centroids
 
 
-class _Block:
+class _VectorBlock:
     """A namespace. `changes` are the keys that came (with a vector) or went since new lists are
     being made, by the last word on each; None while none are.
     """

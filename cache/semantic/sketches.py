@@ -24,7 +24,7 @@ _TIME_BYTES = 8  # at the end of an answer's name: when it was made
 
 
 @dataclass(slots=True)
-class _Namespace:
+class _SketchedNamespace:
     """The answers of a namespace; `names` has those, too, whose sketch says nothing."""
 
     answers: Answers = field(default_factory=Answers)
@@ -36,7 +36,7 @@ class AnswerSketches:
 
     def __init__(self, bytes_max: int = _BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._namespaces: dict[bytes, _Namespace] = {}
+        self._namespaces: dict[bytes, _SketchedNamespace] = {}
         self._oldest: list[tuple[bytes, bytes, bytes]] = []  # time, namespace, name
         self._count = 0
         self.size_bytes = 0
@@ -50,7 +50,7 @@ class AnswerSketches:
         self, namespace: bytes, name: bytes, vector: NDArray[np.float32], prompt_words: Set[str], sketch: Sketch
     ) -> None:
         """Keep an answer's sketch, with the vector and the content words of its prompt."""
-        namespace_state = self._namespaces.setdefault(namespace, _Namespace())
+        namespace_state = self._namespaces.setdefault(namespace, _SketchedNamespace())
         if name in namespace_state.names:
             return
         before = namespace_state.answers.size_bytes

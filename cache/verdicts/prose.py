@@ -80,7 +80,7 @@ _USUAL_MIN, _USUAL = 4, 0.01  # of the answers have a sentence that says nothing
 _SLOT = 2  # words in the place of others
 
 
-class _Kind(IntEnum):
+class _WordKind(IntEnum):
     FUNCTION, CONTENT, NAME, NEGATION, NUMBER, FEW, MEASURE = range(7)
     """NUMBER and FEW are values, beside the words that state them: in digits, and in words, which often
     count nothing ("one of", "at once"). MEASURE is a number with its unit.
@@ -145,7 +145,7 @@ class Sketch:
             or len(scales) != count
             or (len(vectors) % count if count else len(vectors))
             or not np.isfinite(scales).all()
-            or (len(kinds) and int(kinds.max()) >= len(_Kind))
+            or (len(kinds) and int(kinds.max()) >= len(_WordKind))
         ):
             raise ValueError("not a sketch: its parts differ in length")
         return Sketch(hashes, kinds, lengths, vectors.reshape(count, -1) if count else vectors.reshape(0, 0), scales)
@@ -228,15 +228,17 @@ def _tagged(sentence: TextFeatures) -> list[tuple[int, int]]:
     """The words of a sentence as hashes with their kinds, then its numbers."""
     hashes = []
     for word in sentence.tokens:
-        kind = _Kind.CONTENT if word in sentence.content_set else _Kind.FUNCTION
+        kind = _WordKind.CONTENT if word in sentence.content_set else _WordKind.FUNCTION
         if (word in sentence.names or word in sentence.dates) and len(word) > 1:
-            kind = _Kind.NAME
+            kind = _WordKind.NAME
         elif word in NEGATIONS:
-            kind = _Kind.NEGATION
+            kind = _WordKind.NEGATION
         hashes.append((_hash(word), int(kind)))
-    figures = [(value, _Kind.NUMBER if value in sentence.tokens else _Kind.FEW) for value, _ in sentence.numbers]
+    figures = [
+        (value, _WordKind.NUMBER if value in sentence.tokens else _WordKind.FEW) for value, _ in sentence.numbers
+    ]
     hashes += [(_hash("#" + value), int(kind)) for value, kind in figures]
-    return hashes + [(_hash(f"#{value} {unit}"), int(_Kind.MEASURE)) for value, unit in sentence.numbers if unit]
+    return hashes + [(_hash(f"#{value} {unit}"), int(_WordKind.MEASURE)) for value, unit in sentence.numbers if unit]
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -275,7 +277,7 @@ class _View:
         self._sentences: tuple[_Sentence, ...] = ()
         self.vectors = sketch.vectors * sketch.scales[:, None]
         self.vectors /= np.linalg.norm(self.vectors, axis=1, keepdims=True) + 1e-9
-        counts = Counter(sketch.hashes[sketch.kinds < _Kind.NUMBER].tolist())
+        counts = Counter(sketch.hashes[sketch.kinds < _WordKind.NUMBER].tolist())
         weighed = {word: weight(word) for word in counts}
         sums, start = [], 0
         for length in sketch.lengths.tolist():
@@ -313,19 +315,19 @@ def _sentences(sketch: Sketch) -> list[_Sentence]:
     for length in sketch.lengths.tolist():
         hashes, kinds = sketch.hashes[start : start + length].tolist(), sketch.kinds[start : start + length].tolist()
         start += length
-        of: tuple[set[int], ...] = tuple(set() for _ in _Kind)
+        of: tuple[set[int], ...] = tuple(set() for _ in _WordKind)
         for word, kind in zip(hashes, kinds, strict=True):
             of[kind].add(word)
-        content = of[_Kind.CONTENT] | of[_Kind.NAME]
+        content = of[_WordKind.CONTENT] | of[_WordKind.NAME]
         sentences.append(
             _Sentence(
-                hashes=frozenset(content | of[_Kind.FUNCTION] | of[_Kind.NEGATION]),
+                hashes=frozenset(content | of[_WordKind.FUNCTION] | of[_WordKind.NEGATION]),
                 content=frozenset(content),
-                names=frozenset(of[_Kind.NAME]),
-                numbers=frozenset(of[_Kind.NUMBER]),
-                few=frozenset(of[_Kind.NUMBER] | of[_Kind.FEW]),
-                measures=frozenset(of[_Kind.MEASURE]),
-                negations=kinds.count(_Kind.NEGATION) % 2,
+                names=frozenset(of[_WordKind.NAME]),
+                numbers=frozenset(of[_WordKind.NUMBER]),
+                few=frozenset(of[_WordKind.NUMBER] | of[_WordKind.FEW]),
+                measures=frozenset(of[_WordKind.MEASURE]),
+                negations=kinds.count(_WordKind.NEGATION) % 2,
             )
         )
     return sentences
@@ -405,7 +407,7 @@ def _share(mine: Set[int], theirs: Set[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _KnownAnswer:
     sketch: Sketch
     prompt: NDArray[np.float16]
     text: int
@@ -433,7 +435,7 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, _Answer] = {}
+        self._answers: dict[bytes, _KnownAnswer] = {}
         self._ages: list[tuple[bytes, bytes]] = []
         self._texts: Counter[int] = Counter()
         self._frequencies: Counter[int] = Counter()  # of words, by distinct texts
@@ -461,8 +463,8 @@ class Answers:
         """
         if name in self._answers or sketch.is_empty:
             return
-        hashes = tuple(set(sketch.hashes[sketch.kinds < _Kind.NUMBER].tolist()))
-        answer = _Answer(
+        hashes = tuple(set(sketch.hashes[sketch.kinds < _WordKind.NUMBER].tolist()))
+        answer = _KnownAnswer(
             sketch=sketch,
             prompt=vector.astype(np.float16),
             text=hash((sketch.hashes.tobytes(), sketch.lengths.tobytes())),
