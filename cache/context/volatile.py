@@ -349,14 +349,14 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     cues = [*islice(_CUE.finditer(text), _CUES_MAX + 1)]
     if len(cues) > _CUES_MAX:
         return ()
-    all_spans = [_span(match, SpanKind.COUNTER) for match in _ROW.finditer(text)]
+    all_spans = [span_of(match, SpanKind.COUNTER) for match in _ROW.finditer(text)]
     bare, counts = [], Counter[str]()
     for word in cues:
         cue = word[0].casefold()
         for kind, pattern in _BY_CUE.get(cue, ()):
             match = pattern.match(text, word.start())
             if match is not None:
-                span = _span(match, kind)
+                span = span_of(match, kind)
                 if cue in _BARE:
                     bare.append(span)
                 elif kind is not SpanKind.NAME or _is_name(span, counts := counts or Counter(_RUN.findall(text))):
@@ -371,10 +371,10 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
         sentence_end = _SENTENCE_END.search(text, name.end, end)
         end = sentence_end.start() if sentence_end else end
         for pattern in _FOLLOWING:
-            all_spans += (_span(match, SpanKind.ID) for match in pattern.finditer(text, name.end, end))
+            all_spans += (span_of(match, SpanKind.ID) for match in pattern.finditer(text, name.end, end))
     all_spans += [span for span in bare if _is_beside(span, all_spans, text)]
     all_spans = [span for span in all_spans if not _CONDITIONAL.search(text, max(0, span.start - 96), span.start)]
-    all_spans += (_span(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
+    all_spans += (span_of(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
     for pattern in patterns:
         all_spans += (
             Span(match.start(), match.end(), SpanKind.OTHER, match[0])
@@ -384,7 +384,7 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     return apart(all_spans)
 
 
-def _span(match: re.Match[str], kind: SpanKind) -> Span:
+def span_of(match: re.Match[str], kind: SpanKind) -> Span:
     return Span(*match.span("value"), kind, match["value"], match["label"])
 
 

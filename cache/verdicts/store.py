@@ -45,8 +45,8 @@ KEPT_S = 30 * 86_400.0  # after the last verdict of a partition
 _ONCE_S = 7 * 86_400.0
 _READ_COUNT = 1_000
 _SUSPENDED_MAX = 10_000
-_REPLIES_MAX = 100_000  # of a partition, some 50 MB
-_TOLD_MAX = 100_000  # some 10 MB
+REPLIES_MAX = 100_000  # of a partition, some 50 MB
+TAKEN_MAX = 100_000  # some 10 MB
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -159,7 +159,7 @@ class VerdictStore:
         argv = (
             verdict.encode(), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
             verdict.exact, _double(verdict.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
-            _SUSPENDED_MAX, int(verdict.is_right is False), id, _TOLD_MAX,
+            _SUSPENDED_MAX, int(verdict.is_right is False), id, TAKEN_MAX,
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
         await self._log.append(VerdictAdded(partition))
@@ -168,7 +168,7 @@ class VerdictStore:
     async def take_once(self, partition: Partition, id: str) -> bool:
         """Take a verdict of which only the id is kept. False if it was taken before."""
         told = _tag(partition) + "told"
-        return bool(await self._redis.eval(_TAKE_ONCE, 1, told, id, _ms(_ONCE_S), _TOLD_MAX))
+        return bool(await self._redis.eval(_TAKE_ONCE, 1, told, id, _ms(_ONCE_S), TAKEN_MAX))
 
     async def was_taken(self, partition: Partition, id: str) -> bool:
         return await self._redis.execute_command("ZSCORE", _tag(partition) + "told", id) is not None
@@ -222,7 +222,7 @@ class VerdictStore:
         latest reply that had it.
         """
         sent = [
-            self._redis.eval(_REMEMBER, len(keys), *keys, reply.encode(), _ms(ttl_s), _REPLIES_MAX)
+            self._redis.eval(_REMEMBER, len(keys), *keys, reply.encode(), _ms(ttl_s), REPLIES_MAX)
             for partition, reply, names in replies
             for tag in (_tag(partition),)
             for keys in ([tag + "replies", *(f"{tag}reply:{reply_command}" for reply_command in (reply.id, *names))],)
