@@ -146,7 +146,7 @@ _COUNTING = DAYS | frozenset((*SMALL, *OTHER_NUMBERS))
 
 
 def _words(text: str) -> frozenset[str]:
-    """The words of a text that are no function words, case-folded, with the parts of joined ones."""
+    """The content words of a text, case-folded, and the parts of joined words."""
     return frozenset(word for token in _TOKEN.findall(text) for word in _parts(token) if word not in FUNCTION_WORDS)
 
 
@@ -274,7 +274,7 @@ def _call_by_value(turn: Any, places: dict[str, int]) -> Any:
 
 
 def _value_of(text: str) -> Any:
-    """The value of a JSON text, in a list; the text itself where it is none."""
+    """The value of a JSON text, in a list; any other text as it is."""
     try:
         return [msgspec.json.decode(text)]
     except (msgspec.DecodeError, RecursionError):

@@ -175,7 +175,8 @@ def _asks_further(prompt: TextFeatures, known: TextFeatures) -> bool:
 
 
 def _kinds(left: TextFeatures, right: TextFeatures) -> frozenset[str]:
-    """What one asks for; how much is what cost before a verb, how many before a noun, else as the other has it."""
+    """The things that the left text asks for. "How much" before a verb asks for a cost, before a noun for a
+    count; elsewhere it is read as in the right text."""
     kinds = left.moods & ASKED_FOR
     if left.question in kinds and left.asks < 2:
         return frozenset((left.question,))  # "When do prices rise?"

@@ -102,7 +102,7 @@ class Row:
 
     @property
     def stands_for(self) -> float:
-        """How many comparisons it stands for, of which a share was asked; 1 where all were."""
+        """The number of comparisons that the row stands for: 1 where a judge was asked about all of them."""
         return min(_WEIGHT_MAX, 1 / self.judge_chance) if self.judge_chance else 1.0
 
     def is_awaited(self, late: Row) -> bool:
@@ -121,7 +121,7 @@ class Row:
 
 
 class LogisticModel:
-    """The prior, and what was learned since. It does not change: a fit makes another one."""
+    """The prior, and what was learned since. A fit makes another model: this one does not change."""
 
     def __init__(self, prior: Prior, coefficients: Vector | None = None, covariance: Vector | None = None) -> None:
         self._prior = prior

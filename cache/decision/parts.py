@@ -139,7 +139,7 @@ class Split:
 
     @classmethod
     def of(cls, spans: tuple[Piece, ...]) -> Split:
-        """That of a prompt of these spans, of which no template is known."""
+        """Split a prompt of these spans without a template."""
         is_marked = any(span.kind in _MARKED for span in spans)
         labels = [index for index, span in enumerate(spans) if _is_asking(span)]
         plain = [index for index in labels if _is_plain(spans[index])]
@@ -157,7 +157,7 @@ class Split:
 
     @property
     def lines(self) -> list[bytes]:
-        """What may be lines of a template, and labels at their starts."""
+        """The lines, and the labels at their starts, that a template may have."""
         labels = (_LABEL.match(span.text) for span in self.spans)
         return [*(span.digest for span in self.spans), *(_digest(match.group()) for match in labels if match)]
 
@@ -385,7 +385,7 @@ def _bare(text: str, start: int) -> tuple[int, int]:
 
 
 def _head(line: str) -> int:
-    """The length of a question's label at the start of a line, its indent included; 0 where there is none."""
+    """The length of a question's label at the start of a line, its indent included; 0 without a label."""
     bare = line.lstrip()
     label = _QUESTION_LABEL.match(bare[:_LABEL_CHARS]) if bare[:1] in "#<" or ":" in bare else None
     return 0 if label is None else len(line) - len(bare) + label.end()
@@ -495,7 +495,7 @@ class _Reader:
         self._is_quoted = was_quoted
 
     def _json(self, first: int, end: int) -> tuple[str, int] | None:
-        """The JSON that begins in a line, and the line after it; None where it is none."""
+        """The JSON that begins in a line, and the number of the line after it; None without JSON."""
         if first >= end or self._json_left == 0 or _JSON_START.match(self._lines[first]) is None:
             return None
         self._json_left -= 1
@@ -614,7 +614,7 @@ def _closed(lines: Sequence[str]) -> dict[int, int]:
 
 
 def _mark(line: str) -> str:
-    """What a heading begins with; empty where the line is none."""
+    """The mark at the start of a heading; empty for any other line."""
     heading = _HEADING.match(line.rstrip())
     return "" if heading is None else next(filter(None, heading.groups()))
 
@@ -639,7 +639,7 @@ def _merged(spans: Sequence[Piece]) -> list[Piece]:
 
 
 def _joined(spans: Sequence[Piece], chunk: str = "") -> Piece:
-    """One document of some spans side by side."""
+    """Join neighbouring spans into one document."""
     joined = b"".join(_digest(span.glue) + span.digest for span in spans[1:])
     digest = blake2b(spans[0].digest + joined, digest_size=_DIGEST_BYTES).digest()
     return msgspec.structs.replace(spans[0], digest=digest, text="", chunk=chunk, kind=Kind.DOCUMENT)

@@ -508,7 +508,7 @@ def _roles(tokens: list[str]) -> list[tuple[str, str]]:
 
 
 def _moods(tokens: list[str], *, is_asking: bool) -> frozenset[str]:
-    """What is asked to be; "can you" and "will you" only ask."""
+    """The modal verbs of what is asked. "Can you" and "will you" at the start only ask."""
     pairs = list(itertools.pairwise((*tokens, "")))
     # "When I descale it, how much ..." asks for no time
     aside = {word for word in tokens if word in _ASKING} if is_asking else set()

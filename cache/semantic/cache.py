@@ -250,7 +250,7 @@ class SemanticCache:
         return MissReason.DOCUMENTS if has_others else MissReason.EMPTY
 
     def _parts_of(self, query: Query) -> Parts:
-        """What of a prompt must be equal, and what is compared, by the templates of its namespace."""
+        """Split a prompt into what must be equal and what is compared, by the templates of its namespace."""
         with read_for(query.partition):
             made = split(query.text)
         namespace = self._namespaces.get(query.namespace)
@@ -692,7 +692,7 @@ class SemanticCache:
 
 
 def _check(key: _Key) -> bytes:
-    """What says which part of a prompt a stored vector is of; nothing where it is of all."""
+    """A digest of the part of a prompt that a stored vector is of; empty for the whole prompt."""
     if not key.frame:
         return b""
     return hashlib.blake2b(key.text.encode("utf-8", "surrogatepass"), digest_size=_CHECK_BYTES).digest()

@@ -54,7 +54,7 @@ class _Context:
 
 
 class Contexts:
-    """Those of one cache, by the names of its rooms."""
+    """The contexts of one semantic cache, by room."""
 
     def __init__(self, encoder: Memo) -> None:
         self._encoder = encoder
@@ -91,7 +91,7 @@ class Contexts:
             self._embed(room, self._known[room], chars_max)
 
     def matrix(self, room: bytes) -> NDArray[np.float32] | None:
-        """The vectors of the clauses of a room's context; None where there are none, or not all yet."""
+        """The vectors of the clauses of a room's context; None until all are embedded."""
         known = self._known.get(room)
         return None if known is None or known.matrix is None else known.matrix.astype(np.float32)
 
@@ -163,7 +163,7 @@ def _without(text: str, word: str) -> str:
 
 
 def clauses(text: str) -> list[str]:
-    """Those of a text that say something: two questions may be about two things in one sentence."""
+    """The clauses of a text that have content: two questions may be about two things in one sentence."""
     clause_texts: list[str] = []
     for sentence in _END.split(text):
         sentence_text = sentence.strip()[:_SENTENCE_CHARS]
@@ -175,7 +175,7 @@ def clauses(text: str) -> list[str]:
 
 
 def places(matrix: NDArray[np.float32], prompt: NDArray[np.float32], known: NDArray[np.float32]) -> list[Places]:
-    """Where a question points beside each of some others, all of one context."""
+    """Compare where a question points in its context with where each of the others points."""
     cosines = np.concatenate((prompt[None], known)) @ matrix.T
     weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / _WIDTH)
     roots = np.sqrt(weights / weights.sum(axis=1, keepdims=True))

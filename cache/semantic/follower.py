@@ -191,7 +191,7 @@ class Follower:
         return [*before, *(AnswerSuspended(partition, name) for name in await self._verdicts.suspended(partition))]
 
     async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[PromptAdded]:
-        """Those that can be found by meaning, with the groups of their answers."""
+        """The entries that can be found by meaning, with the groups of their answers."""
         known = [(exact, about, about.text) for exact, about in entries if about is not None and about.text is not None]
         if not known:
             return []
@@ -249,7 +249,7 @@ class Follower:
             await self._store.store_vectors(partition, self._embedder_key, vectors)
 
     async def _read_sketches(self) -> None:
-        """Those that another host made."""
+        """Read the sketches that another host made."""
         while self._sketched:
             partition, exacts = next(iter(self._sketched.items()))
             await self._fold_sketches(partition, [one for one in exacts if self._cache.wants_sketch(partition, one)])

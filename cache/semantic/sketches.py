@@ -72,7 +72,7 @@ class AnswerSketches:
             heapq.heapify(self._oldest)
 
     def drop(self, namespace: bytes, name: bytes) -> None:
-        """Forget an answer; one that is not here is none."""
+        """Forget an answer, if it is here."""
         namespace_state = self._namespaces.get(namespace)
         if namespace_state is None or name not in namespace_state.names:
             return

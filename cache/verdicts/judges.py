@@ -99,7 +99,7 @@ _REFUSAL = re.compile(
 
 
 def is_refusal(answer: str) -> bool:
-    """Whether a short answer says that there is none. Equal ones do not show that their prompts ask
+    """Whether a short answer declines to answer. Equal ones do not show that their prompts ask
     for the same.
     """
     return len(answer) <= _REFUSAL_CHARS and _REFUSAL.search(answer.casefold().replace("’", "'")) is not None
@@ -121,7 +121,7 @@ def normalised(text: str) -> tuple[str, ...]:
 
 
 def _number(token: str) -> str:
-    """1,000.50 as 1000.5; what is no number in this notation as it is."""
+    """A number in one notation: 1,000.50 becomes 1000.5. Any other text stays as it is."""
     bare = token.replace("−", "-")
     if _GROUPED.fullmatch(bare):
         bare = bare.replace(",", "")
@@ -133,9 +133,7 @@ def _number(token: str) -> str:
 
 
 def _json(text: str) -> str | None:
-    """The object or array that the text is, in a fence or bare, as a text that equal values share;
-    None where it is none, or too deep.
-    """
+    """The object or array that the text is, in a fence or bare, as a text that equal values share; None for any other text, or too deep."""
     # one way to match each character: a run of line feeds must not take the square of its length
     fenced = re.fullmatch(r"```(?:json)?[^\S\n]*\n(.*)\n```", text, re.DOTALL)
     body = fenced[1].strip() if fenced else text

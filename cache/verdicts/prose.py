@@ -88,7 +88,7 @@ class _WordKind(IntEnum):
 
 
 class Sketch:
-    """What the judge keeps of an answer: its words as hashes, by sentence, and a vector for each of
+    """A kept answer: its words as hashes, by sentence, and a vector for each of
     up to eight sentences.
     """
 
@@ -343,7 +343,7 @@ def _score(first: _View, second: _View) -> float:
 
 
 def conflict(first: _View, second: _View, is_usual: Callable[[_Sentence], bool]) -> str:
-    """What two answers state differently in a like sentence; empty where nothing is seen.
+    """Name the kind of fact that two answers state differently in a like sentence; empty without one.
 
     `is_usual` says of a sentence that many answers have it, such as a closing.
     """
@@ -385,7 +385,7 @@ def _difference(
     stated: tuple[Set[int], Set[int]],
     its_stated: tuple[Set[int], Set[int]],
 ) -> str:
-    """What two like sentences state differently. `stated` are the numbers and the words of the
+    """Name the kind of fact that two like sentences state differently. `stated` are the numbers and the words of the
     whole answer that the first is from, `its_stated` those of the other.
     """
     (numbers, hashes), (its_numbers, its_hashes) = stated, its_stated

@@ -166,7 +166,7 @@ class VerdictStore:
         return is_new
 
     async def take_once(self, partition: Partition, id: str) -> bool:
-        """Take a verdict of which only the id is kept. False if it was taken before."""
+        """Keep the id of a verdict. Returns False if it was taken before."""
         told = _tag(partition) + "told"
         return bool(await self._redis.eval(_TAKE_ONCE, 1, told, id, _ms(_ONCE_S), TAKEN_MAX))
 
