@@ -150,7 +150,9 @@ class VectorIndex:
         return was_there
 
     def vectors(self, namespace: bytes, keys: Sequence[int]) -> NDArray[np.float32]:
-        """The vectors that keys of the namespace were added with, rounded to float16, (n, dims). Raises RuntimeError where one is not there."""
+        """The vectors that keys of the namespace were added with, rounded to float16, (n, dims). Raises
+        RuntimeError where one is not there.
+        """
         with self._lock:
             found: NDArray[np.float32] = self._blocks[namespace].lists.reconstruct_batch(np.array(keys, dtype=np.int64))
         return found

@@ -133,7 +133,9 @@ def _number(token: str) -> str:
 
 
 def _json(text: str) -> str | None:
-    """The object or array that the text is, in a fence or bare, as a text that equal values share; None for any other text, or too deep."""
+    """The object or array that the text is, in a fence or bare, as a text that equal values share. None
+    for any other text, or one that is nested too deeply.
+    """
     # one way to match each character: a run of line feeds must not take the square of its length
     fenced = re.fullmatch(r"```(?:json)?[^\S\n]*\n(.*)\n```", text, re.DOTALL)
     body = fenced[1].strip() if fenced else text
