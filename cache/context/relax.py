@@ -57,15 +57,11 @@ def relaxed(
         return full
     try:
         with read_for(full.partition):
-            relaxed_fingerprint = _relaxed(full, body, messages, keyed, spans_of)
+            reduced = _relaxed(full, body, messages, keyed, spans_of)
     except (ValueError, RecursionError):  # the arguments of a call are deeper as a value than as a text
         return full
     context = "\n".join(text for turn in messages[:-1] for text in _texts_of(turn))
-    return (
-        msgspec.structs.replace(relaxed_fingerprint, context=context)
-        if 0 < len(context) <= CONTEXT_CHARS_MAX
-        else relaxed_fingerprint
-    )
+    return msgspec.structs.replace(reduced, context=context) if 0 < len(context) <= CONTEXT_CHARS_MAX else reduced
 
 
 def _relaxed(
@@ -88,13 +84,11 @@ def _relaxed(
         turns, slots, kept = _without_slots(systems, full.text, spans_of, has_tools=bool(tools))
         turns.append(last)
         left_out += slots
-    if turns == messages and all(body[name] == relaxed_fingerprint for name, relaxed_fingerprint in tools.items()):
+    if turns == messages and all(body[name] == tool for name, tool in tools.items()):
         return msgspec.structs.replace(full, kept=kept) if kept else full
-    relaxed_fingerprint = fingerprint({**body, **tools, "messages": turns}, full.partition, full.namespace, keyed)
+    reduced = fingerprint({**body, **tools, "messages": turns}, full.partition, full.namespace, keyed)
     beside = (full.text, *(part for message in turns[:-1] for part in _texts_in(message))) if left_out else ()
-    return msgspec.structs.replace(
-        full, compat=relaxed_fingerprint.compat, kept=kept, left_out=tuple(left_out), beside=beside
-    )
+    return msgspec.structs.replace(full, compat=reduced.compat, kept=kept, left_out=tuple(left_out), beside=beside)
 
 
 def shows_left_out(answer: str, full: Fingerprint) -> bool:
@@ -173,18 +167,18 @@ def _without_slots(
     texts = [_texts_of(message) for message in systems]
     is_long = sum(len(text) for row in texts for text in row) > TEXT_CHARS_MAX
     spans = [[() if is_long else spans_of(text) for text in row] for row in texts]
-    if not any(spans_in_text for row in spans for spans_in_text in row):
+    if not any(text_spans for row in spans for text_spans in row):
         return list(systems), [], ""
     turns: list[Any] = []
     left_out: list[str] = []
     kept = ""
     read = [list(zip(*rows, strict=True)) for rows in zip(texts, spans, strict=True)]
-    rest = "\n".join(_rest(text, spans_in_text) for row in read for text, spans_in_text in row)
+    rest = "\n".join(_rest(text, text_spans) for row in read for text, text_spans in row)
     for message, row in zip(systems, read, strict=True):
         parts = []
-        for text, spans_in_text in row:
-            needed = relied_on(question, spans_in_text, rest, has_tools=has_tools)
-            free = [span for place, span in enumerate(spans_in_text) if place not in needed]
+        for text, text_spans in row:
+            needed = relied_on(question, text_spans, rest, has_tools=has_tools)
+            free = [span for place, span in enumerate(text_spans) if place not in needed]
             kept = "volatile" if needed else kept
             left_out += [span.value for span in free if span.kind is not SpanKind.ORDER]
             parts.append(_skeleton(text, free) if free else text)
