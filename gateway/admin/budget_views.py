@@ -72,7 +72,7 @@ async def values(parts: AdminParts, budget_id: int) -> models.BudgetValuesOut:
     states = sorted(await parts.budgets.states([found]), key=lambda state: -(state.spent + state.held))
     shown = [state for state in states if state.spent or state.held][:_VALUES_SHOWN]
     return models.BudgetValuesOut(
-        values=[models.BudgetValueOut(value=name_of(s), spent=s.spent, held=s.held) for s in shown],
+        values=[models.BudgetValueOut.of(state, value=name_of(state)) for state in shown],
         values_total=sum(state.value not in ("", "*") for state in states),
     )
 
@@ -139,41 +139,30 @@ def name_of(state: BudgetState) -> str | None:
 def _out(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int) -> models.BudgetOut:
     """One budget on the wire."""
     is_money, limit = budget.unit is Unit.MONEY, budget.limit_at(at_ms)
-    out = models.BudgetOut(
-        id=budget.id,
-        team_id=budget.team_id,
-        window=budget.window,
-        rolling_s=budget.rolling_s or None,
-        time_zone=budget.time_zone or "UTC",
-        axis=budget.axis,
-        value=budget.value,
-        unit=budget.unit,
-        limit=budget.limit,
-        limit_now=limit,
-        limit_microusd=budget.limit if is_money else None,
-        is_hard=budget.is_hard,
-        overdraft=budget.overdraft,
-        raised_by=budget.raised_by,
-        raised_until_s=budget.raised_until_ms / 1000 if budget.raised_until_ms > at_ms else None,
-    )
-    if budget.is_hard and is_money:
-        out.too_small_for = [hold.model for hold in needed if hold.microusd > limit]
+    terms = {
+        "rolling_s": budget.rolling_s or None,
+        "time_zone": budget.time_zone or "UTC",
+        "limit_now": limit,
+        "limit_microusd": budget.limit if is_money else None,
+        "raised_until_s": budget.raised_until_ms / 1000 if budget.raised_until_ms > at_ms else None,
+        "too_small_for": [hold.model for hold in needed if hold.microusd > limit]
+        if budget.is_hard and is_money
+        else [],
+    }
     if state is None:
-        return out
+        return models.BudgetOut.of(budget, **terms)
     pace, remaining = pace_of(state, at_ms), max(0, limit - state.spent - state.held)
-    is_rolling = bool(budget.rolling_s)
-    return out.model_copy(
-        update={
-            "window_id": state.window.id,
-            "spent": state.spent,
-            "held": state.held,
-            "remaining": remaining,
-            "spent_microusd": state.spent if is_money else None,
-            "held_microusd": state.held if is_money else None,
-            "remaining_microusd": remaining if is_money else None,
-            "fullest": name_of(state) if budget.axis != "team" and budget.value is None else None,
-            "resets_at_s": None if state.window.end_ms is None or is_rolling else state.window.end_ms / 1000,
-            "per_day": pace.per_day,
-            "used_up_at_s": None if pace.used_up_at_ms is None else pace.used_up_at_ms / 1000,
-        }
+    end_ms = None if budget.rolling_s else state.window.end_ms
+    money = {"spent_microusd": state.spent, "held_microusd": state.held, "remaining_microusd": remaining}
+    return models.BudgetOut.of(
+        budget,
+        state,
+        pace,
+        **terms,
+        **(money if is_money else {}),
+        window_id=state.window.id,
+        remaining=remaining,
+        fullest=name_of(state) if budget.axis != "team" and budget.value is None else None,
+        resets_at_s=None if end_ms is None else end_ms / 1000,
+        used_up_at_s=None if pace.used_up_at_ms is None else pace.used_up_at_ms / 1000,
     )

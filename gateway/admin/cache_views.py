@@ -21,6 +21,7 @@ from gateway.admin import models
 from gateway.admin.parts import AdminParts
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
+from gateway.learning.reports import Outcome
 from gateway.telemetry.certificates import Certificate
 from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
@@ -36,11 +37,10 @@ async def cache(parts: AdminParts) -> models.CacheOut:
     found = await parts.accounts.list_teams()
     owners = {parts.partition_of(team.id): team for team in found}
     partitions = [
-        models.PartitionOut(
+        models.PartitionOut.of(
+            one,
             team_id=owner.id if owner else None,
             team=owner.name if owner else None,
-            entries=one.entries,
-            size_bytes=one.size_bytes,
             size_bytes_max=parts.exact.limits.size_bytes_max,
         )
         for one in sizes.partitions
@@ -52,12 +52,9 @@ async def cache(parts: AdminParts) -> models.CacheOut:
         WorkerState.REBUILDING: Health.STARTING,
     }
     detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
-    return models.CacheOut(
-        entries=sizes.entries,
-        size_bytes=sizes.size_bytes,
+    return models.CacheOut.of(
+        sizes,
         partitions=sorted(partitions, key=lambda one: -one.size_bytes),
-        l1_entries=sizes.l1_entries,
-        l1_bytes=sizes.l1_bytes,
         semantic=Part(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
     )
 
@@ -86,18 +83,16 @@ async def purge(parts: AdminParts, what: models.PurgeIn) -> models.PurgeOut:
     result = await parts.exact.purge(selector, is_dry_run=what.dry_run)
     owners = {parts.partition_of(team.id): team for team in await parts.accounts.list_teams()}
     samples = [
-        models.SampleOut(
-            id=sample.id,
+        models.SampleOut.of(
+            sample,
             team_id=owner.id if owner else None,
             team=owner.name if owner else None,
-            text=sample.text,
             created_at_s=sample.created_at,
-            size_bytes=sample.size_bytes,
         )
         for sample in result.samples
         for owner in (owners.get(sample.partition),)
     ]
-    return models.PurgeOut(dry_run=what.dry_run, count=result.count, size_bytes=result.size_bytes, samples=samples)
+    return models.PurgeOut.of(result, dry_run=what.dry_run, samples=samples)
 
 
 async def try_prompt(parts: AdminParts, what: models.TryIn) -> models.TryOut:
@@ -131,12 +126,8 @@ def _show(out: models.TryOut, found: Neighbourhood) -> None:
     numbers: dict[bytes, int] = {}
     for one in found.neighbours:
         number = numbers.setdefault(one.group or one.exact, len(numbers) + 1)
-        out.neighbours.append(
-            models.NeighbourOut(
-                text=one.text, similarity=one.similarity, id=one.exact.hex(), reason=one.reason or "", group=number,
-                keys=one.keys, right=one.right, wrong=one.wrong,
-            )
-        )  # fmt: skip
+        shown = {"id": one.exact.hex(), "reason": one.reason or "", "group": number}
+        out.neighbours.append(models.NeighbourOut.of(one, **shown))
     out.similarity = found.neighbours[0].similarity if found.neighbours else None
     trial = found.decision.trial
     out.p, out.p_min, out.verdicts = trial.p if trial is not None else None, found.p_min, found.verdicts
@@ -164,18 +155,15 @@ async def wrong(parts: AdminParts) -> models.WrongsOut:
 
 async def _wrong(parts: AdminParts, team: Team, partition: Partition, name: bytes, why: Suspension) -> models.WrongOut:
     about = await parts.exact.lookup_about(partition, why.exact)
-    return models.WrongOut(
+    return models.WrongOut.of(
+        why,
         team_id=team.id,
         team=team.name,
         name=name.hex(),
         is_group=name[:1] == Scope.GROUP.value.encode(),
         entry=why.exact.hex(),
         text=about.text if about is not None else None,
-        source=why.source,
-        judge=why.judge,
-        why=why.why,
         model=why.alias,
-        request_id=why.request_id,
         at_s=why.at,
     )
 
@@ -202,16 +190,9 @@ async def answer(parts: AdminParts, what: models.AnswerIn, client: str, way: str
     is_semantic = record.cache == "semantic"
     question = record.question or None if is_semantic else entry.text
     why = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
-    return models.AnswerOut(
-        request_id=record.request_id,
-        at_s=record.at_s,
-        team_id=record.team_id,
-        team=record.team,
+    return models.AnswerOut.of(
+        record,
         model=record.alias,
-        cache=record.cache,
-        similarity=record.similarity,
-        entry=record.entry,
-        deployment=record.deployment,
         created_at_s=entry.created_at,
         question=question,
         made_for=entry.text if is_semantic else None,
@@ -280,29 +261,16 @@ def _certificate(parts: AdminParts, team: Team, alias: str, one: Certificate) ->
     start, counts = one.start, one.counts
     measured = parts.truth.measure(counts)
     drift = next((live.drift for live in parts.truth.live if (live.team_id, live.alias) == (team.id, alias)), None)
-    return models.CertificateOut(
+    return models.CertificateOut.of(
+        counts,
+        start,
+        start.basis,
+        measured,
         team_id=team.id,
         team=team.name,
         model=alias,
-        since_s=start.since_s,
-        why=start.why,
-        error_max=start.basis.error_max,
-        estimate=measured.estimate,
-        low=measured.low,
-        high=measured.high,
-        requests=counts.requests,
-        hits=counts.hits,
-        audits=counts.audits,
-        shadow_checks=counts.shadow_checks,
         comparisons=counts.checks,
-        judges=counts.judges,
-        wrong=counts.wrong,
-        unsettled=counts.unsettled,
-        reported_wrong=counts.reported_wrong,
-        reported_right=counts.reported_right,
         judge_error_max=measured.judge_error,
-        embedder=start.basis.embedder,
-        rule=start.basis.rule,
         judged_by=start.basis.judges,
         drift_since_s=drift.since_s if drift is not None else None,
         strictness=drift.strictness if drift is not None else 1.0,
@@ -322,7 +290,7 @@ async def certify(parts: AdminParts, what: models.CertificateIn, client: str, wa
     return (await certificates(parts, team.id, what.model)).certificates[0]
 
 
-async def feedback(parts: AdminParts, what: models.FeedbackIn) -> models.FeedbackOut:
+async def feedback(parts: AdminParts, what: models.FeedbackIn) -> Outcome:
     """Report a response of any team as right or wrong, like `POST /v1/feedback`.
 
     Raises NotFound, AlreadyWrong, RedisError, CacheUnavailable.
@@ -331,5 +299,4 @@ async def feedback(parts: AdminParts, what: models.FeedbackIn) -> models.Feedbac
     if record is None or not record.team_id:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
     partition = parts.partition_of(record.team_id)
-    outcome = await parts.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")
-    return models.FeedbackOut(id=outcome.id, verdict=outcome.verdict, effect=outcome.effect)
+    return await parts.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")

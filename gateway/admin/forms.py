@@ -24,6 +24,7 @@ from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrong
 from gateway.admin.html import LOGIN, Pages, is_own_path
 from gateway.admin.models import Act
 from gateway.admin.parts import AdminParts
+from gateway.learning.reports import Outcome
 from gateway.wire.errors import BadRequest, Unauthenticated
 from gateway.wire.requests import in_json_words
 
@@ -115,7 +116,7 @@ def _handler(
             raise
         if render is not None and form.shows:
             return await render(request, **shown, **{form.shows: made})
-        return RedirectResponse(form.back.format(**shown, made=made), 303)
+        return RedirectResponse(form.back.format(**shown, made=made, done=_noted(made)), 303)
 
     return handle
 
@@ -138,6 +139,13 @@ async def read_form(request: Request) -> dict[str, str]:
 
 def _status(error: Exception) -> int:
     return 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+
+
+def _noted(result: Any) -> str:
+    """The name of the dashboard's message on a report of an answer; empty of another operation."""
+    if not isinstance(result, Outcome):
+        return ""
+    return "right" if result.verdict == "right" else f"wrong-{result.effect}"
 
 
 def _back(fields: Mapping[str, str]) -> str:
@@ -396,6 +404,6 @@ FORMS = (
     _Form("/cache/purge", "POST /cache/purge", "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
     _Form("/cache/certificate", "POST /cache/certificate", "/admin/cache?done=certified"),
     _Form("/cache/clear", "POST /cache/clear", "/admin/cache?done=cleared"),
-    _Form("/cache/report", "POST /feedback", "{back}?done={made.done}", read=_hidden("id", "verdict")),
+    _Form("/cache/report", "POST /feedback", "{back}?done={done}", read=_hidden("id", "verdict")),
     _Form("/cache/try", "POST /cache/try", "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
 )  # fmt: skip

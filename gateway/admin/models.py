@@ -6,13 +6,13 @@ The docstrings of models are descriptions in the OpenAPI document. No storage.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
-from gateway.accounts import AuditRow, LedgerRow
+from gateway.accounts import AuditRow, Key, LedgerRow, NewKey
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.deployments.progress import Attempt
 from gateway.journey.bill import Claim
@@ -20,9 +20,11 @@ from gateway.journey.generation import Rejection
 from gateway.journey.hedge import Hedged
 from gateway.journey.record import Record
 from gateway.journey.rescue import Seam
+from gateway.learning.reports import Outcome
 from gateway.telemetry.judge_error import ErrorRate
 from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window
+from local_engine import EngineLoad
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
 from policies.windows import Overdraft, Unit
@@ -58,23 +60,42 @@ class _In(BaseModel):
 class _Out(BaseModel):
     model_config = ConfigDict(from_attributes=True, protected_namespaces=())
 
+    @classmethod
+    def of(cls, *values: object, **fields: Any) -> Self:
+        """A response with `fields`, and with the attributes of `values` that have a field's name.
+
+        The first value with an attribute counts.
+        """
+        names = cls.model_fields.keys() - fields.keys()
+        shown = {name: getattr(value, name) for value in reversed(values) for name in names if hasattr(value, name)}
+        return cls.model_validate(shown | fields)
+
 
 class _Flat:
-    """Makes a plain value's own fields a response: a schema called `name`, all fields required.
+    """Makes a plain value a response: a schema called `name`, all fields required.
 
-    `without` names internal fields. `changed` has other types by field, or types with a
-    description.
+    It has the fields and properties in `only`, in that order; else all fields but those in
+    `without`. `changed` has by field another type, or a text that describes it.
     """
 
-    def __init__(self, name: str, doc: str | None = None, without: tuple[str, ...] = (), **changed: Any) -> None:
-        self._name, self._doc, self._without, self._changed = name, doc, without, changed
+    def __init__(
+        self, name: str, doc: str | None = None, *, only: str = "", without: tuple[str, ...] = (), **changed: Any
+    ) -> None:
+        self._name, self._doc, self._only, self._without, self._changed = name, doc, only.split(), without, changed
         # one per schema: OpenAPI would lengthen the names of two
         self._model: type[BaseModel] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
-            types = {name: hint for name, hint in get_type_hints(source).items() if name not in self._without}
-            fields: Any = {name: (hint, ...) for name, hint in (types | self._changed).items()}
+            hints = get_type_hints(source)
+            fields: dict[str, Any] = {}
+            for name in self._only or [*(name for name in hints if name not in self._without), *self._changed]:
+                kind = self._changed.get(name, hints.get(name))
+                if kind is None or isinstance(kind, str):
+                    own = hints[name] if name in hints else get_type_hints(getattr(source, name).fget)["return"]
+                    fields[name] = (own, Field(description=kind))
+                else:
+                    fields[name] = (kind, ...)
             self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)
         return handler.generate_schema(self._model)
 
@@ -172,34 +193,15 @@ class BudgetRaiseIn(_In):
     until_s: float = Field(ge=0, le=1e11, description="unix seconds")
 
 
-class KeyOut(_Out):
-    id: int
-    team_id: int
-    name: str
-    prefix: str
-    is_active: bool
-    created_at_s: float
-    expires_at_s: float | None
-    last_used_at_s: float | None
-    requests_per_min: int | None
-    tokens_per_min: int | None
-    models: tuple[str, ...] | None
+_KEY = (
+    "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models"
+)
+KeyOut = Annotated[Key, _Flat("KeyOut", only=_KEY)]
+_NEW_KEY = "A key just made. The plaintext is shown this once and kept nowhere."
+NewKeyOut = Annotated[NewKey, _Flat("NewKeyOut", _NEW_KEY, key=KeyOut)]
 
 
-class NewKeyOut(_Out):
-    """A key just made. The plaintext is shown this once and kept nowhere."""
-
-    key: KeyOut
-    plaintext: str
-
-
-class BudgetOut(_Out):
-    """A budget, and what counts against it now; the live figures are null while Redis is away.
-
-    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
-    figures are those of `fullest`, the value with the most use.
-    """
-
+class BudgetTerms(_Out):
     id: int
     team_id: int
     window: WindowKind
@@ -215,6 +217,15 @@ class BudgetOut(_Out):
     overdraft: Overdraft
     raised_by: int = 0
     raised_until_s: float | None = None
+
+
+class BudgetOut(BudgetTerms):
+    """A budget, and what counts against it now; the live figures are null while Redis is away.
+
+    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
+    figures are those of `fullest`, the value with the most use.
+    """
+
     window_id: str | None = None
     fullest: str | None = None
     spent: int | None = None
@@ -421,13 +432,9 @@ _Route = Annotated[
 taken) or `failed` (any other 5xx, and a 424).""",
         without=("draft", "drafted_tokens", "accepted_tokens", "survived", "question"),
         kind=str,
-        asked=Annotated[
-            str, Field(description="the name that was asked for, where it is no alias itself; at most 100 characters")
-        ],
-        refusal=Annotated[
-            str, Field(description="the message that came with `error`; empty where a provider wrote it")
-        ],
-        entry=Annotated[str, Field(description="id of the cached answer that was served or stored")],
+        asked="the name that was asked for, where it is no alias itself; at most 100 characters",
+        refusal="the message that came with `error`; empty where a provider wrote it",
+        entry="id of the cached answer that was served or stored",
         rejected=list[_Rejection],
         attempts=list[_Attempt],
         fallbacks=list[_Rejection],
@@ -448,7 +455,7 @@ _LedgerRow = Annotated[
     _Flat(
         "LedgerRowOut",
         without=("charges",),
-        usage_estimated=Annotated[bool, Field(description="the deployment did not report its tokens")],
+        usage_estimated="the deployment did not report its tokens",
         team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
         key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],
     ),
@@ -601,21 +608,18 @@ class StatusOut(_Out):
     problems: list[ProblemOut]
 
 
-class EngineOut(_Out):
-    """What a local engine tells of itself. What ends in `_total` counts since its start: prompt tokens, those of them that were
-    found computed already, and guessed tokens with those that were right, by source (text, reference, model)."""
-
-    kv_usage: float = Field(description="share of the KV memory that running generations hold, 0 to 1")
-    kv_blocks_used: int
-    kv_blocks_cached: int
-    kv_blocks_total: int
-    prefill_tokens_per_s: float
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    answer_tokens_total: int
-    preemptions_total: int
-    drafted_tokens_total: dict[str, int]
-    accepted_tokens_total: dict[str, int]
+_ENGINE = """What a local engine tells of itself. What ends in `_total` counts since its start: prompt tokens, those of them that were
+found computed already, and guessed tokens with those that were right, by source (text, reference, model)."""
+_Engine = Annotated[
+    EngineLoad,
+    _Flat(
+        "EngineOut",
+        _ENGINE,
+        only="kv_usage kv_blocks_used kv_blocks_cached kv_blocks_total prefill_tokens_per_s prompt_tokens_total"
+        " cached_tokens_total answer_tokens_total preemptions_total drafted_tokens_total accepted_tokens_total",
+        kv_usage="share of the KV memory that running generations hold, 0 to 1",
+    ),
+]
 
 
 class DeploymentErrorOut(_Out):
@@ -651,9 +655,7 @@ class TriedOut(_Out):
     cost_microusd: int
 
 
-class DeploymentOut(_Out):
-    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
-
+class DeploymentFacts(_Out):
     name: str
     alias: str
     backend: str
@@ -673,6 +675,11 @@ class DeploymentOut(_Out):
     can_chat: bool = Field(True, description="false: its model is for something else, as embeddings")
     capabilities: tuple[str, ...]
     are_capabilities_assumed: bool = Field(False, description="those of its kind of backend, as its model is not known")
+
+
+class DeploymentOut(DeploymentFacts):
+    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
+
     hold_microusd: int = Field(0, description="what a short question without `max_tokens` holds of a budget")
     hold_output_tokens: int = Field(0, description="the answer that this assumes")
     context_tokens_max: int | None
@@ -683,7 +690,7 @@ class DeploymentOut(_Out):
     )
     recent_calls: float = Field(0, description="answers behind the predictions; older ones count less")
     last_errors: list[DeploymentErrorOut] = Field([], description="of the latest requests on all hosts, newest first")
-    engine: EngineOut | None = Field(None, description="of a local engine that is ready")
+    engine: _Engine | None = Field(None, description="of a local engine that is ready")
 
 
 class DeploymentsOut(_Out):
@@ -900,12 +907,4 @@ class FeedbackIn(_In):
     verdict: Literal["right", "wrong"]
 
 
-class FeedbackOut(_Out):
-    id: str
-    verdict: str
-    effect: str
-
-    @property
-    def done(self) -> str:
-        """The name of the dashboard's message."""
-        return self.verdict if self.verdict == "right" else f"wrong-{self.effect}"
+FeedbackOut = Annotated[Outcome, _Flat("FeedbackOut", effect=str)]

@@ -86,15 +86,14 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
         cost = deployment.price.cost(usage)
         if is_charged:
             await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))
-    return models.TriedOut(
+    return models.TriedOut.of(
+        progress,
+        usage,
         name=what.name,
         is_ok=failure is None,
         problem="" if failure is None else failure.detail,
-        answer=_text(chunks) if failure is None else "",
-        ttft_ms=progress.ttft_ms,
+        answer=(answer_text(fold(chunks)) or "") if failure is None else "",
         duration_ms=progress.elapsed_ms(),
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
         cost_microusd=cost,
     )
 
@@ -149,7 +148,3 @@ def _question(alias: Alias, deployment: Deployment) -> BackendRequest:
         kind=CHAT,
         model=deployment.model if alias.is_pattern else "",
     )
-
-
-def _text(chunks: list[Chunk]) -> str:
-    return answer_text(fold(chunks)) or ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import Group, LedgerFilter, Team
+from gateway.accounts import Group, Key, LedgerFilter, Team
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budget_views, models
 from gateway.admin.parts import AdminParts
@@ -39,7 +39,8 @@ _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 _SHOWN = Demand(_PROMPT_TOKENS_SHOWN, 0, 0)
 _ERRORS_SHOWN = 3
-Key = TypeVar("Key", int, str)
+Label = TypeVar("Label", int, str)
+_Tally = TypeVar("_Tally", bound=models.TallyOut)
 # a short question, without `max_tokens`, in a body of 100 bytes
 _SHORT = Demand(
     prompt_tokens=10,
@@ -62,15 +63,12 @@ async def teams(parts: AdminParts, name: str = "", after: int = 0, limit: int | 
 
 async def _filled(parts: AdminParts, found: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
     """The teams `found`, of which one alone is `team_id`, with their keys and budgets."""
-    keys, budgets = defaultdict[int, list[models.KeyOut]](list), defaultdict[int, list[models.BudgetOut]](list)
+    keys, budgets = defaultdict[int, list[Key]](list), defaultdict[int, list[models.BudgetOut]](list)
     for key in await parts.accounts.list_keys(team_id):
-        keys[key.team_id].append(models.KeyOut.model_validate(key))
+        keys[key.team_id].append(key)
     for budget in await budget_views.budgets(parts, team_id, {team.id for team in found}):
         budgets[budget.team_id].append(budget)
-    return [
-        models.TeamOut.model_validate(team).model_copy(update={"keys": keys[team.id], "budgets": budgets[team.id]})
-        for team in found
-    ]
+    return [models.TeamOut.of(team, keys=keys[team.id], budgets=budgets[team.id]) for team in found]
 
 
 async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
@@ -92,7 +90,7 @@ async def batches(parts: AdminParts, cursor: str, limit: int) -> models.BatchesO
 def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
     """A batch, with the name of its team."""
     team = next((one.name for one in teams if one.id == batch.team_id), "")
-    return models.BatchOut.model_validate({**msgspec.structs.asdict(batch), "team": team})
+    return models.BatchOut.of(batch, team=team)
 
 
 # -- history
@@ -104,13 +102,33 @@ async def stats(
     """Counts over a window. Raises RedisError."""
     summary = await parts.stats.query(window, team_id=team_id, model=model)
     teams = await parts.accounts.list_teams()
-    out = stats_out(summary, {team.id: team.name for team in teams})
-    found = {
-        "semantic": _semantic(parts, summary, teams),
-        "judging": _judging(summary, teams),
-        "judges": _judges(summary),
-    }
-    return out.model_copy(update=found)
+    names = {0: ""} | {team.id: team.name for team in teams}
+    return models.StatsOut.of(
+        summary,
+        total=_tally(models.TallyOut, summary.total),
+        by_team=[
+            _tally(models.TeamTally, tally, team_id=team_id, team=names.get(team_id, "deleted"))
+            for team_id, tally in _ranked(summary.by_team)
+        ],
+        by_model=[_tally(models.ModelTally, tally, model=name) for name, tally in _ranked(summary.by_model)],
+        by_surface=[_tally(models.SurfaceTally, tally, surface=name) for name, tally in _ranked(summary.by_surface)],
+        by_deployment=[
+            models.DeploymentTallyOut.of(tally, deployment=name)
+            for name, tally in sorted(summary.by_deployment.items())
+        ],
+        semantic=_semantic(parts, summary, teams),
+        judging=_judging(summary, teams),
+        judges=_judges(summary),
+    )
+
+
+def _ranked(tallies: Mapping[Label, Tally]) -> list[tuple[Label, Tally]]:
+    """The sums of each part of the traffic, by descending requests."""
+    return sorted(tallies.items(), key=lambda labelled: -labelled[1].requests)
+
+
+def _tally(kind: type[_Tally], tally: Tally, **labels: int | str) -> _Tally:
+    return kind.of(tally, by_kind={name: tally.by_kind.get(name, 0) for name in KINDS}, **labels)
 
 
 def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]:
@@ -134,16 +152,8 @@ def _judges(summary: Summary) -> list[models.JudgeOut]:
     found = []
     for names, counts in summary.rulings.items():
         judge, _, other = names.partition("\n")
-        found.append(
-            models.JudgeOut(
-                judge=judge,
-                other=other,
-                pairs=counts.pairs,
-                agreed=counts.agreed,
-                false_same=false_same(counts),
-                false_different=false_different(counts),
-            )
-        )
+        rates = {"false_same": false_same(counts), "false_different": false_different(counts)}
+        found.append(models.JudgeOut.of(counts, judge=judge, other=other, **rates))
     return sorted(found, key=lambda one: -one.pairs)
 
 
@@ -158,19 +168,12 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
             continue
         measured = parts.truth.measure(sample)
         found.append(
-            models.SemanticOut(
+            models.SemanticOut.of(
+                sample,
+                measured,
                 team_id=team_id,
                 team=team.name,
                 model=alias,
-                requests=sample.requests,
-                hits=sample.hits,
-                checks=sample.checks,
-                unsettled=sample.unsettled,
-                reported_wrong=sample.reported_wrong,
-                reported_right=sample.reported_right,
-                estimate=measured.estimate,
-                low=measured.low,
-                high=measured.high,
                 error_max=parts.truth.bounds.error_max(team, alias),
                 strictness=now.get((team_id, alias), 1.0),
             )
@@ -184,41 +187,6 @@ async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None =
         return await stats(parts, window, team_id)
     except RedisError:
         return None
-
-
-def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
-    """A summary for the API: teams, models and surfaces by descending requests."""
-    names = {0: "", **team_names}
-    return models.StatsOut(
-        window=summary.window,
-        start_s=summary.start_s,
-        end_s=summary.end_s,
-        total=_tally(summary.total),
-        by_team=[
-            models.TeamTally(**sums, team_id=team_id, team=names.get(team_id, "deleted"))
-            for team_id, sums in _ranked(summary.by_team)
-        ],
-        by_model=[models.ModelTally(**sums, model=model) for model, sums in _ranked(summary.by_model)],
-        by_surface=[models.SurfaceTally(**sums, surface=surface) for surface, sums in _ranked(summary.by_surface)],
-        by_deployment=[
-            models.DeploymentTallyOut(deployment=name, **msgspec.structs.asdict(tally))
-            for name, tally in sorted(summary.by_deployment.items())
-        ],
-        series=[models.PointOut.model_validate(point) for point in summary.series],
-        ttft=summary.ttft,
-        duration=summary.duration,
-    )
-
-
-def _ranked(tallies: Mapping[Key, Tally]) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """The sums of each part of the traffic, by descending requests."""
-    for key, tally in sorted(tallies.items(), key=lambda one: -one[1].requests):
-        yield key, _tally(tally).model_dump()
-
-
-def _tally(tally: Tally) -> models.TallyOut:
-    out = models.TallyOut.model_validate(tally)
-    return out.model_copy(update={"by_kind": {kind: out.by_kind.get(kind, 0) for kind in KINDS}})
 
 
 CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
@@ -444,8 +412,7 @@ async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
     for one in parts.deployments():
         one = one.model_copy(update={"last_errors": errors.get(one.name, [])})
         if summary is not None and one.name in summary.by_deployment:
-            tally = msgspec.structs.asdict(summary.by_deployment[one.name])
-            one.last_24h = models.DeploymentTallyOut(deployment=one.name, **tally)
+            one.last_24h = models.DeploymentTallyOut.of(summary.by_deployment[one.name], deployment=one.name)
         found.append(one)
     return found
 
@@ -476,31 +443,22 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
     seen = deployment.candidate(_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
     output_tokens = alias.output_max(deployment, _SHORT)
-    return models.DeploymentOut(
-        name=deployment.name,
+    return models.DeploymentOut.of(
+        deployment,
+        seen,
+        load,
+        deployment.price,
         alias=alias.name,
         backend=deployment.settings.backend,
-        model=deployment.model,
         policy=alias.settings.policy,
-        is_available=deployment.is_available,
         reason=deployment.trouble,
-        use=deployment.use,
-        ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
-        recent_calls=deployment.estimate.weight,
         denial=deployment.health.trouble[1],
-        running=load.running,
         waiting=load.waiting + deployment.places.waiting,
-        ttft_ms=seen.ttft_ms,
-        tpot_ms=seen.tpot_ms,
-        input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
-        output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
-        is_price_known=deployment.is_price_known,
-        can_chat=deployment.can_chat,
         capabilities=tuple(sorted(seen.capabilities)),
-        are_capabilities_assumed=deployment.are_capabilities_assumed,
         hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),
         hold_output_tokens=output_tokens,
         context_tokens_max=seen.context_tokens_max,
         output_tokens_max=seen.output_tokens_max,
-        engine=load.engine and models.EngineOut.model_validate(load.engine),
+        ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
+        recent_calls=deployment.estimate.weight,
     )
