@@ -72,15 +72,23 @@ def kinds_chart(stats: StatsOut) -> Markup:
 
 def money_chart(stats: StatsOut) -> Markup:
     """Spend over time with the savings on top: a whole bar is the cost without a cache."""
-    spent = tuple(float(point.tally.cost_microusd) for point in stats.series)
-    saved = tuple(float(max(0, point.tally.saved_microusd)) for point in stats.series)
-    series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
-    notes = [
-        _note(stats, index, f"spent {fmt.usd(point.tally.cost_microusd)}, saved {fmt.usd(point.tally.saved_microusd)}")
-        for index, point in enumerate(stats.series)
+    sums = [(point.tally.cost_microusd, point.tally.saved_microusd) for point in stats.series]
+    notes = [_note(stats, index, _money_note(*sums[index])) for index in range(len(sums))]
+    label = f"Money: {_money_note(stats.total.cost_microusd, stats.total.saved_microusd)}"
+    return _money_bars(sums, _names(stats), label, notes)
+
+
+def _money_note(spent: int, saved: int) -> str:
+    return f"spent {fmt.usd(spent)}, saved {fmt.usd(saved)}"
+
+
+def _money_bars(sums: Sequence[tuple[int, int]], steps: Sequence[str], label: str, notes: Sequence[str]) -> Markup:
+    """Bars of what was spent, with what was saved on top where that is above 0."""
+    series = [
+        Series(name, name, tuple(float(max(0, amount)) for amount in amounts))
+        for name, amounts in zip(("spent", "saved"), zip(*sums, strict=True), strict=True)
     ]
-    label = f"Money: spent {fmt.usd(stats.total.cost_microusd)}, saved {fmt.usd(stats.total.saved_microusd)}"
-    return stacked_bars(series, _names(stats), Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
+    return stacked_bars(series, steps, Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +126,12 @@ def waterfall(savings: SavingsOut) -> list[Bar]:
 
 def savings_chart(savings: SavingsOut) -> Markup:
     """Spend by day with the savings on top; a day that cost more than its baseline has no savings."""
-    known = {one.day: one for one in savings.days}
+    known = {sums.day: (sums.spent_microusd, sums.saved_microusd) for sums in savings.days}
     starts = range(savings.from_s, savings.until_s, 86_400)
     days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts]
-    spent = tuple(float(max(0, known[day].spent_microusd)) if day in known else 0.0 for day in days)
-    saved = tuple(float(max(0, known[day].saved_microusd)) if day in known else 0.0 for day in days)
-    notes = [
-        f"{day}\nspent {fmt.usd(known[day].spent_microusd)}, saved {fmt.usd(known[day].saved_microusd)}"
-        if day in known
-        else f"{day}\nnothing"
-        for day in days
-    ]
-    series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
-    label = f"By day: spent {fmt.usd(savings.spent_microusd)}, saved {fmt.usd(savings.saved_microusd)}"
-    return stacked_bars(series, days, Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
+    notes = [f"{day}\n{_money_note(*known[day]) if day in known else 'nothing'}" for day in days]
+    label = f"By day: {_money_note(savings.spent_microusd, savings.saved_microusd)}"
+    return _money_bars([known.get(day, (0, 0)) for day in days], days, label, notes)
 
 
 def ttft_chart(stats: StatsOut) -> Markup:

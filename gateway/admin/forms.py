@@ -19,8 +19,8 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import views
-from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys
+from gateway.admin import budgets, cache_views, operations, teams
+from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, operator_of
 from gateway.admin.html import LOGIN, Pages, is_own_path
 from gateway.admin.models import Act
 from gateway.admin.parts import AdminParts
@@ -74,7 +74,7 @@ class _Form:
     """
 
     path: str
-    operation: str
+    operation: Callable[..., Any]
     back: str = ""
     page: str = ""
     name: str = ""
@@ -83,31 +83,23 @@ class _Form:
     shows: str = ""
 
 
-def add_forms(
-    router: APIRouter, parts: AdminParts, renders: Mapping[str, Render], operations: Mapping[str, Callable[..., Any]]
-) -> None:
-    """Add a route for each row of the table.
-
-    `renders` are the pages by name, `operations` are the API's, by method and path.
-    """
+def add_forms(router: APIRouter, parts: AdminParts, renders: Mapping[str, Render]) -> None:
+    """Add a route for each row of the table. `renders` are the pages by name."""
     for form in FORMS:
-        handle = _handler(form, operations[form.operation], parts, renders.get(form.page))
-        router.add_api_route(form.path, handle, methods=["POST"])
+        router.add_api_route(form.path, _handler(form, parts, renders.get(form.page)), methods=["POST"])
 
 
-def _handler(
-    form: _Form, operation: Callable[..., Any], parts: AdminParts, render: Render | None
-) -> Callable[[Request], Awaitable[Response]]:
-    names, model = signature(operation).parameters, get_type_hints(operation).get("body")
+def _handler(form: _Form, parts: AdminParts, render: Render | None) -> Callable[[Request], Awaitable[Response]]:
+    names, model = signature(form.operation).parameters, get_type_hints(form.operation).get("body")
 
     async def handle(request: Request) -> Response:
         post = await _post(parts, request)
-        given = {**post.ids, "request": request, "response": Response()}
+        given = {**post.ids, "parts": parts, "operator": operator_of(request)}
         shown = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
         try:
             values = await form.read(post)
             given |= {"body": convert(model, values)} if model is not None else {}
-            made = await operation(**{name: given[name] for name in names})
+            result = await form.operation(**{name: given[name] for name in names})
         except Exception as error:
             if render is not None and isinstance(error, form.refusals):
                 return await render(request, **shown, status=_status(error), problem=words_of(error))
@@ -115,8 +107,8 @@ def _handler(
                 raise BadRequest(words_of(error), code="invalid_value") from None
             raise
         if render is not None and form.shows:
-            return await render(request, **shown, **{form.shows: made})
-        return RedirectResponse(form.back.format(**shown, made=made, done=_noted(made)), 303)
+            return await render(request, **shown, **{form.shows: result})
+        return RedirectResponse(form.back.format(**shown, result=result, done=_noted(result)), 303)
 
     return handle
 
@@ -220,7 +212,7 @@ async def _team(post: _Post) -> Mapping[str, Any]:
 
 
 async def _confirmed(post: _Post) -> Mapping[str, Any]:
-    team = await views.team(post.parts, post.ids["team_id"])
+    team = await post.parts.accounts.team(post.ids["team_id"])
     if post.fields.get("name") != team.name:
         raise FormProblem(f"Type the team's name, {team.name}, to delete it.")
     return {}
@@ -384,26 +376,26 @@ def _microusd(text: str | None) -> int:
 _TEAM, _TO_TEAM = "/teams/{team_id}", "/admin/teams/{team_id}?done="
 _BUDGET, _AT_BUDGET = _TEAM + "/budgets/{budget_id}", "budget-{budget_id}"
 FORMS = (
-    _Form("/teams", "POST /teams", "/admin/teams/{made.id}?done=team-created", "teams", "team", read=_new_team),
-    _Form(_TEAM, "PATCH /teams/{team_id}", _TO_TEAM + "team-saved", "team", "settings", read=_team),
-    _Form(_TEAM + "/delete", "DELETE /teams/{team_id}", "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
-    _Form(_TEAM + "/keys", "POST /teams/{team_id}/keys", "", "team", "key", read=_key, shows="new_key"),
-    _Form(_TEAM + "/keys/{key_id}/revoke", "DELETE /keys/{key_id}", _TO_TEAM + "key-revoked"),
-    _Form(_TEAM + "/budgets", "POST /teams/{team_id}/budgets", _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
-    _Form(_BUDGET, "PATCH /budgets/{budget_id}", _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),
-    _Form(_BUDGET + "/raise", "POST /budgets/{budget_id}/raise", _TO_TEAM + "budget-raised", "team", _AT_BUDGET, read=_raise),
-    _Form(_BUDGET + "/reset", "POST /budgets/{budget_id}/reset", _TO_TEAM + "budget-reset"),
-    _Form(_BUDGET + "/delete", "DELETE /budgets/{budget_id}", _TO_TEAM + "budget-deleted"),
-    _Form("/deployments/try", "POST /deployments/try", "", "deployments", "try",
+    _Form("/teams", teams.create_team, "/admin/teams/{result.id}?done=team-created", "teams", "team", read=_new_team),
+    _Form(_TEAM, teams.update_team, _TO_TEAM + "team-saved", "team", "settings", read=_team),
+    _Form(_TEAM + "/delete", teams.delete_team, "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
+    _Form(_TEAM + "/keys", teams.create_key, "", "team", "key", read=_key, shows="new_key"),
+    _Form(_TEAM + "/keys/{key_id}/revoke", teams.revoke_key, _TO_TEAM + "key-revoked"),
+    _Form(_TEAM + "/budgets", budgets.create_budget, _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
+    _Form(_BUDGET, budgets.update_budget, _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),
+    _Form(_BUDGET + "/raise", budgets.raise_budget, _TO_TEAM + "budget-raised", "team", _AT_BUDGET, read=_raise),
+    _Form(_BUDGET + "/reset", budgets.reset_budget, _TO_TEAM + "budget-reset"),
+    _Form(_BUDGET + "/delete", budgets.delete_budget, _TO_TEAM + "budget-deleted"),
+    _Form("/deployments/try", operations.try_deployment, "", "deployments", "try",
           read=_hidden("name", "model"), refusals=(accounts.Invalid,), shows="tried"),
-    _Form("/deployments/{act}", "POST /deployments/{act}", "/admin/deployments?done=deployment-{act}", read=_hidden("name")),
-    _Form("/batches/{batch_id}/cancel", "POST /batches/{batch_id}/cancel", "/admin/batches?done=batch-cancelled"),
+    _Form("/deployments/{act}", operations.act, "/admin/deployments?done=deployment-{act}", read=_hidden("name")),
+    _Form("/batches/{batch_id}/cancel", operations.cancel_batch, "/admin/batches?done=batch-cancelled"),
     # a POST, since each look at the texts of a response is written to the audit log
-    _Form("/answer", "POST /answer", "", "answer", read=_hidden("id"), refusals=(), shows="answer"),
+    _Form("/answer", cache_views.answer, "", "answer", read=_hidden("id"), refusals=(), shows="answer"),
     # a dry run first, whose page has a button that repeats the selection for real
-    _Form("/cache/purge", "POST /cache/purge", "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
-    _Form("/cache/certificate", "POST /cache/certificate", "/admin/cache?done=certified"),
-    _Form("/cache/clear", "POST /cache/clear", "/admin/cache?done=cleared"),
-    _Form("/cache/report", "POST /feedback", "{back}?done={done}", read=_hidden("id", "verdict")),
-    _Form("/cache/try", "POST /cache/try", "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
+    _Form("/cache/purge", cache_views.purge, "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
+    _Form("/cache/certificate", cache_views.certify, "/admin/cache?done=certified"),
+    _Form("/cache/clear", cache_views.clear, "/admin/cache?done=cleared"),
+    _Form("/cache/report", cache_views.feedback, "{back}?done={done}", read=_hidden("id", "verdict")),
+    _Form("/cache/try", cache_views.try_prompt, "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
 )  # fmt: skip

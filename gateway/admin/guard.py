@@ -18,10 +18,10 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.exceptions import RequestValidationError
 from fastapi.params import Query
@@ -247,9 +247,20 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-def who(request: Request) -> tuple[str, str]:
-    """The client of an operator's act and the way it came, for the audit log."""
-    return client_of(request), "api" if request.scope["route"].path.startswith("/admin/api/") else "dashboard"
+class Operator(NamedTuple):
+    """An operator for the audit log: the address, and `dashboard` or `api`."""
+
+    client: str
+    way: str
+
+
+def operator_of(request: Request) -> Operator:
+    """The operator who sent a request."""
+    is_api = request.scope["route"].path.startswith("/admin/api/")
+    return Operator(client_of(request), "api" if is_api else "dashboard")
+
+
+Acting = Annotated[Operator, Depends(operator_of)]
 
 
 def check_same_site(request: Request) -> None:

@@ -7,6 +7,7 @@ by another site.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
@@ -53,24 +54,10 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        for name in (
-            "usd",
-            "amount",
-            "dollars",
-            "count",
-            "percent",
-            "ms",
-            "size",
-            "price",
-            "utc",
-            "duration_s",
-            "span",
-            "moment",
-            "window",
-            "in_units",
-        ):
-            self._templates.filters[name] = getattr(fmt, name)
+        for name, function in inspect.getmembers(fmt, inspect.isfunction):
+            self._templates.filters[name] = function
         self._templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
+        self._templates.globals.update(form="", problem="", values={}, new_key=None, purge=None, tried=None)
         self._templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:

@@ -6,6 +6,7 @@ The docstrings of models are descriptions in the OpenAPI document. No storage.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
@@ -593,19 +594,23 @@ class BatchesOut(_Out):
 _Part = Annotated[Part, _Flat("PartOut")]
 
 
-class ProblemOut(_Out):
+@dataclass(frozen=True, slots=True)
+class Problem:
     """Something an admin should look at, and where."""
 
-    is_urgent: bool
     message: str
     href: str
+    is_urgent: bool = False
+
+
+_Problem = Annotated[Problem, _Flat("ProblemOut", Problem.__doc__, only="is_urgent message href")]
 
 
 class StatusOut(_Out):
     version: str
     uptime_s: float
     parts: list[_Part]
-    problems: list[ProblemOut]
+    problems: list[_Problem]
 
 
 _ENGINE = """What a local engine tells of itself. What ends in `_total` counts since its start: prompt tokens, those of them that were

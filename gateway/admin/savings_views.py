@@ -9,10 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from gateway.accounts import LedgerFilter, SavingsLine
+from gateway.accounts import SavingsLine
 from gateway.accounts.ledger import BASELINE, SPENT, UNKNOWN_HITS
 from gateway.admin import models
-from gateway.admin.parts import AdminParts
+from gateway.admin.parts import WorkerParts
+from gateway.admin.queries import Id, Label, Moment, ledger_filter
 
 DAY_S = 86_400
 DAYS = 30
@@ -34,14 +35,19 @@ MECHANISMS = {
 """The steps of a waterfall in their order, with the dashboard's words."""
 
 
-async def savings(parts: AdminParts, where: LedgerFilter) -> models.SavingsOut:
-    """The savings of the UTC days that the filter's moments lie in, at first of the last 30; of the
-    filter, the team and the alias count, too.
-    """
+async def savings(
+    parts: WorkerParts,
+    team_id: Id | None = None,
+    model: Label | None = None,
+    from_s: Moment | None = None,
+    until_s: Moment | None = None,
+) -> models.SavingsOut:
+    """What Sameway saved, by mechanism, team and UTC day, with what cost more; at first of the last 30 days."""
+    where = ledger_filter(team_id=team_id, model=model, from_s=from_s, until_s=until_s)
     now_ms = int(parts.clock() * 1000)
     until_ms = where.until_ms if where.until_ms is not None else now_ms + 1
     from_ms = where.from_ms if where.from_ms is not None else until_ms - 1 - (DAYS - 1) * DAY_S * 1000
-    where = replace(where, key_id=None, deployment=None, from_ms=from_ms, until_ms=until_ms)
+    where = replace(where, from_ms=from_ms, until_ms=until_ms)
     lines = await parts.ledger.savings(where)
     [all_of_it] = await parts.ledger.totals([], where)
     names = {0: _OPERATOR} | {team.id: team.name for team in await parts.accounts.list_teams()}

@@ -1,27 +1,40 @@
 """The values of the admin plane, one function for each thing that a page and the API both show.
 
-No HTTP and no HTML. Invariant: nothing here changes anything. While Redis is away, values from it
-are None where the rest is still useful; where they are the whole answer, the function raises.
+The docstrings of operations are descriptions in the OpenAPI document. No HTML. Invariant: nothing
+here changes anything. While Redis is away, values from it are None where the rest is still useful;
+where they are the whole answer, the function raises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from pydantic import Field
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import Group, Key, LedgerFilter, Team
+from gateway.accounts import Group, Team
 from gateway.accounts.rollups import OTHER
-from gateway.admin import budget_views, models
-from gateway.admin.parts import AdminParts
+from gateway.admin import budgets, models
+from gateway.admin.parts import WorkerParts
 from gateway.admin.problems import problems
+from gateway.admin.queries import (
+    GROUPS,
+    ROUTES_CURSOR,
+    Groups,
+    Id,
+    Label,
+    LedgerCursor,
+    LedgerRows,
+    Limit,
+    Routes,
+    RoutesCursor,
+    Whole,
+)
 from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
@@ -39,7 +52,8 @@ _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 _SHOWN = Demand(_PROMPT_TOKENS_SHOWN, 0, 0)
 _ERRORS_SHOWN = 3
-Label = TypeVar("Label", int, str)
+_Key = TypeVar("_Key", int, str)
+_T = TypeVar("_T")
 _Tally = TypeVar("_Tally", bound=models.TallyOut)
 # a short question, without `max_tokens`, in a body of 100 bytes
 _SHORT = Demand(
@@ -51,56 +65,14 @@ _SHORT = Demand(
 )
 
 
-# -- teams
-
-
-async def teams(parts: AdminParts, name: str = "", after: int = 0, limit: int | None = None) -> list[models.TeamOut]:
-    """Teams with their keys and budgets, by id: up to `limit` after the id `after`, whose names contain `name`."""
-    asked = name.lower()
-    found = [team for team in await parts.accounts.list_teams() if team.id > after and asked in team.name.lower()]
-    return await _filled(parts, found[:limit])
-
-
-async def _filled(parts: AdminParts, found: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
-    """The teams `found`, of which one alone is `team_id`, with their keys and budgets."""
-    keys, budgets = defaultdict[int, list[Key]](list), defaultdict[int, list[models.BudgetOut]](list)
-    for key in await parts.accounts.list_keys(team_id):
-        keys[key.team_id].append(key)
-    for budget in await budget_views.budgets(parts, team_id, {team.id for team in found}):
-        budgets[budget.team_id].append(budget)
-    return [models.TeamOut.of(team, keys=keys[team.id], budgets=budgets[team.id]) for team in found]
-
-
-async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
-    """One team with its keys and budgets, and what is kept for it. Raises accounts.NotFound."""
-    (one,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
-    room = await parts.stored_responses.room(team_id)
-    counts = {name: held.count for name, held in room.items()}
-    stored = models.StoredOut(**counts, size_bytes=sum(held.bytes for held in room.values()))
-    return one.model_copy(update={"stored": stored})
-
-
-async def batches(parts: AdminParts, cursor: str, limit: int) -> models.BatchesOut:
-    """The batches of all teams, newest first."""
-    found, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
-    rows = [batch_out(one, teams) for one in found[:limit]]
-    return models.BatchesOut(batches=rows, cursor=rows[-1].id if len(found) > limit else None)
-
-
-def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
-    """A batch, with the name of its team."""
-    team = next((one.name for one in teams if one.id == batch.team_id), "")
-    return models.BatchOut.of(batch, team=team)
-
-
 # -- history
 
 
 async def stats(
-    parts: AdminParts, window: Window, team_id: int | None = None, model: str | None = None
+    parts: WorkerParts, window: Window = Window.DAY, team: Id | None = None, model: Label | None = None
 ) -> models.StatsOut:
-    """Counts over a window. Raises RedisError."""
-    summary = await parts.stats.query(window, team_id=team_id, model=model)
+    """Hit rate by kind, tokens, money and time saved, latency: in total, by team, model and surface, and over time."""
+    summary = await parts.stats.query(window, team_id=team, model=model)
     teams = await parts.accounts.list_teams()
     names = {0: ""} | {team.id: team.name for team in teams}
     return models.StatsOut.of(
@@ -122,7 +94,7 @@ async def stats(
     )
 
 
-def _ranked(tallies: Mapping[Label, Tally]) -> list[tuple[Label, Tally]]:
+def _ranked(tallies: Mapping[_Key, Tally]) -> list[tuple[_Key, Tally]]:
     """The sums of each part of the traffic, by descending requests."""
     return sorted(tallies.items(), key=lambda labelled: -labelled[1].requests)
 
@@ -157,7 +129,7 @@ def _judges(summary: Summary) -> list[models.JudgeOut]:
     return sorted(found, key=lambda one: -one.pairs)
 
 
-def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
+def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
     """The measured error of semantic hits beside its bound, by descending hits."""
     known = {team.id: team for team in teams}
     now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
@@ -181,65 +153,26 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
     return sorted(found, key=lambda one: -one.hits)
 
 
-async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None = None) -> models.StatsOut | None:
-    """Counts over a window; None while Redis is away."""
+async def or_none(reading: Awaitable[_T]) -> _T | None:
+    """The result of `reading`; None while Redis is away."""
     try:
-        return await stats(parts, window, team_id)
+        return await reading
     except RedisError:
         return None
 
 
-CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
-Outcome = Literal["", "ok", "refused", "failed", "failover"]
-
-
-@dataclass(frozen=True, slots=True)
-class RouteFilter:
-    """A selection of the latest requests; None and empty values select all."""
-
-    team_id: int | None = None
-    model: str = ""
-    cache: CacheKind = ""
-    deployment: str = ""
-    outcome: Outcome = ""
-    request_id: str = ""
-
-    def matches(self, record: Record) -> bool:
-        return (
-            (self.team_id is None or record.team_id == self.team_id)
-            and (not self.model or record.alias == self.model)
-            and (not self.cache or record.cache == self.cache)
-            and (not self.deployment or any(a.name == self.deployment for a in record.attempts))
-            and (not self.request_id or record.request_id == self.request_id)
-            and (not self.outcome or self.outcome in _outcomes(record))
-        )
-
-
-def _outcomes(record: Record) -> tuple[str, ...]:
-    kind = kind_of(record.cache, record.status, record.error)
-    outcome = kind if kind in ("refused", "failed") else "ok"
-    return (outcome, "failover") if len(record.attempts) > 1 else (outcome,)
-
-
-async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
-    """The latest requests, each with the reasons for its route.
-
-    Raises accounts.Invalid for a malformed `cursor`, RedisError.
-    """
+async def routes(parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50) -> models.RoutesOut:
+    """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
     _check_cursor(cursor)
     return _routes(await parts.stats.routes(where.matches, before=cursor, limit=limit))
 
 
-async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
-    """The latest misses with a near cached answer.
-
-    Raises accounts.Invalid for a malformed `cursor`, RedisError.
-    """
+async def near_misses(
+    parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50
+) -> models.RoutesOut:
+    """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
     _check_cursor(cursor)
     return _routes(await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
-
-
-ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 20 digits may be too many
 
 
 def _check_cursor(cursor: str) -> None:
@@ -253,8 +186,10 @@ def _routes(page: Page) -> models.RoutesOut:
     return models.RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
 
 
-async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> models.LedgerOut:
-    """A page of the ledger, newest first. Raises accounts.Invalid for a malformed `cursor`."""
+async def ledger(
+    parts: WorkerParts, where: LedgerRows, cursor: LedgerCursor | None = None, limit: Limit = 100
+) -> models.LedgerOut:
+    """One row per generation, also those that cost nothing, newest first."""
     page = await parts.ledger.rows(where, limit, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
@@ -265,18 +200,20 @@ async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, lim
     return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
 
 
-GROUPS = {
-    "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
-    "tag": Group.TAG, "day": Group.DAY,
-}  # fmt: skip
-"""What sums of the ledger can be grouped by, by the names of the API."""
-
-
-async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter, limit: int) -> models.LedgerSumsOut:
-    """Sums of the ledger by the groups in `by`, the `limit` that cost most. Raises accounts.Invalid
-    for groups that do not go together.
-    """
-    totals = await parts.ledger.totals([GROUPS[name] for name in dict.fromkeys(by)], where, limit + 1)
+async def ledger_sums(
+    parts: WorkerParts,
+    where: LedgerRows,
+    by: Groups = "",
+    user: Label | None = None,
+    tag: Label | None = None,
+    tag_value: Label | None = None,
+    limit: Annotated[int, Field(ge=1, le=10_000), Whole] = 1_000,
+) -> models.LedgerSumsOut:
+    """Sums of whole UTC days by team, key, user, model, deployment, tag and day, those that cost most first. Users and
+    tags go with teams and days alone; the values of one tag are those of `tag`, without which `by=tag` gives their names."""
+    groups = [GROUPS[name] for name in dict.fromkeys(by.split(",") if by else ())]
+    where = replace(where, user=user, tag=tag, tag_value=tag_value)
+    totals = await parts.ledger.totals(groups, where, limit + 1)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
 
@@ -298,7 +235,7 @@ async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter,
     return models.LedgerSumsOut.model_validate({"sums": sums, "has_more": len(totals) > limit})
 
 
-async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[dict[str, Any]]:
+async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[dict[str, Any]]:
     """All matching rows of the ledger, newest first, one page in memory at a time."""
     cursor: str | None = None
     while True:
@@ -323,7 +260,7 @@ class Choices:
 
 
 async def _choices(
-    parts: AdminParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
+    parts: WorkerParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
 ) -> Choices:
     """The current names, and those of the past in `teams`, `aliases` and `deployments`."""
     now = {team.id: team.name for team in await parts.accounts.list_teams()}
@@ -340,7 +277,7 @@ def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]
     return labels | {name: f"{name} (retired)" for name in sorted(set(seen)) if name and name not in labels}
 
 
-async def ledger_choices(parts: AdminParts) -> Choices:
+async def ledger_choices(parts: WorkerParts) -> Choices:
     """What rows of the ledger can be filtered by."""
     teams = await parts.ledger.totals([Group.TEAM])
     aliases, deployments = [await parts.ledger.totals([group]) for group in (Group.ALIAS, Group.DEPLOYMENT)]
@@ -352,7 +289,7 @@ async def ledger_choices(parts: AdminParts) -> Choices:
     )
 
 
-async def route_choices(parts: AdminParts) -> Choices:
+async def route_choices(parts: WorkerParts) -> Choices:
     """What the latest requests can be filtered by. Raises RedisError."""
     teams, aliases, deployments = dict[int, str](), set[str](), set[str]()
 
@@ -369,10 +306,22 @@ async def route_choices(parts: AdminParts) -> Choices:
 # -- the machine
 
 
-async def status(parts: AdminParts) -> models.StatusOut:
-    """The health of all parts, and the problems. Works without Redis."""
-    healths, live = parts.healths(), await budget_views.budgets(parts)
-    summary = await _or_none(parts, Window.HOUR)
+async def batches(parts: WorkerParts, cursor: Label = "", limit: Limit = 100) -> models.BatchesOut:
+    """The batches of all teams with their progress, newest first."""
+    page, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
+    rows = [batch_out(batch, teams) for batch in page[:limit]]
+    return models.BatchesOut(batches=rows, cursor=rows[-1].id if len(page) > limit else None)
+
+
+def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
+    """A batch, with the name of its team."""
+    return models.BatchOut.of(batch, team=next((team.name for team in teams if team.id == batch.team_id), ""))
+
+
+async def status(parts: WorkerParts) -> models.StatusOut:
+    """Every part's health, and what deserves a look."""
+    healths, live = parts.healths(), await budgets.budgets(parts)
+    summary = await or_none(parts.stats.query(Window.HOUR))
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
         version=parts.version,
@@ -390,34 +339,24 @@ async def status(parts: AdminParts) -> models.StatusOut:
     )
 
 
-async def _or_none(parts: AdminParts, window: Window) -> Summary | None:
-    try:
-        return await parts.stats.query(window)
-    except RedisError:
-        return None
+async def overview(parts: WorkerParts, window: Window = Window.DAY) -> models.OverviewOut:
+    """What the dashboard's first page shows."""
+    return models.OverviewOut(status=await status(parts), stats=await or_none(stats(parts, window)))
 
 
-async def overview(parts: AdminParts, window: Window) -> models.OverviewOut:
-    """Health and counts; the counts are None while Redis is away."""
-    return models.OverviewOut(status=await status(parts), stats=await stats_or_none(parts, window))
-
-
-async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
-    """All deployments with their health, their estimates and their last 24 hours.
-
-    `last_24h` is None while Redis is away.
-    """
-    summary, errors = await _or_none(parts, Window.DAY), await _last_errors(parts)
+async def deployments(parts: WorkerParts) -> models.DeploymentsOut:
+    """Every deployment: health, estimates, queue."""
+    summary, errors = await or_none(parts.stats.query(Window.DAY)), await _last_errors(parts)
     found = []
     for one in parts.deployments():
         one = one.model_copy(update={"last_errors": errors.get(one.name, [])})
         if summary is not None and one.name in summary.by_deployment:
             one.last_24h = models.DeploymentTallyOut.of(summary.by_deployment[one.name], deployment=one.name)
         found.append(one)
-    return found
+    return models.DeploymentsOut(deployments=found)
 
 
-async def _last_errors(parts: AdminParts) -> dict[str, list[models.DeploymentErrorOut]]:
+async def _last_errors(parts: WorkerParts) -> dict[str, list[models.DeploymentErrorOut]]:
     """The last failed attempts among the latest requests of all hosts, by deployment."""
     found: dict[str, list[models.DeploymentErrorOut]] = {}
 
@@ -428,8 +367,7 @@ async def _last_errors(parts: AdminParts) -> dict[str, list[models.DeploymentErr
                 found[attempt.name].append(one)
         return False
 
-    with contextlib.suppress(RedisError):
-        await parts.stats.routes(note)
+    await or_none(parts.stats.routes(note))
     return found
 
 

@@ -274,23 +274,19 @@ class Batches:
         """Keep a lease, and show the completed and failed lines of a chunk. Returns the batch as it
         is now; None if the lease was lost.
         """
-        table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
         values: dict[str, Any] = {"leased_until_s": self.clock() + LEASE_S}
         if work.chunk is not None:
             values |= {"completed": counts[0], "failed": counts[1]}
         async with self._database.writing() as connection:
-            kept = sa.update(table).where(*where, table.c.leased_by == work.token).values(**values)
-            if not (await connection.execute(kept)).rowcount:
+            if not (await connection.execute(_held(work).values(**values))).rowcount:
                 return None
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), None)
 
     @uncancelled
     async def release(self, work: Work) -> None:
         """End a lease, so that another worker can take it at once."""
-        table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
         async with self._database.writing() as connection:
-            free = sa.update(table).where(*where, table.c.leased_by == work.token)
-            await connection.execute(free.values(leased_by="", leased_until_s=0.0))
+            await connection.execute(_held(work).values(leased_by="", leased_until_s=0.0))
 
     @uncancelled
     async def plan(self, work: Work, chunks: Sequence[LineSpan]) -> None:
@@ -301,8 +297,7 @@ class Batches:
         async with self._database.writing() as connection:
             begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)
             values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(one.lines for one in chunks)}
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
-            if not (await connection.execute(mine.values(**values, leased_by="", leased_until_s=0.0))).rowcount:
+            if not (await connection.execute(_held(work).values(**values, leased_by="", leased_until_s=0.0))).rowcount:
                 return
             size = sum(one.size + one.lines * LINE_BYTES for one in chunks)
             await self._files.reserve(connection, work.batch.id, work.batch.team_id, size)
@@ -317,8 +312,8 @@ class Batches:
         is_expired = why.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
-            await connection.execute(mine.values(status=status, ended_at_s=self.clock(), errors=_errors(why)))
+            ended = {"status": status, "ended_at_s": self.clock(), "errors": _errors(why)}
+            await connection.execute(_held(work).values(**ended))
 
     @uncancelled
     async def stop(self, work: Work, why: LineRefused) -> Batch:
@@ -333,20 +328,16 @@ class Batches:
     @uncancelled
     async def chunk_done(self, work: Work, counts: tuple[int, int]) -> None:
         """Note that every line of the chunk has ended."""
-        assert work.chunk is not None
-        table, where = _of(work.batch.id, work.chunk.number)
         async with self._database.writing() as connection:
-            mine = sa.update(table).where(*where, table.c.leased_by == work.token)
-            await connection.execute(mine.values(is_done=True, completed=counts[0], failed=counts[1]))
+            await connection.execute(_held(work).values(is_done=True, completed=counts[0], failed=counts[1]))
 
     @uncancelled
     async def chunks(self, work: Work) -> list[LineSpan]:
         """The chunks of a batch whose output is to be written, which it shows now."""
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
             shown = sa.case((_batches.c.status == "in_progress", "finalizing"), else_=_batches.c.status)
             moment = sa.func.coalesce(_batches.c.finalizing_at_s, self.clock())
-            await connection.execute(mine.values(status=shown, finalizing_at_s=moment))
+            await connection.execute(_held(work).values(status=shown, finalizing_at_s=moment))
             rows = sa.select(*_CHUNK).where(_chunks.c.batch_id == work.batch.id).order_by(_chunks.c.number)
             return [LineSpan(**row) for row in (await connection.execute(rows)).mappings()]
 
@@ -363,9 +354,7 @@ class Batches:
             else_="expired" if is_expired else "completed",
         )
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(
-                _batches.c.id == work.batch.id, _batches.c.leased_by == work.token, _batches.c.id.not_in(_UNDONE)
-            )
+            done = _held(work).where(_batches.c.id.not_in(_UNDONE))
             values = {
                 "status": status,
                 "ended_at_s": self.clock(),
@@ -374,7 +363,7 @@ class Batches:
                 "output_file_id": output.id if output is not None else None,
                 "error_file_id": errors.id if errors is not None else None,
             }
-            if not (await connection.execute(mine.values(**values))).rowcount:
+            if not (await connection.execute(done.values(**values))).rowcount:
                 return False
             for file in (output, errors):
                 if file is not None:
@@ -401,3 +390,9 @@ def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:
     if number is None:
         return _batches, (_batches.c.id == batch_id, _batches.c.status.in_(LIVE))
     return _chunks, (_chunks.c.batch_id == batch_id, _chunks.c.number == number, _chunks.c.is_done.is_(False))
+
+
+def _held(work: Work) -> sa.Update:
+    """The update of what a worker has leased; it changes nothing if the lease was lost."""
+    table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
+    return sa.update(table).where(*where, table.c.leased_by == work.token)

@@ -24,7 +24,7 @@ from gateway.accounts.database import Database
 from gateway.accounts.errors import AccountsError
 from gateway.accounts.rollups import CORRECTION
 from gateway.reconcile.compare import Difference, Report, compare, corrections, id_part, models_of
-from gateway.reconcile.export import Billed, Export, ExportError, read_export
+from gateway.reconcile.export import COUNTS, Billed, Export, ExportError, read_export
 from gateway.settings import Settings
 
 DIFFERS, UNREADABLE = 1, 2
@@ -99,7 +99,7 @@ async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[Ledge
 
 def _rows(one: Difference) -> list[LedgerRow]:
     # a second run beside this one finds the same sums, and makes rows of the same ids
-    state = f"{one.day}|{one.model}|{one.provider.microusd}|{one.ledger.microusd}"
+    state = f"{one.day}|{one.model}|{one.provider.cost_microusd}|{one.ledger.cost_microusd}"
     digest = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
     at_ms = int(datetime(one.day.year, one.day.month, one.day.day, tzinfo=UTC).timestamp() * 1000)
     return [
@@ -124,20 +124,12 @@ def _rows(one: Difference) -> list[LedgerRow]:
 
 
 def _as_json(report: Report, booked: list[LedgerRow], tolerance: int) -> dict[str, Any]:
-    def billed(one: Billed) -> dict[str, Any]:
-        return {
-            "requests": one.requests,
-            "prompt_tokens": one.prompt,
-            "cached_tokens": one.cached,
-            "cache_write_tokens": one.written,
-            "cache_write_1h_tokens": one.written_1h,
-            "completion_tokens": one.completion,
-            "cost_microusd": one.microusd,
-        }
+    def counts(billed: Billed) -> dict[str, int]:
+        return {name: getattr(billed, name) for name in COUNTS}
 
     return {
-        "provider_microusd": sum(one.provider.microusd for one in report.differences),
-        "ledger_microusd": sum(one.ledger.microusd for one in report.differences),
+        "provider_microusd": sum(one.provider.cost_microusd for one in report.differences),
+        "ledger_microusd": sum(one.ledger.cost_microusd for one in report.differences),
         "difference_microusd": sum(one.microusd for one in report.differences),
         "tolerance_microusd": tolerance,
         "is_priced_by_us": report.is_priced_by_us,
@@ -147,8 +139,8 @@ def _as_json(report: Report, booked: list[LedgerRow], tolerance: int) -> dict[st
                 "day": one.day.isoformat(),
                 "model": one.model,
                 "names": sorted(one.provider.names),
-                "provider": billed(one.provider),
-                "ledger": billed(one.ledger),
+                "provider": counts(one.provider),
+                "ledger": counts(one.ledger),
                 "estimated_requests": one.estimated,
                 "difference_microusd": one.microusd,
                 "is_over_tolerance": abs(one.microusd) > tolerance,
@@ -169,13 +161,13 @@ def _print(report: Report, booked: list[LedgerRow], over: list[Difference]) -> N
         print(f"note: {note}")
     print(f"{'day':10}  {'model':32} {'provider':>14} {'ledger':>14} {'difference':>14}")
     for one in report.differences:
-        print(_line(one.day, one.model, one.provider.microusd, one.ledger.microusd))
+        print(_line(one.day, one.model, one.provider.cost_microusd, one.ledger.cost_microusd))
         for reason in one.reasons:
             print(f"{'':12}{reason.name}: {_usd(reason.microusd)}, {reason.words}")
         if one.provider.names - {one.model}:
             print(f"{'':12}names in the file: {', '.join(sorted(one.provider.names))}")
-    theirs = sum(one.provider.microusd for one in report.differences)
-    print(_line("total", "", theirs, sum(one.ledger.microusd for one in report.differences)))
+    theirs = sum(one.provider.cost_microusd for one in report.differences)
+    print(_line("total", "", theirs, sum(one.ledger.cost_microusd for one in report.differences)))
     for model, microusd in sorted(report.uncompared.items()):
         print(f"not in the export: {model}, {_usd(microusd)} in the ledger")
     if booked:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 
 from gateway.accounts.ledger import DaySpend
 from gateway.deployments.build import describe
 from gateway.deployments.fleet import EMBEDDER
-from gateway.reconcile.export import Billed, Export, normal_model
+from gateway.reconcile.export import COUNTS, Billed, Export, normal_model
 from gateway.settings import Settings, deployment_name, is_pattern
 from policies import Price, Usage
 
@@ -46,7 +46,7 @@ class Difference:
 
     @property
     def microusd(self) -> int:
-        return self.provider.microusd - self.ledger.microusd
+        return self.provider.cost_microusd - self.ledger.cost_microusd
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +110,10 @@ def compare(
         one.estimated += spend.estimated
         one.estimated_microusd += spend.estimated_microusd
         one.provider_says_microusd += spend.provider_cost_microusd
-        one.ledger.add(
-            Billed(
-                requests=spend.requests,
-                prompt=spend.prompt_tokens,
-                cached=spend.cached_tokens,
-                written=spend.cache_write_tokens,
-                written_1h=spend.cache_write_1h_tokens,
-                completion=spend.completion_tokens,
-                microusd=spend.cost_microusd,
-            )
-        )
+        one.ledger.add(spend)
     if not export.has_cost:
         for one in found.values():
-            one.provider.microusd = _priced(one.provider, prices.get(one.model))
+            one.provider.cost_microusd = _priced(one.provider, prices.get(one.model))
     for one in found.values():
         one.reasons = _reasons(one, export, prices.get(one.model), tolerance_microusd)
     _shifted(found, tolerance_microusd)
@@ -138,14 +128,7 @@ def compare(
 def _priced(billed: Billed, price: Price | None) -> int:
     if price is None:
         return 0
-    usage = Usage(
-        billed.prompt,
-        billed.completion,
-        billed.cached,
-        cache_write_tokens=billed.written,
-        cache_write_1h_tokens=billed.written_1h,
-    )
-    return price.cost(usage)
+    return price.cost(Usage(**{name: getattr(billed, name) for name in COUNTS if name.endswith("_tokens")}))
 
 
 def _reasons(one: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
@@ -162,19 +145,17 @@ def _reasons(one: Difference, export: Export, price: Price | None, tolerance: in
     if not ours.requests:
         explain("not_through_sameway", rest, "the ledger has no generation of this model on this day")
         return reasons
-    if not (theirs.requests or theirs.prompt or theirs.completion or theirs.microusd):
+    if not (theirs.requests or theirs.prompt_tokens or theirs.completion_tokens or theirs.cost_microusd):
         explain("not_in_export", rest, "the export has no row of this model for this day")
         return reasons
     if theirs.batch_microusd:
         explain("batch", theirs.batch_microusd, "the provider's own batches, which do not go through Sameway")
     if export.has_tokens and price is not None and not theirs.batch_microusd:
-        cached = Billed(
-            prompt=ours.prompt, completion=ours.completion, cached=theirs.cached, written=ours.written,
-            written_1h=ours.written_1h,
-        )  # fmt: skip
-        if theirs.cached != ours.cached and theirs.cached + ours.written + ours.written_1h <= ours.prompt:
-            words = f"{theirs.cached:,} tokens read from the provider's prompt cache, {ours.cached:,} in the ledger"
-            explain("cached_tokens", _priced(cached, price) - _priced(ours, price), words)
+        read, written = theirs.cached_tokens, ours.cache_write_tokens + ours.cache_write_1h_tokens
+        if read != ours.cached_tokens and read + written <= ours.prompt_tokens:
+            text = f"{read:,} tokens read from the provider's prompt cache, {ours.cached_tokens:,} in the ledger"
+            as_read = replace(ours, cached_tokens=read)
+            explain("cached_tokens", _priced(as_read, price) - _priced(ours, price), text)
         more = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
         explain(*_of_tokens(one, export, more))
     elif one.estimated and abs(rest) > tolerance:
@@ -192,7 +173,8 @@ def _reasons(one: Difference, export: Export, price: Price | None, tolerance: in
 
 def _of_tokens(one: Difference, export: Export, microusd: int) -> tuple[str, int, str]:
     theirs, ours = one.provider, one.ledger
-    tokens = f"{theirs.prompt:,} + {theirs.completion:,} tokens, {ours.prompt:,} + {ours.completion:,} in the ledger"
+    shown = [f"{billed.prompt_tokens:,} + {billed.completion_tokens:,}" for billed in (theirs, ours)]
+    tokens = f"{shown[0]} tokens, {shown[1]} in the ledger"
     if export.has_requests and theirs.requests > ours.requests:
         return "not_through_sameway", microusd, f"{theirs.requests:,} requests, {ours.requests:,} here; {tokens}"
     if one.estimated:

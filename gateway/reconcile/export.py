@@ -1,7 +1,7 @@
 """Reads a provider's CSV of usage or cost, row by row, into sums by UTC day and model.
 
 Columns are those of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console
-(tokens, cost), and a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
+(tokens, cost), and a plain CSV: date, model, tokens by kind, cost. Reads no ledger and no prices.
 Invariants: a file of any size takes memory for its days and models alone; a cell that can be read
 in two ways is refused, with its line and column.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from pathlib import Path
+
+from gateway.accounts.ledger import DaySpend
 
 _GROUPS_MAX = 100_000
 _TEXT_MAX = 300
@@ -67,24 +70,29 @@ class ExportError(Exception):
 class Billed:
     """What a provider bills for one UTC day and model, or what the ledger has.
 
-    `prompt` are all input tokens; `cached`, `written` and `written_1h` are parts of it.
-    `batch_microusd` is the part of the cost that batches had.
+    `prompt_tokens` are all input tokens; `cached_tokens` and those of `cache_write...` are parts of
+    it. `batch_microusd` is the part of the cost that batches had, `names` are the file's names of
+    the model.
     """
 
     requests: int = 0
-    prompt: int = 0
-    cached: int = 0
-    written: int = 0
-    written_1h: int = 0
-    completion: int = 0
-    microusd: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    completion_tokens: int = 0
+    cost_microusd: int = 0
     batch_microusd: int = 0
     names: set[str] = field(default_factory=set)
 
-    def add(self, other: Billed) -> None:
-        for one in fields(Billed)[:-1]:
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-        self.names |= other.names
+    def add(self, other: Billed | DaySpend) -> None:
+        """Add the counts and the cost of `other`."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+COUNTS = tuple(field.name for field in fields(Billed)[:-2])
+"""What a provider's bill and the ledger both have, as the ledger calls it."""
 
 
 @dataclass(slots=True)
@@ -124,7 +132,7 @@ def _read(text: Iterable[str], ignored: frozenset[str]) -> Export:
     delimiter = max(",;\t|", key=head.count)
     if not head.strip():
         raise ExportError(f"the file is empty: expected a line of column names, {_expected()}")
-    reader = csv.reader(_chain(head, lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     try:
         names = [_normal(name) for name in next(reader)]
         places, iso = _places(names, ignored)
@@ -139,11 +147,6 @@ def _read(text: Iterable[str], ignored: frozenset[str]) -> Export:
     except csv.Error as error:
         raise ExportError(f"line {reader.line_num}: no CSV: {error}") from None
     return sums.export()
-
-
-def _chain(head: str, lines: Iterator[str]) -> Iterator[str]:
-    yield head
-    yield from lines
 
 
 def _normal(name: str) -> str:
@@ -225,14 +228,14 @@ class _Sums:
         billed.add(
             Billed(
                 requests=tokens.get("requests", 0),
-                prompt=prompt,
-                cached=tokens.get("cached", 0),
-                written=tokens.get("written", 0),
-                written_1h=tokens.get("written_1h", 0),
-                completion=tokens.get("completion", 0),
-                names={cells["model"].partition(", ")[0]},
+                prompt_tokens=prompt,
+                cached_tokens=tokens.get("cached", 0),
+                cache_write_tokens=tokens.get("written", 0),
+                cache_write_1h_tokens=tokens.get("written_1h", 0),
+                completion_tokens=tokens.get("completion", 0),
             )
         )
+        billed.names.add(cells["model"].partition(", ")[0])
         is_batch = any(cells.get(name, "").lower() in _BATCH for name in ("batch", "tier"))
         is_batch = is_batch or "batch" in cells["model"].lower()
         self._exact[day, model] = (billed, cost + usd, batch + (usd if is_batch else 0))
@@ -306,7 +309,7 @@ class _Sums:
     def export(self) -> Export:
         billed = {}
         for key, (one, cost, batch) in self._exact.items():
-            one.microusd, one.batch_microusd = round(cost * 1_000_000), round(batch * 1_000_000)
+            one.cost_microusd, one.batch_microusd = round(cost * 1_000_000), round(batch * 1_000_000)
             billed[key] = one
         if not billed:
             raise ExportError("the file has no rows of usage below its column names")

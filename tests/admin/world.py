@@ -263,6 +263,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     )
     await accounts.open()
     world.session = await guard.new_session()
+    world.app.state.parts = admin
     world.app.router.routes.extend(admin_routes(admin))
     while not (await semantic.status()).is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
