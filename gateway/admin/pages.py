@@ -88,10 +88,10 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
             "deployments.html",
             status,
             aliases={
-                alias: [one for one in found if one.alias == alias] for alias in dict.fromkeys(d.alias for d in found)
+                alias: [view for view in found if view.alias == alias]
+                for alias in dict.fromkeys(view.alias for view in found)
             },
             parts=[part for part in parts.healths() if part.name not in {view.name for view in found}],
-            settings=parts.settings,
             **form,
         )
 
