@@ -80,7 +80,6 @@ SMALL_FILES: dict[str, str] = {
 }
 # Names that two classes of one package have, with what tells them apart.
 SAME_NAMES: dict[str, str] = {
-    "Conflict": "an account's is always `accounts.Conflict`; the other is HTTP's 409",
     "NotFound": "an account's is always `accounts.NotFound`; the other is HTTP's 404",
 }
 # The same: why this function is one although it is long.

@@ -77,7 +77,7 @@ _NEEDS = {
 }
 
 
-class Conflict(ApiError):
+class StateConflict(ApiError):
     """409: the request contradicts the current state."""
 
     status = 409
@@ -339,7 +339,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case accounts.NotFound():
             return NotFound(sentence(str(error)), code="not_found")
         case accounts.Conflict():
-            return Conflict(sentence(str(error)))
+            return StateConflict(sentence(str(error)))
         case accounts.Invalid():
             return BadRequest(sentence(str(error)), param=error.field, code="invalid_value")
         case RedisError() | CacheUnavailable():

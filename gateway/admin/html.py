@@ -47,7 +47,7 @@ class Pages:
     def __init__(self, clock: Callable[[], float], version: str) -> None:
         self._clock = clock
         self._version = version
-        self._templates = jinja2.Environment(
+        self.templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
             autoescape=True,
             undefined=jinja2.StrictUndefined,
@@ -55,14 +55,14 @@ class Pages:
             lstrip_blocks=True,
         )
         for name, function in inspect.getmembers(fmt, inspect.isfunction):
-            self._templates.filters[name] = function
-        self._templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
-        self._templates.globals.update(form="", problem="", values={}, new_key=None, purge=None, tried=None)
-        self._templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
+            self.templates.filters[name] = function
+        self.templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
+        self.templates.globals.update(form="", problem="", values={}, new_key=None, purge=None, tried=None)
+        self.templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
         """Render a page with the values of its template."""
-        text = self._templates.get_template(template).render(
+        text = self.templates.get_template(template).render(
             values,
             path=request.url.path,
             query=request.query_params,

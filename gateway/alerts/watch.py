@@ -134,7 +134,7 @@ class Alert(msgspec.Struct, frozen=True):
         return "budget.exhaustion_projected" if self.facts.percent is None else "budget.threshold_reached"
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _QueuedMessage(msgspec.Struct, frozen=True):
     id: str
     at_ms: int
     body: str
@@ -231,7 +231,7 @@ class AlertWatch:
             facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {others} more")
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
         name = f"msg_{at_ms:012x}{place:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
-        message = msgspec.json.encode(_Message(name, at_ms, msgspec.json.encode(content).decode()))
+        message = msgspec.json.encode(_QueuedMessage(name, at_ms, msgspec.json.encode(content).decode()))
         keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
         full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD)
         if full == 0:
@@ -255,7 +255,7 @@ class AlertWatch:
         """Send one message. Returns False where it is tried again later."""
         name, tries, outcome, reason, queue = None, 0, LOST, "", CHANNELS[channel]
         try:
-            message = msgspec.json.decode(queued, type=_Message)
+            message = msgspec.json.decode(queued, type=_QueuedMessage)
             name, tries = message.id, message.tries + 1
             await self._channels[channel].deliver(name, now_s, message.body.encode())
             outcome = DELIVERED

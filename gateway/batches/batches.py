@@ -83,7 +83,7 @@ def _whole(moment_s: float | None) -> int | None:
     return None if moment_s is None else int(moment_s)
 
 
-class Work(msgspec.Struct, frozen=True):
+class BatchLease(msgspec.Struct, frozen=True):
     """What a worker has leased: a chunk, or the batch itself, to read its input or end it."""
 
     batch: Batch
@@ -98,7 +98,7 @@ class Batches:
         self, database: Database, files: Files, settings: BatchSettings, clock: Callable[[], float] = time.time
     ) -> None:
         self._database = database
-        self._files = files
+        self.files = files
         self._settings = settings
         self.clock = clock
 
@@ -114,7 +114,7 @@ class Batches:
         output_kept_s: int | None,
     ) -> Batch:
         """A new batch. Raises NotFound, BadRequest for a file of another purpose, Forbidden."""
-        found = await self._files.get(team_id, input_file_id)
+        found = await self.files.get(team_id, input_file_id)
         if found.purpose != INPUT:
             raise BadRequest(
                 f"The file {found.id} has the purpose `{found.purpose}`: expected `{INPUT}`",
@@ -142,7 +142,7 @@ class Batches:
         async with self._database.writing() as connection:
             files, mine = schema.files, _batches.c.team_id == batch.team_id
             live = sa.select(sa.func.count()).where(mine, _batches.c.status.in_(LIVE))
-            await self._files.held.lock(connection, batch.team_id)
+            await self.files.held.lock(connection, batch.team_id)
             if (await connection.execute(live)).scalar_one() >= self._settings.active_max:
                 raise Forbidden(
                     f"This team has {self._settings.active_max} batches that have not ended: wait for one, or cancel it",
@@ -227,7 +227,7 @@ class Batches:
     # -- for workers
 
     @uncancelled
-    async def claim(self, token: str, busy_teams: Collection[int]) -> Work | None:
+    async def claim(self, token: str, busy_teams: Collection[int]) -> BatchLease | None:
         """Lease something to do, of any team but those of `busy_teams`; None if there is nothing."""
         now_s = self.clock()
         async with self._database.reading() as connection:
@@ -249,9 +249,9 @@ class Batches:
             return None
         # of each team alike, however many batches it has
         batch_id, number = random.choice(found[random.choice(list(found))])
-        return await self._lease(batch_id, number, token, now_s)
+        return await self.lease(batch_id, number, token, now_s)
 
-    async def _lease(self, batch_id: str, number: int | None, token: str, now_s: float) -> Work | None:
+    async def lease(self, batch_id: str, number: int | None, token: str, now_s: float) -> BatchLease | None:
         table, where = _of(batch_id, number)
         lease = {"leased_by": token, "leased_until_s": now_s + LEASE_S}
         async with self._database.writing() as connection:
@@ -265,12 +265,12 @@ class Batches:
             if batch is None:
                 return None
             if number is None:
-                return Work(batch, None, token)
+                return BatchLease(batch, None, token)
             row = (await connection.execute(sa.select(*_CHUNK).where(*where))).mappings().one()
-            return Work(batch, LineSpan(**row), token)
+            return BatchLease(batch, LineSpan(**row), token)
 
     @uncancelled
-    async def renew(self, work: Work, counts: tuple[int, int]) -> Batch | None:
+    async def renew(self, work: BatchLease, counts: tuple[int, int]) -> Batch | None:
         """Keep a lease, and show the completed and failed lines of a chunk. Returns the batch as it
         is now; None if the lease was lost.
         """
@@ -283,13 +283,13 @@ class Batches:
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), None)
 
     @uncancelled
-    async def release(self, work: Work) -> None:
+    async def release(self, work: BatchLease) -> None:
         """End a lease, so that another worker can take it at once."""
         async with self._database.writing() as connection:
             await connection.execute(_held(work).values(leased_by="", leased_until_s=0.0))
 
     @uncancelled
-    async def plan(self, work: Work, chunks: Sequence[LineSpan]) -> None:
+    async def plan(self, work: BatchLease, chunks: Sequence[LineSpan]) -> None:
         """Begin a batch, whose input was read, with room for an error of each line, and release it.
 
         Raises OverQuota where its team's files leave none.
@@ -300,14 +300,14 @@ class Batches:
             if not (await connection.execute(_held(work).values(**values, leased_by="", leased_until_s=0.0))).rowcount:
                 return
             size = sum(one.size + one.lines * LINE_BYTES for one in chunks)
-            await self._files.reserve(connection, work.batch.id, work.batch.team_id, size)
+            await self.files.reserve(connection, work.batch.id, work.batch.team_id, size)
             own = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
             rows = [{**msgspec.structs.asdict(one), **own, "leased_until_s": 0.0} for one in chunks]
             for start in range(0, len(rows), 1_000):
                 await connection.execute(sa.insert(_chunks), rows[start : start + 1_000])
 
     @uncancelled
-    async def refuse(self, work: Work, why: LineRefused) -> None:
+    async def refuse(self, work: BatchLease, why: LineRefused) -> None:
         """End a batch whose input is no batch, or cannot be read."""
         is_expired = why.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
@@ -316,7 +316,7 @@ class Batches:
             await connection.execute(_held(work).values(**ended))
 
     @uncancelled
-    async def stop(self, work: Work, why: LineRefused) -> Batch:
+    async def stop(self, work: BatchLease, why: LineRefused) -> Batch:
         """Run no more lines of the batch, which fails when its outcomes are written; returns it as it
         is now.
         """
@@ -326,13 +326,13 @@ class Batches:
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), work.batch)
 
     @uncancelled
-    async def chunk_done(self, work: Work, counts: tuple[int, int]) -> None:
+    async def chunk_done(self, work: BatchLease, counts: tuple[int, int]) -> None:
         """Note that every line of the chunk has ended."""
         async with self._database.writing() as connection:
             await connection.execute(_held(work).values(is_done=True, completed=counts[0], failed=counts[1]))
 
     @uncancelled
-    async def chunks(self, work: Work) -> list[LineSpan]:
+    async def chunks(self, work: BatchLease) -> list[LineSpan]:
         """The chunks of a batch whose output is to be written, which it shows now."""
         async with self._database.writing() as connection:
             shown = sa.case((_batches.c.status == "in_progress", "finalizing"), else_=_batches.c.status)
@@ -343,7 +343,7 @@ class Batches:
 
     @uncancelled
     async def end(
-        self, work: Work, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
+        self, work: BatchLease, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
     ) -> bool:
         """End a batch together with its files. Returns False, and changes nothing, if the lease was
         lost or a chunk is not done.
@@ -367,9 +367,9 @@ class Batches:
                 return False
             for file in (output, errors):
                 if file is not None:
-                    await self._files.completed(connection, file)
+                    await self.files.completed(connection, file)
             is_folder = schema.files.c.id == work.batch.id
-            await self._files.held.delete(connection, work.batch.team_id, is_folder)
+            await self.files.held.delete(connection, work.batch.team_id, is_folder)
             await connection.execute(sa.delete(_chunks).where(_chunks.c.batch_id == work.batch.id))
             return True
 
@@ -392,7 +392,7 @@ def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:
     return _chunks, (_chunks.c.batch_id == batch_id, _chunks.c.number == number, _chunks.c.is_done.is_(False))
 
 
-def _held(work: Work) -> sa.Update:
+def _held(work: BatchLease) -> sa.Update:
     """The update of what a worker has leased; it changes nothing if the lease was lost."""
     table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
     return sa.update(table).where(*where, table.c.leased_by == work.token)

@@ -130,9 +130,9 @@ class Upload:
             raise _too_large(self._bytes_max)
         self._waiting += piece
         if len(self._waiting) >= _PIECE_BYTES:
-            await self._flush()
+            await self.flush()
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         piece, self._waiting = self._waiting, bytearray()
         try:
             await asyncio.to_thread(self._write, piece)
@@ -158,7 +158,7 @@ class Upload:
 
     async def sealed(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
         """The complete file, on disk. Raises StorageFull, Unavailable."""
-        await self._flush()
+        await self.flush()
         assert self._file is not None
         try:
             await asyncio.to_thread(_synced, self._file)
@@ -198,7 +198,7 @@ class Files:
         self.folder = folder
         self.held = Holdings(database, _files, "bytes")
         self._database = database
-        self._clock = clock
+        self.clock = clock
 
     def path(self, file_id: str) -> Path:
         """The place of a content. `file_id` is of a row, never of a request."""
@@ -215,7 +215,7 @@ class Files:
         if bytes_max is not None and bytes_max > most + _FORM_BYTES_MAX and not is_own:
             raise _too_large(most)
         room = 0 if is_own else most if bytes_max is None else min(bytes_max, most)
-        at_s = self._clock()
+        at_s = self.clock()
         file_id = new_object_id("file-", at_s)
         row = {"id": file_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": room, "created_at_s": at_s}
         try:
@@ -238,7 +238,7 @@ class Files:
         """Give the outcomes of a batch room for so many bytes: its folder is as a file that arrives. Raises OverQuota."""
         row = {"id": batch_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": size, "is_ready": False}
         await self._take(connection, team_id, size, 1)
-        await connection.execute(sa.insert(_files).values(row | {"created_at_s": self._clock()}))
+        await connection.execute(sa.insert(_files).values(row | {"created_at_s": self.clock()}))
 
     @uncancelled
     async def extend(self, batch_id: str, team_id: int, size: int) -> None:
@@ -323,7 +323,7 @@ class Files:
     @uncancelled
     async def _forget(self, names: dict[str, float]) -> None:
         """Delete the rows that have expired; `names` as in `_names`."""
-        now_s = self._clock()
+        now_s = self.clock()
         async with self._database.reading() as connection:
             old = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
             arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
@@ -362,7 +362,7 @@ class Files:
                 _log.warning("file_not_removed", name=name, reason=str(error))
 
     def _ready(self, team_id: int) -> sa.Select[Any]:
-        is_late = _files.c.expires_at_s < self._clock()
+        is_late = _files.c.expires_at_s < self.clock()
         return sa.select(_files).where((_files.c.team_id == team_id) & _files.c.is_ready.is_(True) & sa.not_(is_late))
 
 

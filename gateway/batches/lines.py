@@ -71,7 +71,7 @@ class LineOutcome(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class _Named(msgspec.Struct):
+class _CustomId(msgspec.Struct):
     custom_id: Any = None
 
 
@@ -83,7 +83,7 @@ class _Flags(msgspec.Struct):
 
 _WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _request = msgspec.json.Decoder(LineRequest).decode
-_named = msgspec.json.Decoder(_Named).decode
+_named = msgspec.json.Decoder(_CustomId).decode
 _flags = msgspec.json.Decoder(_Flags).decode
 
 

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import Accounts, Identity
 from gateway.accounts.holdings import OverQuota
-from gateway.batches.batches import LEASE_S, Batch, Batches, Work
+from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
 from gateway.batches.files import OUTPUT, Files, new_object_id
 from gateway.batches.lines import (
     EXPIRED,
@@ -61,8 +61,8 @@ ENDPOINTS = (
 _CHUNKS_MAX, _CHUNKS_A_TEAM = 16, 2  # at once, in a worker
 _LOOK_EVERY_S = 1.0
 _ROOM_EVERY_S = 0.02
-_PAUSE_S = 1.0
-_TRIES_MAX, _WAIT_S_MAX = 5, 60.0
+PAUSE_S = 1.0
+_TRIES_MAX, WAIT_S_MAX = 5, 60.0
 _ROOM_LEFT = 5  # of a rate limit, a fifth is left to other requests
 _BLOCK_BYTES = 256 << 10
 _GONE = "input_file_gone", "The content of the input file is gone: upload it again"
@@ -74,7 +74,7 @@ _log = get_logger()
 Endpoint = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
-class _Reply:
+class _LineReply:
     """The response to a line."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Reply:
         if self.status == 200 or self.headers.get("x-should-retry") == "false":
             return None
         told = self.headers.get("retry-after-ms", "")
-        pause_s = min(_WAIT_S_MAX, int(told) / 1000.0 if told.isdecimal() else 2.0**tries)
+        pause_s = min(WAIT_S_MAX, int(told) / 1000.0 if told.isdecimal() else 2.0**tries)
         if self.code in _PASSING:
             return pause_s
         is_passing = self.status in _STATUSES_TRIED_AGAIN and tries < _TRIES_MAX
@@ -115,10 +115,10 @@ class _Reply:
         return False
 
 
-class _Lease:
+class _HeldLease:
     """A lease that is kept while its work is done: the batch as it is now, and the lines that ended."""
 
-    def __init__(self, batches: Batches, work: Work) -> None:
+    def __init__(self, batches: Batches, work: BatchLease) -> None:
         self._batches = batches
         self.work = work
         self.batch: Batch = work.batch
@@ -156,7 +156,7 @@ class _Lease:
             self.is_lost, self.batch = batch is None, batch or self.batch
 
 
-class _Room:
+class _OutcomeQuota:
     """The room that a chunk's outcomes have in their team's quota, which is taken a block at a time."""
 
     def __init__(self, files: Files, batch: Batch) -> None:
@@ -193,6 +193,7 @@ class BatchRunner:
 
     def __init__(
         self,
+        *,
         batches: Batches,
         files: Files,
         pipeline: Pipeline,
@@ -205,10 +206,10 @@ class BatchRunner:
         self._files = files
         self._pipeline = pipeline
         self._accounts = accounts
-        self._settings = settings
+        self.settings = settings
         self._routes = routes
         self._on_line = on_line
-        self._works: dict[asyncio.Task[None], int] = {}  # with the team of each
+        self.works: dict[asyncio.Task[None], int] = {}  # with the team of each
         self._running = 0
         self._is_stopping = False
         self._paused: dict[int, float] = {}
@@ -225,30 +226,30 @@ class BatchRunner:
     def stop(self) -> list[asyncio.Task[None]]:
         """Begin no more lines; returns what is under way, which releases its lease at its end."""
         self._is_stopping = True
-        return list(self._works)
+        return list(self.works)
 
     async def step(self) -> bool:
         """Lease one thing and begin it. Returns False if there is none, or no room for one."""
-        if not self._settings.concurrency or len(self._works) >= _CHUNKS_MAX or self._is_stopping:
+        if not self.settings.concurrency or len(self.works) >= _CHUNKS_MAX or self._is_stopping:
             return False
-        teams = list(self._works.values())
+        teams = list(self.works.values())
         work = await self._batches.claim(
             secrets.token_hex(8), {one for one in teams if teams.count(one) >= _CHUNKS_A_TEAM}
         )
         if work is None:
             return False
         task = asyncio.create_task(self._do(work))
-        self._works[task] = work.batch.team_id
+        self.works[task] = work.batch.team_id
         task.add_done_callback(self._done)
         return True
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        del self._works[task]
+        del self.works[task]
         self.woken.set()
 
-    async def _do(self, work: Work) -> None:
+    async def _do(self, work: BatchLease) -> None:
         """Do what was leased, and release it on every exit."""
-        lease = _Lease(self._batches, work)
+        lease = _HeldLease(self._batches, work)
         keeping = asyncio.create_task(lease.keep())
         try:
             if work.chunk is not None:
@@ -259,14 +260,14 @@ class BatchRunner:
                 await self._end(lease)
         except Exception as error:
             _log.warning("batch_interrupted", batch=work.batch.id, reason=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
         finally:
             keeping.cancel()
             with contextlib.suppress(Exception):  # the lease ends by itself
                 await self._batches.release(work)
 
-    async def _read_input(self, lease: _Lease) -> None:
-        work, settings = lease.work, self._settings
+    async def _read_input(self, lease: _HeldLease) -> None:
+        work, settings = lease.work, self.settings
         path = self._files.path(work.batch.input_file_id)
         try:
             chunks = await asyncio.to_thread(scan, path, settings.lines_max, settings.line_bytes_max)
@@ -280,7 +281,7 @@ class BatchRunner:
             except OverQuota as error:
                 await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
-    def _why_unread(self, lease: _Lease, error: OSError) -> LineRefused:
+    def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
         """Why an input is not read any more. Raises the error if that may still help."""
         if (why := lease.why_not()) is not None:
             return why
@@ -288,7 +289,7 @@ class BatchRunner:
             return LineRefused(*_GONE)
         raise error
 
-    async def _end(self, lease: _Lease) -> None:
+    async def _end(self, lease: _HeldLease) -> None:
         """Write the output and the errors, and end the batch."""
         batch, work = lease.batch, lease.work
         chunks, folder = await self._batches.chunks(work), self._files.folder / batch.id
@@ -310,15 +311,15 @@ class BatchRunner:
 
     # -- a chunk
 
-    async def _run_chunk(self, lease: _Lease, chunk: LineSpan) -> None:
+    async def _run_chunk(self, lease: _HeldLease, chunk: LineSpan) -> None:
         """Run the lines of a chunk that have no outcome yet."""
         folder = self._files.folder / lease.batch.id
         ended = set[int]()
         for one in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
             ended.add(one[0])
             lease.count(LineOutcome(*one, b""))
-        segment, places = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self._settings.concurrency)
-        appending, room = asyncio.Lock(), _Room(self._files, lease.batch)
+        segment, places = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
+        appending, room = asyncio.Lock(), _OutcomeQuota(self._files, lease.batch)
 
         async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
             try:
@@ -343,7 +344,9 @@ class BatchRunner:
         if not lease.is_lost and sum(lease.counts) == chunk.lines:
             await self._batches.chunk_done(lease.work, lease.counts)
 
-    async def _append(self, lease: _Lease, room: _Room, segment: Segment, outcome: LineOutcome) -> LineOutcome:
+    async def _append(
+        self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
+    ) -> LineOutcome:
         """Write an outcome, or that there is no room for it in the team's quota; returns what was
         written.
 
@@ -365,10 +368,10 @@ class BatchRunner:
                 lease.batch = await self._batches.stop(lease.work, why)
             except (OSError, SQLAlchemyError) as error:
                 _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
 
     async def _lines(
-        self, lease: _Lease, chunk: LineSpan, ended: Collection[int]
+        self, lease: _HeldLease, chunk: LineSpan, ended: Collection[int]
     ) -> AsyncIterator[tuple[int, bytes | LineRefused | None]]:
         """The lines of a chunk that are not blank nor `ended`, with their numbers; one at a time is
         in memory. Where the input cannot be read any more, the reason stands for each line that is
@@ -379,7 +382,7 @@ class BatchRunner:
             file: BinaryIO = await asyncio.to_thread(self._files.path(lease.batch.input_file_id).open, "rb")
             with file:
                 file.seek(chunk.offset)
-                lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self._settings.line_bytes_max)
+                lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self.settings.line_bytes_max)
                 while (found := await asyncio.to_thread(next, lines, None)) is not None:
                     if found[0] != b"" and number not in ended:
                         left -= 1
@@ -394,14 +397,14 @@ class BatchRunner:
             number += 1
 
     async def _outcome(
-        self, lease: _Lease, number: int, raw: bytes | LineRefused | None, *, is_repeated: bool
+        self, lease: _HeldLease, number: int, raw: bytes | LineRefused | None, *, is_repeated: bool
     ) -> LineOutcome | None:
         """The end of one line; None if this worker stops, or lost the chunk, before it ended."""
         line_id = new_object_id("batch_req_", time.time())
         try:
             if isinstance(raw, LineRefused):
                 raise raw
-            line, model = parse(raw, lease.batch.endpoint, self._settings.line_bytes_max)
+            line, model = parse(raw, lease.batch.endpoint, self.settings.line_bytes_max)
             if is_repeated:
                 raise LineRefused("duplicate_custom_id", "Another line before has this `custom_id`", line.custom_id)
             reply = await self._reply(lease, line, model)
@@ -415,7 +418,7 @@ class BatchRunner:
         body = answered(line_id, line.custom_id, reply.status, request_id, reply.body)
         return LineOutcome(number, reply.status == 200, body)
 
-    async def _reply(self, lease: _Lease, line: LineRequest, model: str) -> _Reply | None:
+    async def _reply(self, lease: _HeldLease, line: LineRequest, model: str) -> _LineReply | None:
         """The response to a line, which is asked again while that may help. Raises LineRefused."""
         tries = 0
         while True:
@@ -436,15 +439,15 @@ class BatchRunner:
             if lease.is_lost or reply.code == "shutting_down":
                 return None
             if reply.is_near_a_limit:
-                self._paused[identity.team.id] = time.monotonic() + _PAUSE_S
+                self._paused[identity.team.id] = time.monotonic() + PAUSE_S
             wait_s = reply.wait_s(tries)
             if wait_s is None:
                 return reply
             until = time.monotonic() + wait_s
             while (left_s := until - time.monotonic()) > 0 and not (self._is_stopping or lease.why_not()):  # noqa: ASYNC110
-                await asyncio.sleep(min(left_s, _PAUSE_S))
+                await asyncio.sleep(min(left_s, PAUSE_S))
 
-    async def _room(self, lease: _Lease, line: LineRequest, model: str) -> bool:
+    async def _room(self, lease: _HeldLease, line: LineRequest, model: str) -> bool:
         """Wait until other requests leave room; returns False if this worker stops, or lost the
         chunk. Raises LineRefused if the batch is over first.
         """
@@ -452,7 +455,7 @@ class BatchRunner:
             if (why := lease.why_not()) is not None:
                 raise LineRefused(why.code, why.message, line.custom_id)
             others = self._pipeline.generations - self._running
-            places = self._settings.concurrency if others <= 0 else max(1, self._settings.concurrency // 4)
+            places = self.settings.concurrency if others <= 0 else max(1, self.settings.concurrency // 4)
             is_paused = self._paused.get(lease.batch.team_id, 0.0) > time.monotonic()
             if self._running < places and not is_paused and not self._is_busy(model):
                 return True
@@ -470,7 +473,7 @@ class BatchRunner:
             for one in alias.deployments.values()
         )
 
-    async def _call(self, line: LineRequest, identity: Identity, batch_id: str) -> _Reply:
+    async def _call(self, line: LineRequest, identity: Identity, batch_id: str) -> _LineReply:
         """One request to an endpoint of this worker."""
         body: list[bytes] = [bytes(line.body)]
 
@@ -489,6 +492,6 @@ class BatchRunner:
             "extensions": {WHEN_GONE: lambda _: None},
             "caller": Caller(identity, batch_id),
         }
-        reply = _Reply()
+        reply = _LineReply()
         await self._routes[line.url]["POST"](scope, receive, reply.send)
         return reply
