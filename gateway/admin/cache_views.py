@@ -49,7 +49,7 @@ async def cache(parts: WorkerParts) -> models.CacheOut:
     detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
     return models.CacheOut.of(
         sizes,
-        partitions=sorted(partitions, key=lambda one: -one.size_bytes),
+        partitions=sorted(partitions, key=lambda sums: -sums.size_bytes),
         semantic=Part(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
     )
 
@@ -67,10 +67,10 @@ async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
     """Removes entries by id, text, team, model, namespace, deployment and age; with `dry_run` (the default) only counts them."""
     conditions = body.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
     if body.all == bool(conditions):
-        words = (
+        message = (
             "Give at least one of id, text, team_id, namespace, model, deployment and older_than_s, or `all`, not both"
         )
-        raise BadRequest(words, param="all", code="invalid_value")
+        raise BadRequest(message, param="all", code="invalid_value")
     if body.team_id is not None:
         await parts.accounts.team(body.team_id)
     selector = Purge(
@@ -94,12 +94,12 @@ async def try_prompt(parts: WorkerParts, body: models.TryIn) -> models.TryOut:
     """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored, counted or learned."""
     team = await parts.accounts.team(body.team_id)
     chat = {"model": body.model, "messages": [{"role": "user", "content": body.prompt}]}
-    asked = fingerprint(chat, parts.partition_of(body.team_id))
-    entry = (await parts.exact.lookup(asked)).entry
+    request = fingerprint(chat, parts.partition_of(body.team_id))
+    entry = (await parts.exact.lookup(request)).entry
     bound = parts.truth.bounds.bound(team, body.model, None)
     shown: dict[str, Any] = {"decision": "miss", "reason": "not_eligible"}
-    if asked.text is not None:
-        query = Query(asked.partition, asked.compat, asked.text, bound.error_max, bound.untightened)
+    if request.text is not None:
+        query = Query(request.partition, request.compat, request.text, bound.error_max, bound.untightened)
         try:
             shown = _judged(await parts.semantic.near(query, _NEIGHBOURS))
         except CacheWorkerUnavailable as error:
@@ -143,27 +143,29 @@ async def wrong(parts: WorkerParts) -> models.WrongsOut:
     """Answers that were found wrong and are out of service by meaning, the latest first."""
     owners = [(team, parts.partition_of(team.id)) for team in await parts.accounts.list_teams()]
     suspended = await asyncio.gather(*(parts.verdicts.suspended(partition) for _, partition in owners))
-    found = [
-        (team, partition, name, why)
+    answers = [
+        (team, partition, name, suspension)
         for (team, partition), names in zip(owners, suspended, strict=True)
-        for name, why in names.items()
+        for name, suspension in names.items()
     ]
-    found.sort(key=lambda one: -one[3].at)
-    return models.WrongsOut(wrong=[await _wrong(parts, *one) for one in found[:_WRONG_MAX]])
+    answers.sort(key=lambda answer: -answer[3].at)
+    return models.WrongsOut(wrong=[await _wrong(parts, *answer) for answer in answers[:_WRONG_MAX]])
 
 
-async def _wrong(parts: WorkerParts, team: Team, partition: Partition, name: bytes, why: Suspension) -> models.WrongOut:
-    about = await parts.exact.lookup_about(partition, why.exact)
+async def _wrong(
+    parts: WorkerParts, team: Team, partition: Partition, name: bytes, suspension: Suspension
+) -> models.WrongOut:
+    about = await parts.exact.lookup_about(partition, suspension.exact)
     return models.WrongOut.of(
-        why,
+        suspension,
         team_id=team.id,
         team=team.name,
         name=name.hex(),
         is_group=name[:1] == Scope.GROUP.value.encode(),
-        entry=why.exact.hex(),
+        entry=suspension.exact.hex(),
         text=about.text if about is not None else None,
-        model=why.alias,
-        at_s=why.at,
+        model=suspension.alias,
+        at_s=suspension.at,
     )
 
 
@@ -227,8 +229,8 @@ async def audit(parts: WorkerParts, cursor: Id | None = None, limit: Limit = 100
     """Which texts an admin asked to see, which certificates were started, what was done with deployments and batches, newest first."""
     rows = await parts.audit.rows(limit + 1, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
-    found = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
-    return models.AuditOut.model_validate({"rows": found, "cursor": found[-1]["id"] if len(rows) > limit else None})
+    shown = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
+    return models.AuditOut.model_validate({"rows": shown, "cursor": shown[-1]["id"] if len(rows) > limit else None})
 
 
 # -- certificates
@@ -237,16 +239,16 @@ async def audit(parts: WorkerParts, cursor: Id | None = None, limit: Limit = 100
 async def certificate(parts: WorkerParts, team_id: Id | None = None, model: Label = "") -> models.CertificatesOut:
     """By team and model: at most which share of the requests since when was answered wrongly by meaning, and what that rests on."""
     teams = {team.id: team for team in await parts.accounts.list_teams()}
-    found = [
-        _certificate(parts, teams[pair[0]], pair[1], one)
-        for pair, one in (await parts.certificates.read()).items()
-        if pair[0] in teams and team_id in (None, pair[0]) and model in ("", pair[1])
+    shown = [
+        _certificate(parts, teams[id], alias, certified)
+        for (id, alias), certified in (await parts.certificates.read()).items()
+        if id in teams and team_id in (None, id) and model in ("", alias)
     ]
-    return models.CertificatesOut(certificates=sorted(found, key=lambda one: -one.requests))
+    return models.CertificatesOut(certificates=sorted(shown, key=lambda certificate: -certificate.requests))
 
 
-def _certificate(parts: WorkerParts, team: Team, alias: str, one: Certificate) -> models.CertificateOut:
-    start, counts = one.start, one.counts
+def _certificate(parts: WorkerParts, team: Team, alias: str, certified: Certificate) -> models.CertificateOut:
+    start, counts = certified.start, certified.counts
     measured = parts.truth.measure(counts)
     drift = next((live.drift for live in parts.truth.live if (live.team_id, live.alias) == (team.id, alias)), None)
     return models.CertificateOut.of(

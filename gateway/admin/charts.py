@@ -120,7 +120,7 @@ def waterfall(savings: SavingsOut) -> list[Bar]:
     for step, before, after in zip(savings.steps, levels[:-1], levels[1:], strict=True):
         kind = "saved" if step.amount_microusd >= 0 else "cost"
         amount = fmt.usd(-step.amount_microusd) if kind == "saved" else f"+{fmt.usd(-step.amount_microusd)}"
-        bars.append(Bar(kind, step.words, step.requests, amount, drawn(kind, before, after)))
+        bars.append(Bar(kind, step.label, step.requests, amount, drawn(kind, before, after)))
     return [*bars, Bar("spent", "Spent", savings.requests, fmt.usd(spent), drawn("spent", 0, spent))]
 
 
@@ -141,8 +141,15 @@ def ttft_chart(stats: StatsOut) -> Markup:
     hits = [point.ttft_hit for point in stats.series]
     misses = [point.ttft_miss for point in stats.series]
     series = [
-        Series("misses", "misses", tuple(one.p50_ms for one in misses), tuple(one.p95_ms for one in misses)),
-        Series("hits", "hits", tuple(one.p50_ms for one in hits), tuple(one.p95_ms for one in hits)),
+        Series(
+            "misses",
+            "misses",
+            tuple(measured.p50_ms for measured in misses),
+            tuple(measured.p95_ms for measured in misses),
+        ),
+        Series(
+            "hits", "hits", tuple(measured.p50_ms for measured in hits), tuple(measured.p95_ms for measured in hits)
+        ),
     ]
     notes = [
         _note(stats, index, f"hits {_latency(hit)}", f"misses {_latency(miss)}")
@@ -178,12 +185,11 @@ def _hits(tally: TallyOut) -> str:
 
 
 def _kinds_of(tally: TallyOut) -> str:
-    found = (f"{LABELS[kind]} {fmt.count(count)}" for kind in KINDS if (count := tally.by_kind.get(kind, 0)))
-    return ", ".join(found)
+    return ", ".join(f"{LABELS[kind]} {fmt.count(tally.by_kind[kind])}" for kind in KINDS if tally.by_kind.get(kind))
 
 
-def _latency(one: Percentiles) -> str:
-    return f"p50 {fmt.ms(one.p50_ms)}, p95 {fmt.ms(one.p95_ms)}" if one.count else "none"
+def _latency(measured: Percentiles) -> str:
+    return f"p50 {fmt.ms(measured.p50_ms)}, p95 {fmt.ms(measured.p95_ms)}" if measured.count else "none"
 
 
 def _note(stats: StatsOut, index: int, *lines: str) -> str:
@@ -209,16 +215,16 @@ def stacked_bars(
 
     `steps` names the moments, `notes` has each bar's tooltip, `label` is the chart in words.
     """
-    totals = [sum(one.values[i] or 0.0 for one in series) for i in range(len(steps))]
+    totals = [sum(stack.values[i] or 0.0 for stack in series) for i in range(len(steps))]
     top = nice_ceiling(max([axis.least_max, *totals]))
     columns = []
     for index, note in enumerate(notes):
         y, parts = _HEIGHT, []
-        for one in series:
-            height = (one.values[index] or 0.0) / top * _HEIGHT
+        for stack in series:
+            height = (stack.values[index] or 0.0) / top * _HEIGHT
             if height > 0:
                 y -= height
-                parts.append(_rect(one.kind, index * _STEP + (_STEP - _BAR) / 2, y, _BAR, height))
+                parts.append(_rect(stack.kind, index * _STEP + (_STEP - _BAR) / 2, y, _BAR, height))
         columns.append(_column(index, Markup("").join(parts), note))
     ticks = [axis.format(top * share) for share in (1.0, 0.5, 0.0)]
     return _plot(_grid(len(steps), (0.0, 50.0)) + Markup("").join(columns), len(steps), ticks, steps, label)
@@ -229,7 +235,7 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
 
     Values are above 0.
     """
-    known = [value for one in series for value in (*one.values, *one.highs) if value]
+    known = [value for line in series for value in (*line.values, *line.highs) if value]
     low = math.floor(math.log10(min(known))) if known else 0
     high = max(low + 1, math.ceil(math.log10(max(known)))) if known else 3
     span = high - low
@@ -238,18 +244,18 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
         return _HEIGHT * (high - math.log10(value)) / span
 
     drawn = [_grid(len(steps), [_HEIGHT * index / span for index in range(span)])]
-    for one in series:
-        for start, end in _runs(one.values):
-            points = [(index * _STEP + _STEP / 2, y(one.values[index] or 1.0)) for index in range(start, end)]
-            if one.highs:
+    for line in series:
+        for start, end in _runs(line.values):
+            points = [(index * _STEP + _STEP / 2, y(line.values[index] or 1.0)) for index in range(start, end)]
+            if line.highs:
                 upper = [
-                    (x, y(one.highs[start + i] or one.values[start + i] or 1.0)) for i, (x, _) in enumerate(points)
+                    (x, y(line.highs[start + i] or line.values[start + i] or 1.0)) for i, (x, _) in enumerate(points)
                 ]
                 drawn.append(
-                    Markup('<path class="band {}" d="{}Z"/>').format(one.kind, _path([*points, *reversed(upper)]))
+                    Markup('<path class="band {}" d="{}Z"/>').format(line.kind, _path([*points, *reversed(upper)]))
                 )
             shape = "line" if len(points) > 1 else "dot"
-            drawn.append(Markup('<path class="{} {}" d="{}"/>').format(shape, one.kind, _path(points)))
+            drawn.append(Markup('<path class="{} {}" d="{}"/>').format(shape, line.kind, _path(points)))
     drawn += [_column(index, Markup(""), note) for index, note in enumerate(notes)]
     ticks = [axis.format(10.0**power) for power in range(high, low - 1, -1)]
     return _plot(Markup("").join(drawn), len(steps), ticks, steps, label)

@@ -233,13 +233,13 @@ async def _new_budget(post: _Post) -> Mapping[str, Any]:
     axis, hours = fields.get("axis", "team"), _number(fields.get("rolling_hours"), "Rolling window, hours")
     if axis == "tag":
         axis = f"tag:{fields.get('tag', '')}"
-    one = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
+    value = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
     return {
         "window": fields.get("window", ""),
         **_limit(fields),
         **_kind(fields),
         "axis": axis,
-        "value": None if axis == "team" else one,
+        "value": None if axis == "team" else value,
         "rolling_s": round((hours or 0) * 3600) if fields.get("window") == "rolling" else 0,
     }
 
@@ -288,10 +288,10 @@ def words_of(error: Exception) -> str:
         name = str(first["loc"][-1]) if first["loc"] else ""
         return f"{_LABELS.get(name, name)}: {in_json_words(first['msg'])}"
     if isinstance(error, accounts.Invalid):
-        _, _, words = str(error).partition(": ")
-        return f"{_LABELS.get(error.field, error.field)}: {words}"
-    words = str(error)
-    return f"{words[:1].upper()}{words[1:]}"
+        _, _, message = str(error).partition(": ")
+        return f"{_LABELS.get(error.field, error.field)}: {message}"
+    message = str(error)
+    return f"{message[:1].upper()}{message[1:]}"
 
 
 _LABELS = {

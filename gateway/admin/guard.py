@@ -128,11 +128,11 @@ class Guard:
 
     async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
         """Raises Unauthenticated for a wrong key, TooManyWrongKeys where it was not read."""
-        client, place = client_of(request), endpoint.value
-        wait_s = self._guesses.wait_s(place, client)
+        client, scope = client_of(request), endpoint.value
+        wait_s = self._guesses.wait_s(scope, client)
         if wait_s and await self.has_session(request):
-            place = f"{endpoint} in a session"
-            wait_s = self._guesses.wait_s(place, client)
+            scope = f"{endpoint} in a session"
+            wait_s = self._guesses.wait_s(scope, client)
         if wait_s:
             self._count(endpoint, "not_read")
             raise TooManyWrongKeys(
@@ -140,13 +140,13 @@ class Guard:
             )
         given = _digest(key)
         if hmac.compare_digest(given, self._admin_key):
-            self._guesses.forget(place, client)
+            self._guesses.forget(scope, client)
             return
         # the metrics key forgets nothing: with it a client could guess the admin's for ever
         is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
         if is_observer and self._metrics_key and hmac.compare_digest(given, self._metrics_key):
             return
-        pause_s = self._guesses.add(place, client)
+        pause_s = self._guesses.add(scope, client)
         self._count(endpoint, "wrong")
         _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
         raise Unauthenticated(_NEEDS[endpoint])
@@ -192,10 +192,10 @@ class Guard:
         if not _is_loopback(server[0]):
             return True
         hosts = request.headers.getlist("host")
-        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if found is None:
+        host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if host is None:
             return False
-        name = (found["ipv6"] or found["name"]).lower().removesuffix(".")
+        name = (host["ipv6"] or host["name"]).lower().removesuffix(".")
         return name in ("localhost", self._own_host) or _is_address(name)
 
     async def new_session(self) -> str:
@@ -315,7 +315,9 @@ class ApiRoute(APIRoute):
 def check_query(request: Request) -> None:
     """Refuse a query parameter that the route does not have, or has twice. Raises BadRequest."""
     known = [
-        one.alias for one in get_flat_params(request.scope["route"].dependant) if isinstance(one.field_info, Query)
+        parameter.alias
+        for parameter in get_flat_params(request.scope["route"].dependant)
+        if isinstance(parameter.field_info, Query)
     ]
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:

@@ -497,7 +497,7 @@ class SavingsStepOut(_Out):
     """One step of a waterfall: what a mechanism saved; below 0, what it cost."""
 
     mechanism: str
-    words: str
+    label: str = Field(serialization_alias="words")
     requests: int
     amount_microusd: int
 
@@ -632,7 +632,7 @@ class DeploymentErrorOut(_Out):
 
     at_s: float
     request_id: str
-    words: str
+    message: str = Field(serialization_alias="words")
 
 
 Act = Literal["drain", "disable", "enable", "reset"]

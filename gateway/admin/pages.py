@@ -66,32 +66,32 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     @router.get("")
     async def overview(request: Request, window: Window = Window.DAY) -> Response:
-        found = await views.overview(parts, window)
+        page = await views.overview(parts, window)
         teams = await parts.accounts.list_teams()
         return pages.render(
             request,
             "overview.html",
-            overview=found,
-            stats=found.stats,
+            overview=page,
+            stats=page.stats,
             window=window,
             windows=list(Window),
             model=next(iter(parts.settings.models)),
             team_id=teams[0].id if teams else None,
             deployments=parts.deployments(),
-            charts=charts_of(found.stats),
+            charts=charts_of(page.stats),
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
-        found = (await views.deployments(parts)).deployments
+        known = (await views.deployments(parts)).deployments
         return pages.render(
             request,
             "deployments.html",
             status,
             aliases={
-                alias: [view for view in found if view.alias == alias]
-                for alias in dict.fromkeys(view.alias for view in found)
+                alias: [view for view in known if view.alias == alias]
+                for alias in dict.fromkeys(view.alias for view in known)
             },
-            parts=[part for part in parts.healths() if part.name not in {view.name for view in found}],
+            parts=[part for part in parts.healths() if part.name not in {view.name for view in known}],
             **form,
         )
 
@@ -119,12 +119,12 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/requests")
     async def requests(request: Request, cursor: str = "") -> Response:
         where = _route_filter(request)
-        found = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
+        page = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
         return pages.render(
             request,
             "requests.html",
-            routes=found.routes,
-            older=with_query(request, {"cursor": found.cursor}) if found.cursor else None,
+            routes=page.routes,
+            older=with_query(request, {"cursor": page.cursor}) if page.cursor else None,
             where=where,
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
@@ -137,15 +137,15 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         days = query.get("days", "")
         days = days if days in _SPANS else str(savings_views.DAYS)
         team_id, model = _team_id(request), query.get("model", "")
-        found = await savings_views.savings(
+        shown = await savings_views.savings(
             parts, team_id, model, from_s=parts.clock() - (int(days) - 1) * savings_views.DAY_S
         )
         return pages.render(
             request,
             "savings.html",
-            savings=found,
-            bars=waterfall(found),
-            chart=savings_chart(found),
+            savings=shown,
+            bars=waterfall(shown),
+            chart=savings_chart(shown),
             team_id=team_id,
             model=model,
             days=days,
@@ -220,7 +220,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             name=name,
             more=with_query(request, {"cursor": str(shown[-1].id)}) if len(page) > len(shown) else None,
             holds=budgets.holds(parts),
-            tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
+            tallies={tally.team_id: tally for tally in stats.by_team} if stats is not None else {},
             **form,
         )
 
@@ -263,7 +263,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 
 def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
-        found = await cache_views.cache(parts)
+        sizes = await cache_views.cache(parts)
         near = await views.near_misses(parts, RouteFilter(), limit=10)
         stats = await views.or_none(views.stats(parts, Window.DAY))
         latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
@@ -271,7 +271,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             request,
             "cache.html",
             status,
-            cache=found,
+            cache=sizes,
             near=near.routes,
             causes=(await misses.cache_misses(parts)).causes,
             latest=latest.routes,
@@ -297,12 +297,12 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
-        found = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "batches.html", batches=found.batches, older=found.cursor)
+        page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
+        return pages.render(request, "batches.html", batches=page.batches, older=page.cursor)
 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
-        found = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "audit.html", rows=found.rows, older=found.cursor)
+        page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
+        return pages.render(request, "audit.html", rows=page.rows, older=page.cursor)
 
     return {"cache": render_cache, "answer": render_answer}

@@ -5,7 +5,7 @@ A pure function of measurements. No HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from gateway.admin.format import amount, utc, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
@@ -31,7 +31,7 @@ def problems(
     is_judged: bool = False,
 ) -> list[Problem]:
     """All current problems; empty when all is well. `is_judged`: deployments judge answers of their alias."""
-    found = [
+    current = [
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
         *_of_budgets(budgets, team_names),
@@ -40,7 +40,7 @@ def problems(
         *_of_truth(truths),
         *(_of_judges(deployments) if is_judged else ()),
     ]
-    return sorted(found, key=lambda problem: not problem.is_urgent)
+    return sorted(current, key=lambda problem: not problem.is_urgent)
 
 
 def _of_parts(parts: Sequence[Part], deployment_names: Set[str]) -> list[Problem]:
@@ -56,8 +56,7 @@ def _of_parts(parts: Sequence[Part], deployment_names: Set[str]) -> list[Problem
     ]
 
 
-def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) -> list[Problem]:
-    found = []
+def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) -> Iterator[Problem]:
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
         away = [view for view in views if view.is_available is False]
@@ -65,14 +64,12 @@ def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) ->
         if len(away) == len(views):
             is_starting = any(view.name in starting for view in away)
             message = f"{alias} can't be answered yet: {why}" if is_starting else f"Nobody can answer {alias}: {why}"
-            found.append(Problem(message, _DEPLOYMENTS, not is_starting))
+            yield Problem(message, _DEPLOYMENTS, not is_starting)
         elif away:
-            found.append(Problem(f"{alias} does without some of its deployments: {why}", _DEPLOYMENTS))
-    return found
+            yield Problem(f"{alias} does without some of its deployments: {why}", _DEPLOYMENTS)
 
 
-def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> list[Problem]:
-    found = []
+def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> Iterator[Problem]:
     for budget in budgets:
         if budget.share is None or budget.share < _BUDGET_SHARE_NEAR:
             continue
@@ -88,22 +85,21 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
             message = f"{team} has used up its {name} ({spent}): only cached answers are served"
         else:
             message = f"{team} is over its soft {name} ({spent})"
-        found.append(Problem(message, f"/admin/teams/{budget.team_id}", budget.share >= 1 and budget.is_hard))
-    return found
+        yield Problem(message, f"/admin/teams/{budget.team_id}", budget.share >= 1 and budget.is_hard)
 
 
 def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
     """Bounds that have tightened themselves after too many wrong semantic hits."""
     return [
         Problem(
-            f"Too many of {one.team}'s requests for {one.alias} are answered wrongly by meaning since "
-            f"{utc(one.drift.since_s)} (an estimated {one.measured.estimate or 0:.1%} of the last day's; the bound is "
-            f"{one.error_max:.2%}): the bound has tightened itself, and only the cold rule serves",
+            f"Too many of {error.team}'s requests for {error.alias} are answered wrongly by meaning since "
+            f"{utc(error.drift.since_s)} (an estimated {error.measured.estimate or 0:.1%} of the last day's; the bound is "
+            f"{error.error_max:.2%}): the bound has tightened itself, and only the cold rule serves",
             "/admin/cache#truth",
             is_urgent=True,
         )
-        for one in truths
-        if one.drift is not None
+        for error in truths
+        if error.drift is not None
     ]
 
 
@@ -140,16 +136,14 @@ def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[Proble
     return [Problem(message, "/admin/requests?outcome=failed", is_urgent=True)]
 
 
-def _of_refusals(team_names: Mapping[int, str], last_hour: Summary | None) -> list[Problem]:
+def _of_refusals(team_names: Mapping[int, str], last_hour: Summary | None) -> Iterator[Problem]:
     """Teams that had most of their requests refused.
 
     This finds a budget below the price of one answer, which is never used up.
     """
-    found = []
     for team_id, tally in last_hour.by_team.items() if last_hour is not None else ():
         refused = tally.by_kind.get("refused", 0)
         if team_id in team_names and tally.requests >= _REQUESTS_MIN and refused > _REFUSED_SHARE_MAX * tally.requests:
-            asked = f"{team_names[team_id]}'s {tally.requests:,} requests of the last hour"
-            message, href = f"{refused:,} of {asked} were refused", f"/admin/requests?team_id={team_id}&outcome=refused"
-            found.append(Problem(message, href))
-    return found
+            whose = f"{team_names[team_id]}'s {tally.requests:,} requests of the last hour"
+            message, href = f"{refused:,} of {whose} were refused", f"/admin/requests?team_id={team_id}&outcome=refused"
+            yield Problem(message, href)

@@ -96,7 +96,7 @@ def _waterfall(kind: type[_Sums], lines: Iterable[SavingsLine], **labels: Any) -
         steps=[
             models.SavingsStepOut(
                 mechanism=name,
-                words=MECHANISMS.get(name, name),
+                label=MECHANISMS.get(name, name),
                 requests=requests[name],
                 amount_microusd=amounts[name],
             )

@@ -105,41 +105,41 @@ def _tally(kind: type[_Tally], tally: Tally, **labels: int | str) -> _Tally:
 
 def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]:
     """What judging cost each team that it was done for."""
-    names, found = {team.id: team.name for team in teams}, dict[int, models.JudgingOut]()
-    for (team_id, _), sample in summary.samples.items():
-        if team_id not in names or not sample.questions:
-            continue
-        saved = summary.by_team[team_id].avoided_microusd if team_id in summary.by_team else 0
-        one = models.JudgingOut(
-            team_id=team_id, team=names[team_id], questions=0, cost_microusd=0, saved_microusd=saved
-        )  # fmt: skip
-        one = found.setdefault(team_id, one)
-        one.questions += sample.questions
-        one.cost_microusd += sample.judging_microusd
-    return sorted(found.values(), key=lambda one: -one.questions)
+    costs = []
+    for team in teams:
+        samples = [sample for (team_id, _), sample in summary.samples.items() if team_id == team.id]
+        cost = models.JudgingOut(
+            team_id=team.id,
+            team=team.name,
+            questions=sum(sample.questions for sample in samples),
+            cost_microusd=sum(sample.judging_microusd for sample in samples),
+            saved_microusd=summary.by_team[team.id].avoided_microusd if team.id in summary.by_team else 0,
+        )
+        costs += [cost] if cost.questions else []
+    return sorted(costs, key=lambda cost: -cost.questions)
 
 
 def _judges(summary: Summary) -> list[models.JudgeOut]:
     """The judges that another one was set beside, by descending pairs."""
-    found = []
+    judges = []
     for names, counts in summary.rulings.items():
         judge, _, other = names.partition("\n")
         rates = {"false_same": false_same(counts), "false_different": false_different(counts)}
-        found.append(models.JudgeOut.of(counts, judge=judge, other=other, **rates))
-    return sorted(found, key=lambda one: -one.pairs)
+        judges.append(models.JudgeOut.of(counts, judge=judge, other=other, **rates))
+    return sorted(judges, key=lambda judge: -judge.pairs)
 
 
 def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
     """The measured error of semantic hits beside its bound, by descending hits."""
     known = {team.id: team for team in teams}
     now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
-    found = []
+    errors = []
     for (team_id, alias), sample in summary.samples.items():
         team = known.get(team_id)
         if team is None or sample.is_empty:
             continue
         measured = parts.truth.measure(sample)
-        found.append(
+        errors.append(
             models.SemanticOut.of(
                 sample,
                 measured,
@@ -150,7 +150,7 @@ def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> li
                 strictness=now.get((team_id, alias), 1.0),
             )
         )
-    return sorted(found, key=lambda one: -one.hits)
+    return sorted(errors, key=lambda error: -error.hits)
 
 
 async def or_none(reading: Awaitable[_T]) -> _T | None:
@@ -182,8 +182,11 @@ def _check_cursor(cursor: str) -> None:
 
 def _routes(page: Page) -> models.RoutesOut:
     """The records, each with its kind."""
-    found = [{**msgspec.structs.asdict(one), "kind": kind_of(one.cache, one.status, one.error)} for one in page.records]
-    return models.RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
+    routes = [
+        {**msgspec.structs.asdict(record), "kind": kind_of(record.cache, record.status, record.error)}
+        for record in page.records
+    ]
+    return models.RoutesOut.model_validate({"routes": routes, "cursor": page.cursor})
 
 
 async def ledger(
@@ -222,15 +225,15 @@ async def ledger_sums(
 
     sums = [
         {
-            **msgspec.structs.asdict(one),
-            "team": teams.get(one.team_id) if one.team_id is not None else None,
-            "key": keys.get(one.key_id) if one.key_id is not None else None,
-            "model": one.alias,
-            "user": shown(one.user),
-            "tag": shown(one.tag),
-            "is_other": OTHER in (one.user, one.tag),
+            **msgspec.structs.asdict(total),
+            "team": teams.get(total.team_id) if total.team_id is not None else None,
+            "key": keys.get(total.key_id) if total.key_id is not None else None,
+            "model": total.alias,
+            "user": shown(total.user),
+            "tag": shown(total.tag),
+            "is_other": OTHER in (total.user, total.tag),
         }
-        for one in totals[:limit]
+        for total in totals[:limit]
     ]
     return models.LedgerSumsOut.model_validate({"sums": sums, "has_more": len(totals) > limit})
 
@@ -268,7 +271,7 @@ async def _choices(
     return Choices(
         teams=now | {id: label for id, label in gone.items() if id},
         models=_with_retired(parts.settings.names, aliases),
-        deployments=_with_retired([one.name for one in parts.deployments()], deployments),
+        deployments=_with_retired([deployment.name for deployment in parts.deployments()], deployments),
     )
 
 
@@ -283,9 +286,9 @@ async def ledger_choices(parts: WorkerParts) -> Choices:
     aliases, deployments = [await parts.ledger.totals([group]) for group in (Group.ALIAS, Group.DEPLOYMENT)]
     return await _choices(
         parts,
-        {one.team_id: "" for one in teams if one.team_id},
-        [one.alias for one in aliases if one.alias],
-        [one.deployment for one in deployments if one.deployment],
+        {total.team_id: "" for total in teams if total.team_id},
+        [total.alias for total in aliases if total.alias],
+        [total.deployment for total in deployments if total.deployment],
     )
 
 
@@ -347,43 +350,51 @@ async def overview(parts: WorkerParts, window: Window = Window.DAY) -> models.Ov
 async def deployments(parts: WorkerParts) -> models.DeploymentsOut:
     """Every deployment: health, estimates, queue."""
     summary, errors = await or_none(parts.stats.query(Window.DAY)), await _last_errors(parts)
-    found = []
-    for one in parts.deployments():
-        one = one.model_copy(update={"last_errors": errors.get(one.name, [])})
-        if summary is not None and one.name in summary.by_deployment:
-            one.last_24h = models.DeploymentTallyOut.of(summary.by_deployment[one.name], deployment=one.name)
-        found.append(one)
-    return models.DeploymentsOut(deployments=found)
+    shown = []
+    for deployment in parts.deployments():
+        deployment = deployment.model_copy(update={"last_errors": errors.get(deployment.name, [])})
+        if summary is not None and deployment.name in summary.by_deployment:
+            deployment.last_24h = models.DeploymentTallyOut.of(
+                summary.by_deployment[deployment.name], deployment=deployment.name
+            )
+        shown.append(deployment)
+    return models.DeploymentsOut(deployments=shown)
 
 
 async def _last_errors(parts: WorkerParts) -> dict[str, list[models.DeploymentErrorOut]]:
     """The last failed attempts among the latest requests of all hosts, by deployment."""
-    found: dict[str, list[models.DeploymentErrorOut]] = {}
+    errors: dict[str, list[models.DeploymentErrorOut]] = {}
 
     def note(record: Record) -> bool:
         for attempt in record.attempts:
-            if attempt.verdict in ("error", "denied") and len(found.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
-                one = models.DeploymentErrorOut(at_s=record.at_s, request_id=record.request_id, words=attempt.outcome)
-                found[attempt.name].append(one)
+            if attempt.verdict in ("error", "denied") and len(errors.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
+                error = models.DeploymentErrorOut(
+                    at_s=record.at_s, request_id=record.request_id, message=attempt.outcome
+                )
+                errors[attempt.name].append(error)
         return False
 
     await or_none(parts.stats.routes(note))
-    return found
+    return errors
 
 
 def deployments_of(fleet: Fleet) -> list[models.DeploymentOut]:
     """All deployments as this worker sees them now, without their last 24 hours."""
-    return [deployment_of(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
+    return [
+        deployment_of(alias, deployment)
+        for alias in fleet.aliases.values()
+        for deployment in alias.deployments.values()
+    ]
 
 
 def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
     """One deployment as this worker sees it now."""
-    seen = deployment.candidate(_SHOWN)
+    candidate = deployment.candidate(_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
     output_tokens = alias.output_max(deployment, _SHORT)
     return models.DeploymentOut.of(
         deployment,
-        seen,
+        candidate,
         load,
         deployment.price,
         alias=alias.name,
@@ -392,11 +403,11 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         reason=deployment.trouble,
         denial=deployment.health.trouble[1],
         waiting=load.waiting + deployment.places.waiting,
-        capabilities=tuple(sorted(seen.capabilities)),
+        capabilities=tuple(sorted(candidate.capabilities)),
         hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),
         hold_output_tokens=output_tokens,
-        context_tokens_max=seen.context_tokens_max,
-        output_tokens_max=seen.output_tokens_max,
+        context_tokens_max=candidate.context_tokens_max,
+        output_tokens_max=candidate.output_tokens_max,
         ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
         recent_calls=deployment.estimate.weight,
     )

@@ -638,7 +638,7 @@ async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: htt
     page = (await browser.get("/admin/savings")).text
     table = page[page.index('id="waterfall"') : page.index("</table>")]
     for step in found.steps:
-        assert step.words.replace("'", "&#39;") in table
+        assert step.label.replace("'", "&#39;") in table
     assert table.count("<svg") == table.count('aria-hidden="true"') == len(found.steps) + 2
     of_team = await savings_views.savings(world.admin, ids["support"])
     assert [one.team for one in of_team.by_team] == ["support"]
