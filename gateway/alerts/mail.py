@@ -48,7 +48,7 @@ class Mail:
             async with asyncio.timeout(self._timeout_s):
                 message = message_of(settings, message_id, at_s, body)
                 port = settings.smtp_port or _PORTS[settings.smtp_tls]
-                talk.places = await loop.getaddrinfo(settings.smtp_host, port, type=socket.SOCK_STREAM)
+                talk.addresses = await loop.getaddrinfo(settings.smtp_host, port, type=socket.SOCK_STREAM)
                 refused = await loop.run_in_executor(self._thread, talk.run, message)
         except TimeoutError:
             raise DeliveryFailed(f"no answer within {duration_s(self._timeout_s)}") from None
@@ -70,7 +70,7 @@ class _Talk:
     def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
-        self.places: list[Any] = []  # of the server, as the event loop found them
+        self.addresses: list[Any] = []  # of the server, as the event loop resolved them
         self._line: socket.socket | None = None
         self._is_over = threading.Event()
 
@@ -96,7 +96,7 @@ class _Talk:
     def connected(self) -> socket.socket:
         """A connection to the first place that takes one. Raises OSError; TimeoutError after `end`."""
         failed = OSError("the server has no address")
-        for *_, at in self.places:
+        for *_, at in self.addresses:
             try:
                 connection = socket.create_connection(at[:2], self._timeout_s)
             except OSError as error:

@@ -215,29 +215,29 @@ class AlertWatch:
         alerts = list(due(await self._budgets.states(budgets, at_ms), self._settings, names, at_ms))
         alike = Counter(alert.kind for alert in alerts)
         known, self._known = self._known, {}
-        for place, alert in enumerate(alerts):
+        for number, alert in enumerate(alerts):
             raised_ms = known.get(alert.mark)
             if raised_ms is None or not 0 <= at_ms - raised_ms < _ASKED_AGAIN_MS:
-                await self._raise(alert, place, alike[alert.kind] - 1, at_ms)
+                await self._raise(alert, number, alike[alert.kind] - 1, at_ms)
                 raised_ms = at_ms
             self._known[alert.mark] = raised_ms
 
-    async def _raise(self, alert: Alert, place: int, others: int, at_ms: int) -> None:
-        """Log and queue an alert that was not raised before, the one at this `place` of all; it holds
+    async def _raise(self, alert: Alert, number: int, others: int, at_ms: int) -> None:
+        """Log and queue an alert that was not raised before, the one at this `number` of all; it holds
         for so many `others` of the budget's values, too.
         """
         facts = alert.facts
         if others:
             facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {others} more")
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
-        name = f"msg_{at_ms:012x}{place:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
+        name = f"msg_{at_ms:012x}{number:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
         message = msgspec.json.encode(_QueuedMessage(name, at_ms, msgspec.json.encode(content).decode()))
         keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
         full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD)
         if full == 0:
             return
         _log.warning("budget_alert", **msgspec.structs.asdict(facts))
-        for channel in (list(self._channels)[number] for number in full):
+        for channel in (list(self._channels)[index] for index in full):
             self._count(channel, LOST)
             reason = f"{QUEUE_MAX} messages wait"
             _log.warning("alert_not_queued", channel=channel, budget_id=alert.facts.budget_id, reason=reason)
@@ -247,8 +247,8 @@ class AlertWatch:
         queue = CHANNELS[channel]
         while await self._lease.take():
             now_s = self._clock()
-            found = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
-            if not found or not await self._send(channel, found[0], now_s):
+            queued = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
+            if not queued or not await self._send(channel, queued[0], now_s):
                 return
 
     async def _send(self, channel: str, queued: bytes, now_s: float) -> bool:

@@ -114,10 +114,10 @@ class Batches:
         output_kept_s: int | None,
     ) -> Batch:
         """A new batch. Raises NotFound, BadRequest for a file of another purpose, Forbidden."""
-        found = await self.files.get(team_id, input_file_id)
-        if found.purpose != INPUT:
+        file = await self.files.get(team_id, input_file_id)
+        if file.purpose != INPUT:
             raise BadRequest(
-                f"The file {found.id} has the purpose `{found.purpose}`: expected `{INPUT}`",
+                f"The file {file.id} has the purpose `{file.purpose}`: expected `{INPUT}`",
                 param="input_file_id",
                 code="invalid_value",
             )
@@ -127,7 +127,7 @@ class Batches:
             team_id=team_id,
             key_id=key_id,
             endpoint=endpoint,
-            input_file_id=found.id,
+            input_file_id=file.id,
             status="validating",
             created_at_s=now_s,
             expires_at_s=now_s + _WINDOW_S,
@@ -161,10 +161,10 @@ class Batches:
         """A team's batch; of any team if `team_id` is None. Raises NotFound, also for another team's."""
         of_team = [] if team_id is None else [_batches.c.team_id == team_id]
         # PostgreSQL takes no NUL
-        found = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
-        if not found:
+        batches = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
+        if not batches:
             raise NotFound(f"No batch found with id '{shown(batch_id)}'.", param="batch_id", code="batch_not_found")
-        return found[0]
+        return batches[0]
 
     async def page(self, team_id: int | None, after: str, limit: int) -> list[Batch]:
         """The batches of a team, or of all, newest first, from the one after `after`: one more than
@@ -208,21 +208,19 @@ class Batches:
 
     async def _read(self, connection: AsyncConnection, *where: Any, limit: int = 1) -> list[Batch]:
         """The batches, newest first; the counts of one under way are its chunks'."""
-        rows = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
-        found = list((await connection.execute(rows)).mappings())
+        selected = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
+        rows = list((await connection.execute(selected)).mappings())
         sums = (
             sa.select(_chunks.c.batch_id, sa.func.sum(_chunks.c.completed), sa.func.sum(_chunks.c.failed))
-            .where(_chunks.c.batch_id.in_([row["id"] for row in found]))
+            .where(_chunks.c.batch_id.in_([row["id"] for row in rows]))
             .group_by(_chunks.c.batch_id)
         )
-        counts = {batch_id: (int(done), int(failed)) for batch_id, done, failed in await connection.execute(sums)}
-        batches = [Batch(**{name: row[name] for name in Batch.__struct_fields__}) for row in found]
-        return [
-            one
-            if one.id not in counts
-            else msgspec.structs.replace(one, completed=counts[one.id][0], failed=counts[one.id][1])
-            for one in batches
-        ]
+        counts = {
+            batch_id: {"completed": int(completed), "failed": int(failed)}
+            for batch_id, completed, failed in await connection.execute(sums)
+        }
+        batches = [{name: row[name] for name in Batch.__struct_fields__} for row in rows]
+        return [Batch(**{**batch, **counts.get(batch["id"], {})}) for batch in batches]
 
     # -- for workers
 
@@ -240,15 +238,15 @@ class Batches:
             left: dict[str, int | None] = {  # of each batch with chunks to do, one that is free
                 row[0]: row[1] for row in await connection.execute(undone.group_by(_chunks.c.batch_id))
             }
-        found: dict[int, list[tuple[str, int | None]]] = {}
+        free_work: dict[int, list[tuple[str, int | None]]] = {}
         for batch_id, team_id, _, leased_until_s in batches:
             is_free = left[batch_id] is not None if batch_id in left else leased_until_s < now_s
             if is_free and team_id not in busy_teams:
-                found.setdefault(team_id, []).append((batch_id, left.get(batch_id)))
-        if not found:
+                free_work.setdefault(team_id, []).append((batch_id, left.get(batch_id)))
+        if not free_work:
             return None
         # of each team alike, however many batches it has
-        batch_id, number = random.choice(found[random.choice(list(found))])
+        batch_id, number = random.choice(free_work[random.choice(list(free_work))])
         return await self.lease(batch_id, number, token, now_s)
 
     async def lease(self, batch_id: str, number: int | None, token: str, now_s: float) -> BatchLease | None:
@@ -296,13 +294,13 @@ class Batches:
         """
         async with self._database.writing() as connection:
             begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)
-            values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(one.lines for one in chunks)}
+            values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(chunk.lines for chunk in chunks)}
             if not (await connection.execute(_held(work).values(**values, leased_by="", leased_until_s=0.0))).rowcount:
                 return
-            size = sum(one.size + one.lines * LINE_BYTES for one in chunks)
+            size = sum(chunk.size + chunk.lines * LINE_BYTES for chunk in chunks)
             await self.files.reserve(connection, work.batch.id, work.batch.team_id, size)
-            own = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
-            rows = [{**msgspec.structs.asdict(one), **own, "leased_until_s": 0.0} for one in chunks]
+            state = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
+            rows = [{**msgspec.structs.asdict(chunk), **state, "leased_until_s": 0.0} for chunk in chunks]
             for start in range(0, len(rows), 1_000):
                 await connection.execute(sa.insert(_chunks), rows[start : start + 1_000])
 

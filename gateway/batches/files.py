@@ -292,13 +292,13 @@ class Files:
     @uncancelled
     async def delete(self, team_id: int, file_id: str) -> None:
         """Delete a team's file. Raises NotFound, and InUse if a batch needs it."""
-        found = await self.get(team_id, file_id)
+        file = await self.get(team_id, file_id)
         async with self._database.writing() as connection:
             # a batch of this file that begins meanwhile is waited for, and seen
             await self.held.lock(connection, team_id)
-            if not await self.held.delete(connection, team_id, _files.c.id == found.id, _UNNEEDED):
+            if not await self.held.delete(connection, team_id, _files.c.id == file.id, _UNNEEDED):
                 raise InUse("A batch that has not ended reads this file: cancel the batch first")
-        await asyncio.to_thread(self.unlink, [found.id])
+        await asyncio.to_thread(self.unlink, [file.id])
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
@@ -329,7 +329,7 @@ class Files:
             arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
             late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
             gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
-        gone += [one for one in arriving if names.get(one, 0.0) < now_s - _STALE_S]
+        gone += [file_id for file_id in arriving if names.get(file_id, 0.0) < now_s - _STALE_S]
         for start in range(0, len(gone), 500):
             await self.held.purge(_files.c.id.in_(gone[start : start + 500]), _UNNEEDED, most=500)
 
@@ -341,13 +341,13 @@ class Files:
 
     def _names(self) -> dict[str, float]:
         """The names in the folder that are contents or folders of batches, each with its last change."""
-        found = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as places:
-            for place in places:
-                if _CONTENT.fullmatch(place.name) or _FOLDER.fullmatch(place.name):
+        changes = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if _CONTENT.fullmatch(entry.name) or _FOLDER.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        found[place.name] = place.stat(follow_symlinks=False).st_mtime
-        return found
+                        changes[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+        return changes
 
     def unlink(self, names: Iterable[str]) -> None:
         """Remove contents, and folders of batches. Blocks."""

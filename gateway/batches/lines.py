@@ -96,13 +96,13 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
     except _WRONG as error:
         raise LineRefused("invalid_line", f"The line is not a request: {error}", id_of(raw)) from None
     if not 1 <= len(line.custom_id) <= _ID_CHARS_MAX:
-        words = f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters"
-        raise LineRefused("invalid_custom_id", words, line.custom_id[:_ID_CHARS_MAX])
+        message = f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters"
+        raise LineRefused("invalid_custom_id", message, line.custom_id[:_ID_CHARS_MAX])
     if line.method != "POST":
         raise LineRefused("invalid_method", f"`method` is {shown(line.method)}: expected POST", line.custom_id)
     if line.url != endpoint:
-        words = f"`url` is {shown(line.url)}: expected the batch's endpoint, {endpoint}"
-        raise LineRefused("mismatched_endpoint", words, line.custom_id)
+        message = f"`url` is {shown(line.url)}: expected the batch's endpoint, {endpoint}"
+        raise LineRefused("mismatched_endpoint", message, line.custom_id)
     try:
         flags = _flags(bytes(line.body))
     except _WRONG:  # the endpoint says what is wrong
@@ -115,10 +115,10 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
 def id_of(raw: bytes) -> str | None:
     """The `custom_id` of a line that is no request, where it has one."""
     try:
-        found = _named(raw).custom_id
+        custom_id = _named(raw).custom_id
     except _WRONG:
         return None
-    return found[:_ID_CHARS_MAX] if isinstance(found, str) else None
+    return custom_id[:_ID_CHARS_MAX] if isinstance(custom_id, str) else None
 
 
 def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[bytes | None, int]]:
@@ -210,9 +210,9 @@ def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: U
     """Write all outcomes to the two files. Returns the number of lines of each. Raises OSError."""
     counts = [0, 0]
     for chunk in chunks:
-        for one in outcomes(folder, chunk.number):
-            counts[one.is_ok] += 1
-            (output if one.is_ok else errors).append(one.data + b"\n")
+        for outcome in outcomes(folder, chunk.number):
+            counts[outcome.is_ok] += 1
+            (output if outcome.is_ok else errors).append(outcome.data + b"\n")
     return counts[True], counts[False]
 
 

@@ -98,8 +98,8 @@ class _LineReply:
         """The seconds until the line is tried again; None if this is its response."""
         if self.status == 200 or self.headers.get("x-should-retry") == "false":
             return None
-        told = self.headers.get("retry-after-ms", "")
-        pause_s = min(WAIT_S_MAX, int(told) / 1000.0 if told.isdecimal() else 2.0**tries)
+        given = self.headers.get("retry-after-ms", "")
+        pause_s = min(WAIT_S_MAX, int(given) / 1000.0 if given.isdecimal() else 2.0**tries)
         if self.code in _PASSING:
             return pause_s
         is_passing = self.status in _STATUSES_TRIED_AGAIN and tries < _TRIES_MAX
@@ -234,7 +234,7 @@ class BatchRunner:
             return False
         teams = list(self.works.values())
         work = await self._batches.claim(
-            secrets.token_hex(8), {one for one in teams if teams.count(one) >= _CHUNKS_A_TEAM}
+            secrets.token_hex(8), {team_id for team_id in teams if teams.count(team_id) >= _CHUNKS_A_TEAM}
         )
         if work is None:
             return False
@@ -315,10 +315,11 @@ class BatchRunner:
         """Run the lines of a chunk that have no outcome yet."""
         folder = self._files.folder / lease.batch.id
         ended = set[int]()
-        for one in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
-            ended.add(one[0])
-            lease.count(LineOutcome(*one, b""))
-        segment, places = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
+        # without their data, which may be large
+        for line, is_ok in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
+            ended.add(line)
+            lease.count(LineOutcome(line, is_ok, b""))
+        segment, slots = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
         appending, room = asyncio.Lock(), _OutcomeQuota(self._files, lease.batch)
 
         async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
@@ -329,12 +330,12 @@ class BatchRunner:
                         outcome = await self._append(lease, room, segment, outcome)
                     lease.count(outcome)
             finally:
-                places.release()
+                slots.release()
 
         try:
             async with asyncio.TaskGroup() as group:
                 async for number, raw in self._lines(lease, chunk, ended):
-                    await places.acquire()
+                    await slots.acquire()
                     if lease.is_lost or self._is_stopping:
                         break
                     group.create_task(run_line(number, raw))
@@ -383,10 +384,10 @@ class BatchRunner:
             with file:
                 file.seek(chunk.offset)
                 lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self.settings.line_bytes_max)
-                while (found := await asyncio.to_thread(next, lines, None)) is not None:
-                    if found[0] != b"" and number not in ended:
+                while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                    if line[0] != b"" and number not in ended:
                         left -= 1
-                        yield number, found[0]
+                        yield number, line[0]
                     number += 1
         except OSError as error:
             why = self._why_unread(lease, error)
@@ -426,8 +427,8 @@ class BatchRunner:
                 return None
             identity = await self._accounts.of_key(lease.batch.key_id)
             if identity is None:
-                words = "The key that made the batch was revoked, or has expired"
-                raise LineRefused("invalid_api_key", words, line.custom_id)
+                message = "The key that made the batch was revoked, or has expired"
+                raise LineRefused("invalid_api_key", message, line.custom_id)
             self._running += 1
             try:
                 reply = await self._call(line, identity, lease.batch.id)
@@ -455,9 +456,9 @@ class BatchRunner:
             if (why := lease.why_not()) is not None:
                 raise LineRefused(why.code, why.message, line.custom_id)
             others = self._pipeline.generations - self._running
-            places = self.settings.concurrency if others <= 0 else max(1, self.settings.concurrency // 4)
+            slots = self.settings.concurrency if others <= 0 else max(1, self.settings.concurrency // 4)
             is_paused = self._paused.get(lease.batch.team_id, 0.0) > time.monotonic()
-            if self._running < places and not is_paused and not self._is_busy(model):
+            if self._running < slots and not is_paused and not self._is_busy(model):
                 return True
             await asyncio.sleep(_ROOM_EVERY_S)
         return False
@@ -469,8 +470,10 @@ class BatchRunner:
         except ApiError:
             return False
         return all(
-            one.places.waiting or 2 * one.places.taken >= max(2, one.places.places_max) or one.backend.load(0).waiting
-            for one in alias.deployments.values()
+            deployment.places.waiting
+            or 2 * deployment.places.taken >= max(2, deployment.places.places_max)
+            or deployment.backend.load(0).waiting
+            for deployment in alias.deployments.values()
         )
 
     async def _call(self, line: LineRequest, identity: Identity, batch_id: str) -> _LineReply:

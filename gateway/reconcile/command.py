@@ -58,7 +58,7 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
             report = await _report(settings, ledger, export, tolerance) if booked else report
     finally:
         await database.close()
-    over = [one for one in report.differences if abs(one.microusd) > tolerance]
+    over = [difference for difference in report.differences if abs(difference.microusd) > tolerance]
     if arguments.json:
         print(json.dumps(_as_json(report, booked, tolerance), indent=2))
     else:
@@ -78,9 +78,9 @@ async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[Ledge
     today = datetime.now(UTC).date()
     rows = [
         row
-        for one in report.differences
-        if abs(one.microusd) > tolerance and one.rows and one.day < today
-        for row in _rows(one)
+        for difference in report.differences
+        if abs(difference.microusd) > tolerance and difference.rows and difference.day < today
+        for row in _rows(difference)
     ]
     if not rows:
         return []
@@ -97,14 +97,14 @@ async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[Ledge
     return rows if await ledger.correct(rows, audit) else []
 
 
-def _rows(one: Difference) -> list[LedgerRow]:
+def _rows(difference: Difference) -> list[LedgerRow]:
     # a second run beside this one finds the same sums, and makes rows of the same ids
-    state = f"{one.day}|{one.model}|{one.provider.cost_microusd}|{one.ledger.cost_microusd}"
+    state = f"{difference.day}|{difference.model}|{difference.provider.cost_microusd}|{difference.ledger.cost_microusd}"
     digest = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
-    at_ms = int(datetime(one.day.year, one.day.month, one.day.day, tzinfo=UTC).timestamp() * 1000)
+    at_ms = int(datetime(difference.day.year, difference.day.month, difference.day.day, tzinfo=UTC).timestamp() * 1000)
     return [
         LedgerRow(
-            id=f"reconcile:{one.day}:{id_part(one.model)}:{digest}:{number}",
+            id=f"reconcile:{difference.day}:{id_part(difference.model)}:{digest}:{number}",
             at_ms=at_ms,
             request_id=f"reconcile:{digest}",
             team_id=spend.team_id,
@@ -119,7 +119,7 @@ def _rows(one: Difference) -> list[LedgerRow]:
             baseline_microusd=0,
             mechanism=CORRECTION,
         )
-        for number, (spend, microusd) in enumerate(corrections(one))
+        for number, (spend, microusd) in enumerate(corrections(difference))
     ]
 
 
@@ -128,28 +128,28 @@ def _as_json(report: Report, booked: list[LedgerRow], tolerance: int) -> dict[st
         return {name: getattr(billed, name) for name in COUNTS}
 
     return {
-        "provider_microusd": sum(one.provider.cost_microusd for one in report.differences),
-        "ledger_microusd": sum(one.ledger.cost_microusd for one in report.differences),
-        "difference_microusd": sum(one.microusd for one in report.differences),
+        "provider_microusd": sum(difference.provider.cost_microusd for difference in report.differences),
+        "ledger_microusd": sum(difference.ledger.cost_microusd for difference in report.differences),
+        "difference_microusd": sum(difference.microusd for difference in report.differences),
         "tolerance_microusd": tolerance,
         "is_priced_by_us": report.is_priced_by_us,
         "notes": report.notes,
         "days": [
             {
-                "day": one.day.isoformat(),
-                "model": one.model,
-                "names": sorted(one.provider.names),
-                "provider": counts(one.provider),
-                "ledger": counts(one.ledger),
-                "estimated_requests": one.estimated,
-                "difference_microusd": one.microusd,
-                "is_over_tolerance": abs(one.microusd) > tolerance,
+                "day": difference.day.isoformat(),
+                "model": difference.model,
+                "names": sorted(difference.provider.names),
+                "provider": counts(difference.provider),
+                "ledger": counts(difference.ledger),
+                "estimated_requests": difference.estimated,
+                "difference_microusd": difference.microusd,
+                "is_over_tolerance": abs(difference.microusd) > tolerance,
                 "reasons": [
-                    {"reason": reason.name, "microusd": reason.microusd, "words": reason.words}
-                    for reason in one.reasons
+                    {"reason": reason.name, "microusd": reason.microusd, "words": reason.explanation}
+                    for reason in difference.reasons
                 ],
             }
-            for one in report.differences
+            for difference in report.differences
         ],
         "not_in_export": [{"model": name, "ledger_microusd": cost} for name, cost in sorted(report.uncompared.items())],
         "corrections": [{"id": row.id, "team_id": row.team_id, "cost_microusd": row.cost_microusd} for row in booked],
@@ -160,14 +160,16 @@ def _print(report: Report, booked: list[LedgerRow], over: list[Difference]) -> N
     for note in report.notes:
         print(f"note: {note}")
     print(f"{'day':10}  {'model':32} {'provider':>14} {'ledger':>14} {'difference':>14}")
-    for one in report.differences:
-        print(_line(one.day, one.model, one.provider.cost_microusd, one.ledger.cost_microusd))
-        for reason in one.reasons:
-            print(f"{'':12}{reason.name}: {_usd(reason.microusd)}, {reason.words}")
-        if one.provider.names - {one.model}:
-            print(f"{'':12}names in the file: {', '.join(sorted(one.provider.names))}")
-    theirs = sum(one.provider.cost_microusd for one in report.differences)
-    print(_line("total", "", theirs, sum(one.ledger.cost_microusd for one in report.differences)))
+    for difference in report.differences:
+        print(
+            _line(difference.day, difference.model, difference.provider.cost_microusd, difference.ledger.cost_microusd)
+        )
+        for reason in difference.reasons:
+            print(f"{'':12}{reason.name}: {_usd(reason.microusd)}, {reason.explanation}")
+        if difference.provider.names - {difference.model}:
+            print(f"{'':12}names in the file: {', '.join(sorted(difference.provider.names))}")
+    theirs = sum(difference.provider.cost_microusd for difference in report.differences)
+    print(_line("total", "", theirs, sum(difference.ledger.cost_microusd for difference in report.differences)))
     for model, microusd in sorted(report.uncompared.items()):
         print(f"not in the export: {model}, {_usd(microusd)} in the ledger")
     if booked:

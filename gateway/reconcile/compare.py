@@ -27,7 +27,7 @@ class Reason:
 
     name: str
     microusd: int
-    words: str
+    explanation: str
 
 
 @dataclass(slots=True)
@@ -65,22 +65,26 @@ def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tupl
 
     Local engines have none; a deployment that is no longer configured has its own name.
     """
-    known = {deployment_name(alias, one): (alias, one) for alias, m in settings.models.items() for one in m.deployments}
+    known = {
+        deployment_name(alias, deployment): (alias, deployment)
+        for alias, m in settings.models.items()
+        for deployment in m.deployments
+    }
     models: dict[tuple[str, str], str] = {}
     prices: dict[str, Price] = {}
     for spend in spends:
         key = (spend.alias, spend.deployment)
         if key in models or (spend.kind == "embeddings" and spend.deployment == EMBEDDER):
             continue
-        alias, one = known.get(spend.deployment, ("", None))
-        if one is None:
+        alias, deployment = known.get(spend.deployment, ("", None))
+        if deployment is None:
             models[key] = normal_model(spend.deployment)
-        elif one.backend != "local" and one.model is not None:
-            name = one.model
+        elif deployment.backend != "local" and deployment.model is not None:
+            name = deployment.model
             if is_pattern(alias):
                 name = name.replace("*", spend.alias.removeprefix(alias[:-1]))
             models[key] = normal_model(name)
-            facts = describe(one.model_copy(update={"model": name}))
+            facts = describe(deployment.model_copy(update={"model": name}))
             if facts.is_price_known:
                 prices.setdefault(models[key], facts.price)
     return models, prices
@@ -96,7 +100,7 @@ def compare(
 ) -> Report:
     """The differences of `export` to the ledger's `spends`, the latter of the export's days."""
     named = {model for _, model in export.billed}
-    found = {key: Difference(*key, billed, Billed()) for key, billed in export.billed.items()}
+    differences = {key: Difference(*key, billed, Billed()) for key, billed in export.billed.items()}
     uncompared: dict[str, int] = {}
     for spend in spends:
         model = models.get((spend.alias, spend.deployment))
@@ -105,20 +109,20 @@ def compare(
         if model not in named:
             uncompared[model] = uncompared.get(model, 0) + spend.cost_microusd
             continue
-        one = found.setdefault((spend.day, model), Difference(spend.day, model, Billed(), Billed()))
-        one.rows.append(spend)
-        one.estimated += spend.estimated
-        one.estimated_microusd += spend.estimated_microusd
-        one.provider_says_microusd += spend.provider_cost_microusd
-        one.ledger.add(spend)
+        difference = differences.setdefault((spend.day, model), Difference(spend.day, model, Billed(), Billed()))
+        difference.rows.append(spend)
+        difference.estimated += spend.estimated
+        difference.estimated_microusd += spend.estimated_microusd
+        difference.provider_says_microusd += spend.provider_cost_microusd
+        difference.ledger.add(spend)
     if not export.has_cost:
-        for one in found.values():
-            one.provider.cost_microusd = _priced(one.provider, prices.get(one.model))
-    for one in found.values():
-        one.reasons = _reasons(one, export, prices.get(one.model), tolerance_microusd)
-    _shifted(found, tolerance_microusd)
+        for difference in differences.values():
+            difference.provider.cost_microusd = _priced(difference.provider, prices.get(difference.model))
+    for difference in differences.values():
+        difference.reasons = _reasons(difference, export, prices.get(difference.model), tolerance_microusd)
+    _shifted(differences, tolerance_microusd)
     return Report(
-        [found[key] for key in sorted(found)],
+        [differences[key] for key in sorted(differences)],
         uncompared,
         not export.has_cost,
         [*export.notes, *([] if export.has_cost else ["the file has no costs: its tokens are priced by our prices"])],
@@ -131,17 +135,17 @@ def _priced(billed: Billed, price: Price | None) -> int:
     return price.cost(Usage(**{name: getattr(billed, name) for name in COUNTS if name.endswith("_tokens")}))
 
 
-def _reasons(one: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
+def _reasons(difference: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
     """What explains the difference of a day and model, in parts that add up to it."""
-    rest, reasons = one.microusd, list[Reason]()
+    rest, reasons = difference.microusd, list[Reason]()
 
-    def explain(name: str, microusd: int, words: str) -> None:
+    def explain(name: str, microusd: int, explanation: str) -> None:
         nonlocal rest
         if microusd:
-            reasons.append(Reason(name, microusd, words))
+            reasons.append(Reason(name, microusd, explanation))
             rest -= microusd
 
-    theirs, ours = one.provider, one.ledger
+    theirs, ours = difference.provider, difference.ledger
     if not ours.requests:
         explain("not_through_sameway", rest, "the ledger has no generation of this model on this day")
         return reasons
@@ -157,58 +161,64 @@ def _reasons(one: Difference, export: Export, price: Price | None, tolerance: in
             as_read = replace(ours, cached_tokens=read)
             explain("cached_tokens", _priced(as_read, price) - _priced(ours, price), text)
         more = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
-        explain(*_of_tokens(one, export, more))
-    elif one.estimated and abs(rest) > tolerance:
-        explain("estimated_usages", min(max(rest, -one.estimated_microusd), one.estimated_microusd), _estimated(one))
-    if rest and abs(rest) <= max(one.ledger.requests, tolerance):
+        explain(*_of_tokens(difference, export, more))
+    elif difference.estimated and abs(rest) > tolerance:
+        explain(
+            "estimated_usages",
+            min(max(rest, -difference.estimated_microusd), difference.estimated_microusd),
+            _estimated(difference),
+        )
+    if rest and abs(rest) <= max(difference.ledger.requests, tolerance):
         explain("rounding", rest, "the ledger rounds each request up to a µUSD, an export to a cent")
     elif rest:
-        says = f"; the provider's own answers said {one.provider_says_microusd / 1e6:.6f} USD"
-        words = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
+        says = f"; the provider's own answers said {difference.provider_says_microusd / 1e6:.6f} USD"
         is_price = export.has_tokens and price is not None
-        words = words if is_price else "no reason was found"
-        explain("price" if is_price else "unexplained", rest, words + (says if one.provider_says_microusd else ""))
+        text = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
+        text = text if is_price else "no reason was found"
+        explain(
+            "price" if is_price else "unexplained", rest, text + (says if difference.provider_says_microusd else "")
+        )
     return reasons
 
 
-def _of_tokens(one: Difference, export: Export, microusd: int) -> tuple[str, int, str]:
-    theirs, ours = one.provider, one.ledger
+def _of_tokens(difference: Difference, export: Export, microusd: int) -> tuple[str, int, str]:
+    theirs, ours = difference.provider, difference.ledger
     shown = [f"{billed.prompt_tokens:,} + {billed.completion_tokens:,}" for billed in (theirs, ours)]
     tokens = f"{shown[0]} tokens, {shown[1]} in the ledger"
     if export.has_requests and theirs.requests > ours.requests:
         return "not_through_sameway", microusd, f"{theirs.requests:,} requests, {ours.requests:,} here; {tokens}"
-    if one.estimated:
-        return "estimated_usages", microusd, f"{_estimated(one)}; {tokens}"
+    if difference.estimated:
+        return "estimated_usages", microusd, f"{_estimated(difference)}; {tokens}"
     name = "not_through_sameway" if microusd > 0 else "fewer_tokens"
     return name, microusd, tokens
 
 
-def _estimated(one: Difference) -> str:
-    return f"{one.estimated:,} generations of the ledger are estimates, for {one.estimated_microusd / 1e6:.6f} USD"
+def _estimated(difference: Difference) -> str:
+    return f"{difference.estimated:,} generations of the ledger are estimates, for {difference.estimated_microusd / 1e6:.6f} USD"
 
 
-def _shifted(found: Mapping[tuple[date, str], Difference], tolerance: int) -> None:
+def _shifted(differences: Mapping[tuple[date, str], Difference], tolerance: int) -> None:
     """Name two neighbouring days whose differences cancel each other: days of another time zone."""
-    for (day, model), one in sorted(found.items()):
-        after = found.get((day + timedelta(days=1), model))
-        if after is None or abs(one.microusd) <= tolerance:
+    for (day, model), difference in sorted(differences.items()):
+        after = differences.get((day + timedelta(days=1), model))
+        if after is None or abs(difference.microusd) <= tolerance:
             continue
-        if abs(one.microusd + after.microusd) <= max(tolerance, abs(one.microusd) // 10):
-            for each in (one, after):
-                if not any(reason.name == "time_zone" for reason in each.reasons):
-                    each.reasons = [Reason("time_zone", each.microusd, _SHIFT_WORDS)]
+        if abs(difference.microusd + after.microusd) <= max(tolerance, abs(difference.microusd) // 10):
+            for neighbour in (difference, after):
+                if not any(reason.name == "time_zone" for reason in neighbour.reasons):
+                    neighbour.reasons = [Reason("time_zone", neighbour.microusd, _SHIFTED)]
 
 
-_SHIFT_WORDS = "the days beside each other cancel out: the export's days may be of another time zone than UTC"
+_SHIFTED = "the days beside each other cancel out: the export's days may be of another time zone than UTC"
 
 
-def corrections(one: Difference) -> list[tuple[DaySpend, int]]:
+def corrections(difference: Difference) -> list[tuple[DaySpend, int]]:
     """The difference in whole µUSD for each of the ledger's sums, in proportion to their costs."""
-    rows = one.rows
+    rows = difference.rows
     weights = [max(row.cost_microusd, 0) for row in rows]
     if not any(weights):
         weights = [max(row.requests, 1) for row in rows]
-    whole, rest, parts = sum(weights), one.microusd, list[tuple[DaySpend, int]]()
+    whole, rest, parts = sum(weights), difference.microusd, list[tuple[DaySpend, int]]()
     for row, weight in zip(rows, weights, strict=True):
         part = rest * weight // whole if whole else 0
         whole -= weight

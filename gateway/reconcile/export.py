@@ -135,8 +135,8 @@ def _read(text: Iterable[str], ignored: frozenset[str]) -> Export:
     reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     try:
         names = [_normal(name) for name in next(reader)]
-        places, iso = _places(names, ignored)
-        sums = _Sums(delimiter, places, iso)
+        positions, iso = _positions(names, ignored)
+        sums = _Sums(delimiter, positions, iso)
         for row in reader:
             if any(cell.strip() for cell in row):
                 if len(row) != len(names):
@@ -157,32 +157,32 @@ def _expected() -> str:
     return "; ".join(f"{meaning}: {' or '.join(names)}" for meaning, names in _COLUMNS.items())
 
 
-def _places(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str, int], bool]:
-    """The place of each meaning, and whether dates are texts."""
+def _positions(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str, int], bool]:
+    """The position of each meaning, and whether dates are texts."""
     unknown = [name for name in names if name not in _MEANINGS and name not in _IGNORED and name not in ignored]
     if unknown:
         shown = ", ".join(shown_text(name or "(no name)") for name in unknown[:10])
         raise ExportError(
             f"unknown column: {shown}. Expected {_expected()}. `--ignore COLUMN` leaves a column out of the comparison"
         )
-    places: dict[str, int] = {}
-    for place, name in enumerate(names):
+    positions: dict[str, int] = {}
+    for position, name in enumerate(names):
         meaning = _MEANINGS.get(name)
         if meaning is None or name in ignored:
             continue
-        if meaning in places:
+        if meaning in positions:
             if meaning == "date":  # OpenAI has the moment twice
-                places["date"] = place if name.endswith("_iso") else places["date"]
+                positions["date"] = position if name.endswith("_iso") else positions["date"]
                 continue
-            other = names[places[meaning]]
+            other = names[positions[meaning]]
             raise ExportError(f"two columns are the {meaning}: {other!r} and {name!r}; `--ignore` one of them")
-        places[meaning] = place
+        positions[meaning] = position
     for needed in ("date", "model"):
-        if needed not in places:
+        if needed not in positions:
             raise ExportError(f"no column is the {needed}: expected {' or '.join(_COLUMNS[needed])}")
-    if not places.keys() & {*_TOKENS, "usd", "microusd"}:
+    if not positions.keys() & {*_TOKENS, "usd", "microusd"}:
         raise ExportError(f"no column has tokens or costs: expected {_expected()}")
-    return places, names[places["date"]] != "start_time"
+    return positions, names[positions["date"]] != "start_time"
 
 
 _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in one way alone
@@ -191,9 +191,9 @@ _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in
 class _Sums:
     """The rows so far."""
 
-    def __init__(self, delimiter: str, places: Mapping[str, int], is_text_date: bool) -> None:
+    def __init__(self, delimiter: str, positions: Mapping[str, int], is_text_date: bool) -> None:
         self._delimiter = delimiter
-        self._places = places
+        self._positions = positions
         self._is_text_date = is_text_date
         self._exact: dict[tuple[date, str], tuple[Billed, Decimal, Decimal]] = {}
         self._is_zone_assumed = False
@@ -201,7 +201,7 @@ class _Sums:
 
     def add(self, row: Sequence[str], line: int) -> None:
         """Add one row. Raises ExportError."""
-        cells = {meaning: _cell(row[place]) for meaning, place in self._places.items()}
+        cells = {meaning: _cell(row[place]) for meaning, place in self._positions.items()}
         tokens = {name: self._count(cells[name], name, line) for name in (*_TOKENS, "requests") if name in cells}
         usd = self._usd(cells, line)
         if not cells["model"] and not any(tokens.values()) and not usd:
@@ -308,16 +308,16 @@ class _Sums:
 
     def export(self) -> Export:
         billed = {}
-        for key, (one, cost, batch) in self._exact.items():
-            one.cost_microusd, one.batch_microusd = round(cost * 1_000_000), round(batch * 1_000_000)
-            billed[key] = one
+        for key, (billed_sum, cost, batch) in self._exact.items():
+            billed_sum.cost_microusd, billed_sum.batch_microusd = round(cost * 1_000_000), round(batch * 1_000_000)
+            billed[key] = billed_sum
         if not billed:
             raise ExportError("the file has no rows of usage below its column names")
         return Export(
             billed,
-            has_tokens=bool(self._places.keys() & set(_TOKENS)),
-            has_requests="requests" in self._places,
-            has_cost=bool(self._places.keys() & {"usd", "microusd"}),
+            has_tokens=bool(self._positions.keys() & set(_TOKENS)),
+            has_requests="requests" in self._positions,
+            has_cost=bool(self._positions.keys() & {"usd", "microusd"}),
             notes=["times without a zone are taken as UTC"] if self._is_zone_assumed else [],
         )
 
