@@ -48,14 +48,13 @@ async def create_budget(parts: WorkerParts, team_id: Id, body: models.BudgetIn) 
 async def update_budget(parts: WorkerParts, budget_id: Id, body: models.BudgetPatch) -> models.BudgetOut:
     """Changes the fields that are sent. 409 where the team has one of that kind."""
     given = body.given()
-    limits = {name: given.pop(name) for name in _LIMITS if given.get(name) is not None}
+    limits = {name: limit for name in _LIMITS if (limit := given.pop(name, None)) is not None}
     if limits:
         budget = await _definition(parts, budget_id)
         for name in limits:
             if _LIMITS[name] is not budget.unit:
                 raise accounts.Invalid(name, f"this budget counts {budget.unit}, and its unit cannot change")
         given["limit"] = next(iter(limits.values()))
-    given = {name: value for name, value in given.items() if name not in _LIMITS}
     await parts.accounts.update_budget(budget_id, **given)
     return await _live(parts, budget_id)
 

@@ -177,9 +177,7 @@ async def clear(parts: WorkerParts, body: models.ClearIn) -> models.ClearOut:
 
 async def answer(parts: WorkerParts, body: models.AnswerIn, operator: Acting) -> models.AnswerOut:
     """Question and answer of a response, as far as the cache keeps them. Each look is written to the audit log."""
-    record = await parts.reports.find(body.id)
-    if record is None or not record.team_id:
-        raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
+    record = await _record(parts, body.id)
     entry = await _entry_of(parts, record)
     if entry is None:
         raise NotFound("The cache no longer has this answer", param="id", code="response_not_found")
@@ -197,6 +195,14 @@ async def answer(parts: WorkerParts, body: models.AnswerIn, operator: Acting) ->
         answer=_told(entry),
         why_no_verdict=why,
     )
+
+
+async def _record(parts: WorkerParts, request_id: str) -> Record:
+    """A request of a team among the latest. Raises NotFound."""
+    record = await parts.reports.find(request_id)
+    if record is None or not record.team_id:
+        raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
+    return record
 
 
 _WHY_NOT_ASKED = "the question of a semantic hit is kept only where the setting log_prompts was on"
@@ -279,8 +285,5 @@ async def certify(parts: WorkerParts, body: models.CertificateIn, operator: Acti
 
 async def feedback(parts: WorkerParts, body: models.FeedbackIn) -> models.FeedbackOut:
     """Says of any team's response what `POST /v1/feedback` says of one's own."""
-    record = await parts.reports.find(body.id)
-    if record is None or not record.team_id:
-        raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
-    partition = parts.partition_of(record.team_id)
-    return await parts.reports.report(partition, record.team_id, body.id, body.verdict == "right", "admin")
+    team_id = (await _record(parts, body.id)).team_id
+    return await parts.reports.report(parts.partition_of(team_id), team_id, body.id, body.verdict == "right", "admin")

@@ -159,17 +159,12 @@ def ttft_chart(stats: StatsOut) -> Markup:
     return log_lines(series, _names(stats), Axis(fmt.ms), label, notes)
 
 
-def kinds_bar(tally: TallyOut) -> Markup:
-    """One bar of all requests by kind."""
-    return _bar(tally, KINDS)
+ANSWERS = (*HITS, "miss")
+"""The kinds of requests that the hit rate counts."""
 
 
-def answers_bar(tally: TallyOut) -> Markup:
-    """One bar of the hits and misses in the hit rate."""
-    return _bar(tally, (*HITS, "miss"))
-
-
-def _bar(tally: TallyOut, kinds: Sequence[str]) -> Markup:
+def kinds_bar(tally: TallyOut, kinds: Sequence[str] = KINDS) -> Markup:
+    """One bar of the requests of these kinds."""
     counts = {kind: tally.by_kind.get(kind, 0) for kind in kinds}
     total = sum(counts.values()) or 1
     parts = [

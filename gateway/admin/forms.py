@@ -323,8 +323,7 @@ def _limit(fields: Mapping[str, str]) -> dict[str, int]:
 
 
 def _rates(fields: Mapping[str, str]) -> dict[str, Any]:
-    names = {"requests_per_min": "Requests per minute", "tokens_per_min": "Tokens per minute"}
-    return {name: _whole(fields.get(name), label) for name, label in names.items()}
+    return {name: _whole(fields.get(name), _LABELS[name]) for name in ("requests_per_min", "tokens_per_min")}
 
 
 # A comma only groups thousands: a decimal comma would mean a hundred times the amount.

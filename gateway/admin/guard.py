@@ -189,14 +189,15 @@ class Guard:
         name to the address (DNS rebinding), and would read the answer.
         """
         server = request.scope.get("server") or ("", None)
-        if not _is_loopback(server[0]):
+        address = _address(server[0])
+        if address is None or not address.is_loopback:
             return True
         hosts = request.headers.getlist("host")
         host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if host is None:
             return False
         name = (host["ipv6"] or host["name"]).lower().removesuffix(".")
-        return name in ("localhost", self._own_host) or _is_address(name)
+        return name in ("localhost", self._own_host) or _address(name) is not None
 
     async def new_session(self) -> str:
         """A cookie value that is valid for SESSION_S."""
@@ -226,20 +227,13 @@ def _seconds(wait_s: float) -> str:
     return f"{seconds} second{'' if seconds == 1 else 's'}"
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a name is; None for a name of another kind."""
     try:
-        ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(name: str) -> bool:
-    if not _is_address(name):
-        return False
-    address = ipaddress.ip_address(name)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def client_of(request: Request) -> str:

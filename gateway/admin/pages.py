@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import budgets, cache_views, misses, savings_views, teams, views
 from gateway.admin.charts import (
-    answers_bar,
+    ANSWERS,
     kinds_bar,
     kinds_chart,
     money_chart,
@@ -109,7 +109,7 @@ def charts_of(stats: StatsOut | None) -> dict[str, Any]:
     return {
         "kinds": kinds_chart(stats),
         "bar": kinds_bar(stats.total),
-        "answers": answers_bar(stats.total),
+        "answers": kinds_bar(stats.total, ANSWERS),
         "money": money_chart(stats),
         "ttft": ttft_chart(stats),
     }
