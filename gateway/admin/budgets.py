@@ -98,7 +98,7 @@ async def delete_budget(parts: WorkerParts, budget_id: Id) -> None:
 
 
 def holds(parts: WorkerParts) -> list[models.HoldOut]:
-    """The amount that a short question holds of a budget, by model: the most of its deployments."""
+    """The amount that a short question holds of a budget, by model: that of its most expensive deployment."""
     most: dict[str, models.HoldOut] = {}
     for deployment in parts.deployments():
         alias, microusd = deployment.alias, deployment.hold_microusd
@@ -149,14 +149,14 @@ def fields_of(body: models.BudgetIn) -> dict[str, Any]:
 
 
 def name_of(state: BudgetState) -> str | None:
-    """The value of a state: empty for requests without one, None for those that share a count."""
+    """The axis value that a state counts: empty for requests without a value, None where values share a count."""
     if state.budget.value is not None or not state.value:
         return state.budget.value or ""
     return None if state.value == "*" else state.value[1:]
 
 
 def _out(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int) -> models.BudgetOut:
-    """One budget on the wire."""
+    """A budget with its current use, as the API shows it."""
     is_money, limit = budget.unit is Unit.MONEY, budget.limit_at(at_ms)
     terms = {
         "rolling_s": budget.rolling_s or None,

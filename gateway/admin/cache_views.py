@@ -113,7 +113,7 @@ _UNKNOWN: dict[str, Any] = {"similarity": None, "neighbours": [], "p": None, "p_
 
 
 def _judged(near: Neighbourhood) -> dict[str, Any]:
-    """The decision of the semantic cache and its ground, as a trial of a prompt shows them."""
+    """The semantic cache's decision on a prompt, with the neighbours and figures that led to it."""
     numbers: dict[bytes, int] = {}
     neighbours = [
         models.NeighbourOut.of(
@@ -211,7 +211,7 @@ _LATE_S = 5.0  # clocks of hosts differ
 
 
 async def _entry_of(parts: WorkerParts, record: Record) -> Entry | None:
-    """The answer that the request got; None where it is gone, or another one has taken its place."""
+    """The entry that answered the request; None where it expired or was replaced."""
     if not record.entry:
         return None
     partition, exact = parts.partition_of(record.team_id), bytes.fromhex(record.entry)
@@ -223,7 +223,7 @@ async def _entry_of(parts: WorkerParts, record: Record) -> Entry | None:
 
 
 def _told(entry: Entry) -> str:
-    """The text of an answer; its JSON where it is more than a text."""
+    """The text of an entry's answer; its JSON where the answer has other parts."""
     try:
         whole = fold(chunks_of(entry))
     except msgspec.DecodeError:  # recorded as received

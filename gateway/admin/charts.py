@@ -37,7 +37,7 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One colour of a stack, or one line.
+    """One colour of a stack of bars, or one line of a plot.
 
     `kind` is its class. `values` has one number a step, or None where it is unknown.
     """
@@ -83,7 +83,7 @@ def _money_note(spent: int, saved: int) -> str:
 
 
 def _money_bars(sums: Sequence[tuple[int, int]], steps: Sequence[str], label: str, notes: Sequence[str]) -> Markup:
-    """Bars of what was spent, with what was saved on top where that is above 0."""
+    """Bars of the money spent, with savings above 0 on top."""
     series = [
         Series(name, name, tuple(float(max(0, amount)) for amount in amounts))
         for name, amounts in zip(("spent", "saved"), zip(*sums, strict=True), strict=True)
@@ -93,7 +93,7 @@ def _money_bars(sums: Sequence[tuple[int, int]], steps: Sequence[str], label: st
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One row of a waterfall: `kind` is its class, `drawing` its bar between what came before and after."""
+    """One row of a waterfall: `kind` is its class, `drawing` its bar from the level before to the level after."""
 
     kind: str
     label: str
@@ -103,7 +103,7 @@ class Bar:
 
 
 def waterfall(savings: SavingsOut) -> list[Bar]:
-    """From the baseline over each step to what was spent, in the savings' own order."""
+    """The rows from the baseline over each step to the money spent, in the savings' own order."""
     levels = [savings.baseline_microusd]
     for step in savings.steps:
         levels.append(levels[-1] - step.amount_microusd)

@@ -41,7 +41,7 @@ _OF_CACHE = (*_REFUSALS, accounts.NotFound)
 
 
 class _Ids(BaseModel):
-    """What the path of a form names."""
+    """The values in the path of a form."""
 
     team_id: int = 0
     key_id: int = 0
@@ -134,14 +134,14 @@ def _status(error: Exception) -> int:
 
 
 def _noted(result: Any) -> str:
-    """The name of the dashboard's message on a report of an answer; empty of another operation."""
+    """The name of the message that the dashboard shows after a report of an answer; else empty."""
     if not isinstance(result, Outcome):
         return ""
     return "right" if result.verdict == "right" else f"wrong-{result.effect}"
 
 
 def _back(fields: Mapping[str, str]) -> str:
-    """The page that a form was on."""
+    """The page that sent the form."""
     back = fields.get("back", "")
     return back if is_own_path(back) and "?" not in back else "/admin/cache"
 
@@ -282,7 +282,7 @@ def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
 
 
 def words_of(error: Exception) -> str:
-    """The message for the form."""
+    """The message that the form shows for an error."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         name = str(first["loc"][-1]) if first["loc"] else ""
@@ -312,7 +312,7 @@ _LABELS = {
 
 
 def _limit(fields: Mapping[str, str]) -> dict[str, int]:
-    """The amount of a form in the unit that it gives, under the API's name."""
+    """The form's amount in the form's unit, under the API's name for it."""
     unit, text = fields.get("unit", "money"), fields.get("limit_usd")
     if unit == "money":
         return {"limit_microusd": _microusd(text)}

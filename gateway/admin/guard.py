@@ -59,7 +59,7 @@ _log = get_logger(__name__)
 
 
 class Endpoint(StrEnum):
-    """Where an operator's key is read; wrong ones are counted by it."""
+    """The endpoints that read an operator's key; wrong keys are counted by endpoint."""
 
     LOGIN = "login"
     ADMIN_API = "admin_api"
@@ -127,7 +127,7 @@ class Guard:
         self._guesses = Guesses(clock)
 
     async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
-        """Raises Unauthenticated for a wrong key, TooManyWrongKeys where it was not read."""
+        """Check an operator's key. Raises Unauthenticated for a wrong key, TooManyWrongKeys before reading it."""
         client, scope = client_of(request), endpoint.value
         wait_s = self._guesses.wait_s(scope, client)
         if wait_s and await self.has_session(request):
@@ -152,7 +152,7 @@ class Guard:
         raise Unauthenticated(_NEEDS[endpoint])
 
     async def check_api(self, request: Request) -> None:
-        """The dependency of each API route. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
+        """Check a request to the API, by key or session. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
         key = _bearer(request)
         if key:
             await self.check_key(request, Endpoint.ADMIN_API, key)
@@ -162,7 +162,7 @@ class Guard:
             raise Unauthenticated(_NEEDS[Endpoint.ADMIN_API])
 
     async def may_observe(self, request: Request, endpoint: Endpoint) -> bool:
-        """Whether the request may see what `/metrics` and `/readyz` show of teams and parts.
+        """Whether the request may see the figures of teams and parts in `/metrics` and `/readyz`.
 
         Raises Unauthenticated and TooManyWrongKeys for a wrong key.
         """
@@ -172,7 +172,7 @@ class Guard:
         return bool(key) or (self._is_open and self._is_addressed(request))
 
     async def check_observer(self, request: Request, endpoint: Endpoint) -> None:
-        """Raises Unauthenticated, TooManyWrongKeys, and Forbidden for a foreign `Host`."""
+        """Refuse a request that may not observe. Raises Unauthenticated, TooManyWrongKeys, Forbidden for a foreign `Host`."""
         if not await self.may_observe(request, endpoint):
             if self._is_open:
                 raise Forbidden(
@@ -185,8 +185,8 @@ class Guard:
     def _is_addressed(self, request: Request) -> bool:
         """Whether the request names this host.
 
-        Not so on a loopback address under another name: a page of another site may have bound its
-        name to the address (DNS rebinding), and would read the answer.
+        A loopback address under a foreign name does not count: a page of another site may have bound
+        that name to the address (DNS rebinding), and would read the answer.
         """
         server = request.scope.get("server") or ("", None)
         address = _address(server[0])
@@ -208,12 +208,12 @@ class Guard:
         return bool(token) and await self._sessions.is_open(token, self._mark)
 
     async def end_session(self, request: Request) -> None:
-        """End the request's session: its cookie opens nothing any more, wherever it is."""
+        """End the request's session: no copy of its cookie opens a page any more."""
         await self._sessions.end(request.cookies.get(COOKIE, ""))
 
 
 def _digest(key: str) -> bytes:
-    """Of one length for all keys, so that a comparison does not show the length."""
+    """The digest of a key. All digests have one length, so that comparing them does not show the key's length."""
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
@@ -272,7 +272,7 @@ def check_same_site(request: Request) -> None:
 
 
 class _StrictRequest(Request):
-    """A request whose JSON has each name once."""
+    """A request that refuses a JSON object with the same name twice."""
 
     async def json(self) -> Any:
         return decode_strictly(await self.body())
@@ -324,7 +324,7 @@ def check_query(request: Request) -> None:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The client's error for an exception; None for an unexpected one."""
+    """The error that a client sees for an exception; None for an unexpected exception."""
     match error:
         case ApiError():
             return error

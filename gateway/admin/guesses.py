@@ -26,11 +26,11 @@ class _Tries:
 
 
 class Guesses:
-    """`clock` gives steady seconds."""
+    """Wrong keys by endpoint and network, the longest quiet first. `clock` gives steady seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.tries: dict[tuple[str, str], _Tries] = {}  # the longest quiet first
+        self.tries: dict[tuple[str, str], _Tries] = {}
 
     def wait_s(self, endpoint: str, client: str) -> float:
         """The seconds until a key of `client`, an IP address, is read; 0 if it is read now."""
@@ -38,7 +38,7 @@ class Guesses:
         return 0.0 if tries is None else max(0.0, tries.last_s + tries.pause_s - self._clock())
 
     def add(self, endpoint: str, client: str) -> float:
-        """Count a wrong key; returns the seconds until the next one is read."""
+        """Count a wrong key; returns the seconds until the network's next key is read."""
         key, now_s = (endpoint, network_of(client)), self._clock()
         tries = self.tries.pop(key, None)
         wrong = 1 if tries is None or now_s - tries.last_s > _FORGOTTEN_AFTER_S else tries.wrong + 1

@@ -109,7 +109,7 @@ LOGIN = "/admin/login"
 
 
 def to_login(request: Request) -> Response:
-    """Redirect to the login form, and from there back to a page that GET can repeat."""
+    """Redirect to the login form, which leads back to the page if the request was a GET."""
     target = (
         f"?next={quote(_here(request), safe='/')}" if request.method == "GET" and request.url.path != "/admin" else ""
     )
@@ -122,7 +122,7 @@ _OWN_PATH = re.compile(r"/admin(?:/[A-Za-z0-9_-]+)*(?:\?[!-~]*)?")
 def is_own_path(path: str) -> bool:
     """Whether a path leads into the dashboard, in every browser and behind every proxy.
 
-    A path with a dot, a backslash, an escape or an empty part is none: each may lead elsewhere.
+    A path with a dot, a backslash, an escape or an empty part does not count: each may lead elsewhere.
     """
     return _OWN_PATH.fullmatch(path) is not None
 

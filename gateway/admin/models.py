@@ -32,7 +32,7 @@ from policies.windows import Overdraft, Unit
 
 
 def _whole(value: Any) -> Any:
-    """JSON does not tell 220.0 from 220."""
+    """The whole number that a float stands for: JSON does not tell 220.0 from 220."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -53,7 +53,7 @@ class _In(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def given(self) -> dict[str, Any]:
-        """The fields that were sent, and no defaults but those of a part."""
+        """The fields that the client sent, with the defaults of nested objects."""
         found = {name: getattr(self, name) for name in self.model_fields_set}
         return {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in found.items()}
 

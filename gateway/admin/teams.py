@@ -55,7 +55,7 @@ async def teams(parts: WorkerParts, name: str = "", after: int = 0, limit: int |
 
 
 async def _filled(parts: WorkerParts, known: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
-    """The teams `known`, of which `team_id` is the only one if it is given, with their keys and budgets."""
+    """The teams in `known` with their keys and budgets; `team_id` reads those of a single team."""
     keys, limits = defaultdict[int, list[Key]](list), defaultdict[int, list[models.BudgetOut]](list)
     for key in await parts.accounts.list_keys(team_id):
         keys[key.team_id].append(key)

@@ -65,7 +65,7 @@ class Mail:
 
 
 class _Talk:
-    """One connection, which a thread uses; `end` makes the thread return soon."""
+    """One delivery over one connection, in a thread; `end` makes the thread return soon."""
 
     def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
         self._settings = settings
@@ -94,7 +94,7 @@ class _Talk:
             client.close()
 
     def connected(self) -> socket.socket:
-        """A connection to the first place that takes one. Raises OSError; TimeoutError after `end`."""
+        """A connection to the first address that accepts one. Raises OSError; TimeoutError after `end`."""
         failed = OSError("the server has no address")
         for *_, at in self.addresses:
             try:
@@ -109,7 +109,7 @@ class _Talk:
         raise failed
 
     def end(self) -> None:
-        """Let no call of the thread wait any longer, nor send anything."""
+        """Make every further wait or send of the thread fail."""
         self._is_over.set()
         if self._line is not None:
             with contextlib.suppress(OSError), self._line:
@@ -117,7 +117,7 @@ class _Talk:
 
 
 class _Client(smtplib.SMTP):
-    """A client that shows `talk` its connection, and has a limit on the bytes of a reply. `tls`: from the start."""
+    """An SMTP client that connects by `talk` and limits the bytes of a reply; with `tls` it encrypts from the start."""
 
     def __init__(self, talk: _Talk, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(timeout=timeout_s, local_hostname=socket.gethostname())  # a full name would be looked up
@@ -132,7 +132,7 @@ class _Client(smtplib.SMTP):
         return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=host)
 
     def getreply(self) -> tuple[int, bytes]:
-        """The code and the text of a reply (RFC 5321, 4.2.1); -1 where it has no code. Raises SMTPServerDisconnected."""
+        """Read a reply (RFC 5321, 4.2.1) and return its code and text; without a code -1. Raises SMTPServerDisconnected."""
         if self.file is None and self.sock is not None:
             self.file = self.sock.makefile("rb")
         texts, left = list[bytes](), _REPLY_BYTES_MAX

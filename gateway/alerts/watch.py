@@ -97,8 +97,8 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The `data` of a message, and the fields of the log line. Amounts are in `unit`; money in
     µUSD.
 
-    `percent` is the threshold, None for a projection; `value` is the one that a budget on each is
-    about.
+    `percent` is the threshold, None for a projection; `value` is the axis value that a budget on
+    each value is about.
     """
 
     budget_id: int
@@ -119,8 +119,8 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """An alert that is due. `kind` names it and its like on other values of the budget, `mark` it
-    alone; `kept_ms` is the life of both, 0 for ever.
+    """An alert that is due. `kind` names the threshold or projection in a window of the budget, `mark`
+    adds the axis value; Redis keeps both for `kept_ms`, 0 for ever.
     """
 
     kind: str
@@ -148,7 +148,7 @@ class Channel(Protocol):
         """Send `body`, JSON, at the moment `at_s`, unix seconds. Raises DeliveryFailed."""
 
     def aclose(self) -> None:
-        """Close what is open."""
+        """Close the connections."""
 
 
 class AlertWatch:
@@ -156,7 +156,7 @@ class AlertWatch:
     configured.
 
     `count` gets a channel and what became of a message: delivered, delayed or lost. `clock` gives
-    unix seconds; `token` must differ between workers; `random_hex` gives so many random bytes.
+    unix seconds.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class AlertWatch:
             self._known[alert.mark] = raised_ms
 
     async def _raise(self, alert: Alert, number: int, others: int, at_ms: int) -> None:
-        """Log and queue an alert that was not raised before, the one at this `number` of all; it holds
-        for so many `others` of the budget's values, too.
+        """Log and queue an alert, unless it was raised before. `number` is its index among all due alerts,
+        `others` the number of further values of the budget with the same alert.
         """
         facts = alert.facts
         if others:
@@ -243,7 +243,7 @@ class AlertWatch:
             _log.warning("alert_not_queued", channel=channel, budget_id=alert.facts.budget_id, reason=reason)
 
     async def _deliver(self, channel: str) -> None:
-        """Send the messages that are due, until one fails: the others have the same receiver."""
+        """Send the due messages of a channel until a delivery fails: all have the same receiver."""
         queue = CHANNELS[channel]
         while await self._lease.take():
             now_s = self._clock()
@@ -278,7 +278,7 @@ class AlertWatch:
 
 
 def due(states: Sequence[BudgetState], settings: AlertSettings, teams: dict[int, str], at_ms: int) -> Iterator[Alert]:
-    """The alerts that hold at `at_ms`, unix milliseconds, raised before or not; lower ones first."""
+    """All alerts that hold at `at_ms`, unix milliseconds, also those raised before; lower thresholds first."""
     for state in states:
         limit = state.budget.limit_at(at_ms)
         if state.spent <= 0:
@@ -334,7 +334,7 @@ def _alert(
 
 
 def _value(state: BudgetState) -> str:
-    """The value that the state belongs to, shortened; `*` for those that share a count."""
+    """The axis value of a state, shortened; `*` where values share a count."""
     shown = state.budget.value if state.budget.value is not None else state.value.removeprefix("=")
     return shown[:_VALUE_CHARS_MAX]
 

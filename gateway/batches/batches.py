@@ -84,7 +84,7 @@ def _whole(moment_s: float | None) -> int | None:
 
 
 class BatchLease(msgspec.Struct, frozen=True):
-    """What a worker has leased: a chunk, or the batch itself, to read its input or end it."""
+    """A worker's lease of a chunk, or of the batch itself, to read its input or to end it."""
 
     batch: Batch
     chunk: LineSpan | None
@@ -158,7 +158,7 @@ class Batches:
             await connection.execute(sa.delete(_batches).where(is_old, _batches.c.status.in_(_ENDED)))
 
     async def get(self, team_id: int | None, batch_id: str) -> Batch:
-        """A team's batch; of any team if `team_id` is None. Raises NotFound, also for another team's."""
+        """A team's batch, or any team's if `team_id` is None. Raises NotFound, also for another team's batch."""
         of_team = [] if team_id is None else [_batches.c.team_id == team_id]
         # PostgreSQL takes no NUL
         batches = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
@@ -167,15 +167,15 @@ class Batches:
         return batches[0]
 
     async def page(self, team_id: int | None, after: str, limit: int) -> list[Batch]:
-        """The batches of a team, or of all, newest first, from the one after `after`: one more than
-        `limit` at most.
+        """The batches of a team or of all teams that were made before the batch `after`, newest first:
+        at most `limit` + 1.
         """
         where = [] if team_id is None else [_batches.c.team_id == team_id]
         return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
 
     @uncancelled
     async def left(self) -> tuple[int, int]:
-        """How many batches have not ended, and how many of their lines, as far as they were read."""
+        """The number of batches that have not ended, and of their lines that were read and have not ended."""
         done = sa.select(sa.func.coalesce(sa.func.sum(_chunks.c.completed + _chunks.c.failed), 0)).scalar_subquery()
         sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_batches.c.total), 0) - done)
         async with self._database.reading() as connection:
@@ -184,8 +184,8 @@ class Batches:
 
     @uncancelled
     async def cancel(self, team_id: int, batch_id: str, row: AuditRow | None = None) -> None:
-        """Begin to cancel a team's batch, which `row` records; one that is being cancelled stays
-        so.
+        """Begin to cancel a team's batch, and write `row` to the audit log, unless the batch is being
+        cancelled already.
 
         Raises NotFound, InUse.
         """
@@ -207,7 +207,7 @@ class Batches:
             return await self._read(connection, *where, limit=limit)
 
     async def _read(self, connection: AsyncConnection, *where: Any, limit: int = 1) -> list[Batch]:
-        """The batches, newest first; the counts of one under way are its chunks'."""
+        """The batches, newest first; a batch under way has the sums of its chunks' counts."""
         selected = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
         rows = list((await connection.execute(selected)).mappings())
         sums = (
@@ -226,7 +226,7 @@ class Batches:
 
     @uncancelled
     async def claim(self, token: str, busy_teams: Collection[int]) -> BatchLease | None:
-        """Lease something to do, of any team but those of `busy_teams`; None if there is nothing."""
+        """Lease a chunk or a batch of any team but `busy_teams`; None if nothing is free."""
         now_s = self.clock()
         async with self._database.reading() as connection:
             live = sa.select(_batches.c.id, _batches.c.team_id, _batches.c.status, _batches.c.leased_until_s)
@@ -269,8 +269,8 @@ class Batches:
 
     @uncancelled
     async def renew(self, work: BatchLease, counts: tuple[int, int]) -> Batch | None:
-        """Keep a lease, and show the completed and failed lines of a chunk. Returns the batch as it
-        is now; None if the lease was lost.
+        """Keep a lease, and write a chunk's counts of completed and failed lines. Returns the current
+        batch; None if the lease was lost.
         """
         values: dict[str, Any] = {"leased_until_s": self.clock() + LEASE_S}
         if work.chunk is not None:
@@ -288,7 +288,7 @@ class Batches:
 
     @uncancelled
     async def plan(self, work: BatchLease, chunks: Sequence[LineSpan]) -> None:
-        """Begin a batch, whose input was read, with room for an error of each line, and release it.
+        """Begin a batch with these chunks, reserve room for an error of each line, and release the lease.
 
         Raises OverQuota where its team's files leave none.
         """
@@ -306,7 +306,7 @@ class Batches:
 
     @uncancelled
     async def refuse(self, work: BatchLease, why: LineRefused) -> None:
-        """End a batch whose input is no batch, or cannot be read."""
+        """End a batch whose input was refused or cannot be read."""
         is_expired = why.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
         async with self._database.writing() as connection:
@@ -315,8 +315,8 @@ class Batches:
 
     @uncancelled
     async def stop(self, work: BatchLease, why: LineRefused) -> Batch:
-        """Run no more lines of the batch, which fails when its outcomes are written; returns it as it
-        is now.
+        """Begin no more lines of the batch, so that it fails once its outcomes are written. Returns
+        the current batch.
         """
         async with self._database.writing() as connection:
             live = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.status.in_(LIVE))
@@ -331,7 +331,7 @@ class Batches:
 
     @uncancelled
     async def chunks(self, work: BatchLease) -> list[LineSpan]:
-        """The chunks of a batch whose output is to be written, which it shows now."""
+        """The chunks of a batch; sets its status to finalizing."""
         async with self._database.writing() as connection:
             shown = sa.case((_batches.c.status == "in_progress", "finalizing"), else_=_batches.c.status)
             moment = sa.func.coalesce(_batches.c.finalizing_at_s, self.clock())
@@ -373,7 +373,7 @@ class Batches:
 
     @uncancelled
     async def forget(self) -> None:
-        """Delete batches that ended so long ago that their files are gone."""
+        """Delete batches that ended before the files of that time expired."""
         long_ago_s = self.clock() - 2 * self._settings.kept_days * 86_400
         async with self._database.writing() as connection:
             await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
@@ -384,13 +384,13 @@ def _errors(why: LineRefused) -> dict[str, Any]:
 
 
 def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:
-    """The table of a lease, and the row in it."""
+    """The table that holds a lease, and the condition for its row."""
     if number is None:
         return _batches, (_batches.c.id == batch_id, _batches.c.status.in_(LIVE))
     return _chunks, (_chunks.c.batch_id == batch_id, _chunks.c.number == number, _chunks.c.is_done.is_(False))
 
 
 def _held(work: BatchLease) -> sa.Update:
-    """The update of what a worker has leased; it changes nothing if the lease was lost."""
+    """An update of the leased row, which changes nothing once the lease is lost."""
     table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
     return sa.update(table).where(*where, table.c.leased_by == work.token)

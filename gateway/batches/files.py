@@ -70,7 +70,7 @@ def new_object_id(kind: str, at_s: float) -> str:
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete file. Times in unix seconds; `expires_at_s` None: it is kept."""
+    """A complete file. Times in unix seconds; with `expires_at_s` None it never expires."""
 
     id: str
     team_id: int
@@ -96,7 +96,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def storage_error(error: OSError) -> ApiError:
-    """The error for a folder that takes no more, or cannot be used; its path is in the log only."""
+    """The client's error for a full or unusable folder; only the log names the path."""
     _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
     if error.errno in _FULL:
         return StorageFull("The gateway's storage for files is full: delete files, or ask your admin for room")
@@ -124,7 +124,7 @@ class Upload:
         self.bytes = 0
 
     async def write(self, piece: bytes) -> None:
-        """Raises TooLarge, StorageFull, Unavailable."""
+        """Add a piece. Raises TooLarge, StorageFull, Unavailable."""
         self.bytes += len(piece)
         if self.bytes > self._bytes_max:
             raise _too_large(self._bytes_max)
@@ -151,13 +151,13 @@ class Upload:
             raise OSError(errno.ENOSPC, "not all of it was written")
 
     async def keep(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
-        """The complete file, shown to its team. Raises StorageFull, Unavailable, NotFound if the team is gone."""
+        """Complete the file, and show it to its team. Raises StorageFull, Unavailable, NotFound if the team is gone."""
         file = await self.sealed(purpose, filename, expires_after_s)
         await self._files.complete(file)
         return file
 
     async def sealed(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
-        """The complete file, on disk. Raises StorageFull, Unavailable."""
+        """Write the whole file to disk, and return its row. Raises StorageFull, Unavailable."""
         await self.flush()
         assert self._file is not None
         try:
@@ -176,7 +176,7 @@ class Upload:
         )
 
     async def drop(self) -> None:
-        """Leave nothing of it."""
+        """Remove the file and its row."""
         if self._file is not None:
             self._file.close()
         await self._files.remove(self._team_id, self.id)
@@ -201,13 +201,14 @@ class Files:
         self.clock = clock
 
     def path(self, file_id: str) -> Path:
-        """The place of a content. `file_id` is of a row, never of a request."""
+        """The path of a content. `file_id` comes from a row, never from a request."""
         return self.folder / file_id
 
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
-        """An upload of `bytes_max` bytes at most, by default those of the settings, with its room
-        in the quota. `is_own`: the gateway's own output, which has its room as outcomes of a batch.
+        """Begin an upload of `bytes_max` bytes at most, by default the limit of the settings, and take
+        its room in the quota. `is_own`: the gateway writes the output of a batch, whose outcomes
+        have taken the room.
 
         Raises OverQuota, TooLarge, NotFound if the team is gone.
         """
@@ -235,14 +236,14 @@ class Files:
         return Upload(self, file_id, team_id, at_s, room)
 
     async def reserve(self, connection: AsyncConnection, batch_id: str, team_id: int, size: int) -> None:
-        """Give the outcomes of a batch room for so many bytes: its folder is as a file that arrives. Raises OverQuota."""
+        """Take `size` bytes of the quota for the outcomes of a batch. Raises OverQuota."""
         row = {"id": batch_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": size, "is_ready": False}
         await self._take(connection, team_id, size, 1)
         await connection.execute(sa.insert(_files).values(row | {"created_at_s": self.clock()}))
 
     @uncancelled
     async def extend(self, batch_id: str, team_id: int, size: int) -> None:
-        """Give the outcomes of a batch room for so many bytes more. Raises OverQuota."""
+        """Take `size` more bytes of the quota for the outcomes of a batch; below 0 gives them back. Raises OverQuota."""
         async with self._database.writing(is_durable=False) as connection:
             await self._take(connection, team_id, size, 0)
             more = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
@@ -261,7 +262,7 @@ class Files:
                 raise _no_file(file.id)
 
     async def completed(self, connection: AsyncConnection, file: File) -> bool:
-        """The same as a part of another transaction; returns whether the row is there."""
+        """Like `complete`, within the caller's transaction. Returns whether the row exists."""
         values = msgspec.structs.asdict(file) | {"is_ready": True}
         return await self.held.resize(connection, file.team_id, values, _files.c.id == file.id) is not None
 
@@ -279,7 +280,7 @@ class Files:
     async def page(
         self, team_id: int, after: str, limit: int, purpose: str = "", *, is_newest_first: bool = True
     ) -> list[File]:
-        """A team's files from the one after `after`, or from the first: one more than `limit` at most."""
+        """A team's files after the file `after`, or from the first: at most `limit` + 1."""
         where = self._ready(team_id)
         if after:
             where = where.where(_files.c.id < after if is_newest_first else _files.c.id > after)
@@ -302,7 +303,7 @@ class Files:
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
-        """Remove a row and its content, where they are there and not complete: a commit may be that was not seen."""
+        """Remove an upload's row and content, unless the file is complete: its commit may have gone unseen."""
         async with self._database.writing() as connection:
             where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
             await self.held.delete(connection, team_id, where, _files.c.is_ready.is_(False))
@@ -335,12 +336,12 @@ class Files:
 
     @uncancelled
     async def _kept(self) -> set[str]:
-        """The names in the folder that rows need."""
+        """The names in the folder that have a row."""
         async with self._database.reading() as connection:
             return set((await connection.execute(sa.select(_files.c.id))).scalars())
 
     def _names(self) -> dict[str, float]:
-        """The names in the folder that are contents or folders of batches, each with its last change."""
+        """The names of contents and batches' folders, each with the time of its last change."""
         changes = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:

@@ -54,7 +54,7 @@ class LineRequest(msgspec.Struct, frozen=True):
 
 
 class LineRefused(Exception):
-    """A line that is no request. `custom_id` is None where it cannot be read."""
+    """A line that is not run, with the reason. `custom_id` is None where the line has none that can be read."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
 
 
 def id_of(raw: bytes) -> str | None:
-    """The `custom_id` of a line that is no request, where it has one."""
+    """The `custom_id` of a line of any shape; None where it has none."""
     try:
         custom_id = _named(raw).custom_id
     except _WRONG:
@@ -122,7 +122,7 @@ def id_of(raw: bytes) -> str | None:
 
 
 def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of the next `size` bytes, each with its bytes in the file; None is one too long."""
+    """The lines of the next `size` bytes, each with its length in the file; None stands for a line that is too long."""
     while size > 0:
         raw = file.readline(bytes_max + 1)
         if not raw:
@@ -167,7 +167,7 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
 
 
 class Segment:
-    """The outcomes of a chunk that one worker makes. Complete ones outlive the worker."""
+    """The file that one worker appends a chunk's outcomes to. Whole outcomes outlive the worker."""
 
     def __init__(self, folder: Path, number: int, token: str) -> None:
         self._path = folder / f"{number}.{token}"
@@ -175,7 +175,7 @@ class Segment:
         self._size = 0
 
     def append(self, outcome: LineOutcome) -> None:
-        """Write an outcome whole. Raises OSError; nothing of it is left then."""
+        """Write an outcome whole. Raises OSError, and leaves no part of the outcome then."""
         if self._file is None:
             self._file = created(self._path)
         data = b"%d %d %b\n" % (outcome.line, outcome.is_ok, outcome.data)
@@ -194,7 +194,7 @@ class Segment:
 
 
 def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
-    """The outcomes of a chunk, one for each line that has ended."""
+    """The outcomes of a chunk on disk: the first of each line that has ended."""
     seen = set[int]()
     for path in sorted(folder.glob(f"{number}.*")):
         with path.open("rb") as file:
@@ -217,7 +217,7 @@ def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: U
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The output of a line that got a response; a body that is no JSON is a text there."""
+    """The output line for a response; a body that is not JSON becomes a text."""
     text = body.decode("utf-8", "replace")
     shown_body: msgspec.Raw | str = text
     with contextlib.suppress(*_WRONG):
@@ -227,6 +227,6 @@ def answered(line_id: str, custom_id: str, status: int, request_id: str, body: b
 
 
 def refused(line_id: str, number: int, why: LineRefused) -> bytes:
-    """The output of a line that got no response."""
+    """The output line for a line without a response."""
     error = {"code": why.code, "message": why.message, "line": number}
     return msgspec.json.encode({"id": line_id, "custom_id": why.custom_id, "response": None, "error": error})

@@ -95,7 +95,7 @@ class _LineReply:
             self.code = str(msgspec.json.decode(self.body).get("error", {}).get("code") or "")
 
     def wait_s(self, tries: int) -> float | None:
-        """The seconds until the line is tried again; None if this is its response."""
+        """The seconds until the line is tried again; None if the line keeps this response."""
         if self.status == 200 or self.headers.get("x-should-retry") == "false":
             return None
         given = self.headers.get("retry-after-ms", "")
@@ -116,7 +116,7 @@ class _LineReply:
 
 
 class _HeldLease:
-    """A lease that is kept while its work is done: the batch as it is now, and the lines that ended."""
+    """Keeps a lease while its work runs; has the current batch and the counts of ended lines."""
 
     def __init__(self, batches: Batches, work: BatchLease) -> None:
         self._batches = batches
@@ -134,7 +134,7 @@ class _HeldLease:
         self.failed += not outcome.is_ok
 
     def why_not(self) -> LineRefused | None:
-        """Why the lines that are left are not run; None if they are."""
+        """The reason to run no further lines; None if they are to run."""
         if self.batch.status == "cancelling":
             return LineRefused("batch_cancelled", "The batch was cancelled before this line was run")
         if self.batch.errors is not None:
@@ -145,7 +145,7 @@ class _HeldLease:
         return None
 
     async def keep(self) -> None:
-        """Renew it until cancelled, or it was lost."""
+        """Renew the lease until cancelled, or until it is lost."""
         while not self.is_lost:
             await asyncio.sleep(LEASE_S / 8)
             try:
@@ -157,7 +157,7 @@ class _HeldLease:
 
 
 class _OutcomeQuota:
-    """The room that a chunk's outcomes have in their team's quota, which is taken a block at a time."""
+    """Takes room in a team's quota for a chunk's outcomes, a block at a time."""
 
     def __init__(self, files: Files, batch: Batch) -> None:
         self._files = files
@@ -178,14 +178,14 @@ class _OutcomeQuota:
         self._left += size
 
     async def close(self) -> None:
-        """Give back what is left."""
+        """Give the unused room back."""
         if self._left:
             await self._extend(-self._left)
 
 
 class BatchRunner:
-    """`run` it until cancelled, or call `step`; `stop` it before it is closed. `routes` gives the
-    endpoint of a path and method.
+    """Runs batches with `run` until cancelled, or step by step with `step`; call `stop` before closing.
+    `routes` has the endpoint of each path and method, `works` the tasks under way with their teams.
 
     `on_line` is called with the outcome of each line: `ok`, the status of its response, or why it
     got none.
@@ -224,12 +224,12 @@ class BatchRunner:
                     await asyncio.wait_for(self.woken.wait(), _LOOK_EVERY_S)
 
     def stop(self) -> list[asyncio.Task[None]]:
-        """Begin no more lines; returns what is under way, which releases its lease at its end."""
+        """Begin no more lines. Returns the tasks under way, which release their leases at their end."""
         self._is_stopping = True
         return list(self.works)
 
     async def step(self) -> bool:
-        """Lease one thing and begin it. Returns False if there is none, or no room for one."""
+        """Lease a chunk or a batch and begin its work. Returns False if nothing is free, or this worker is full."""
         if not self.settings.concurrency or len(self.works) >= _CHUNKS_MAX or self._is_stopping:
             return False
         teams = list(self.works.values())
@@ -248,7 +248,7 @@ class BatchRunner:
         self.woken.set()
 
     async def _do(self, work: BatchLease) -> None:
-        """Do what was leased, and release it on every exit."""
+        """Do the leased work, and release the lease on every exit."""
         lease = _HeldLease(self._batches, work)
         keeping = asyncio.create_task(lease.keep())
         try:
@@ -282,7 +282,7 @@ class BatchRunner:
                 await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
     def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
-        """Why an input is not read any more. Raises the error if that may still help."""
+        """The reason to give an input up. Raises the error if trying again may help."""
         if (why := lease.why_not()) is not None:
             return why
         if isinstance(error, FileNotFoundError) and self._files.folder.is_dir():
@@ -312,7 +312,7 @@ class BatchRunner:
     # -- a chunk
 
     async def _run_chunk(self, lease: _HeldLease, chunk: LineSpan) -> None:
-        """Run the lines of a chunk that have no outcome yet."""
+        """Run the lines of a chunk that have no outcome on disk."""
         folder = self._files.folder / lease.batch.id
         ended = set[int]()
         # without their data, which may be large
@@ -348,8 +348,8 @@ class BatchRunner:
     async def _append(
         self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
     ) -> LineOutcome:
-        """Write an outcome, or that there is no room for it in the team's quota; returns what was
-        written.
+        """Write an outcome, or in its place a refusal if the team's quota has no room. Returns the
+        written outcome.
 
         Waits while the disk is full or the database fails, as a line that is run again is paid
         again.
@@ -374,9 +374,9 @@ class BatchRunner:
     async def _lines(
         self, lease: _HeldLease, chunk: LineSpan, ended: Collection[int]
     ) -> AsyncIterator[tuple[int, bytes | LineRefused | None]]:
-        """The lines of a chunk that are not blank nor `ended`, with their numbers; one at a time is
-        in memory. Where the input cannot be read any more, the reason stands for each line that is
-        left.
+        """The numbers and texts of a chunk's lines that are neither blank nor in `ended`, one at a time
+        in memory. Once the input cannot be read, each further line has the reason in place of its
+        text.
         """
         number, left, why = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:
@@ -400,7 +400,7 @@ class BatchRunner:
     async def _outcome(
         self, lease: _HeldLease, number: int, raw: bytes | LineRefused | None, *, is_repeated: bool
     ) -> LineOutcome | None:
-        """The end of one line; None if this worker stops, or lost the chunk, before it ended."""
+        """Run a line and return its outcome; None if this worker stops or loses the chunk before."""
         line_id = new_object_id("batch_req_", time.time())
         try:
             if isinstance(raw, LineRefused):
@@ -420,7 +420,7 @@ class BatchRunner:
         return LineOutcome(number, reply.status == 200, body)
 
     async def _reply(self, lease: _HeldLease, line: LineRequest, model: str) -> _LineReply | None:
-        """The response to a line, which is asked again while that may help. Raises LineRefused."""
+        """Ask a line until it has a lasting response. Returns None like `_outcome`. Raises LineRefused."""
         tries = 0
         while True:
             if not await self._room(lease, line, model):
@@ -449,8 +449,8 @@ class BatchRunner:
                 await asyncio.sleep(min(left_s, PAUSE_S))
 
     async def _room(self, lease: _HeldLease, line: LineRequest, model: str) -> bool:
-        """Wait until other requests leave room; returns False if this worker stops, or lost the
-        chunk. Raises LineRefused if the batch is over first.
+        """Wait until other requests leave room. Returns False if this worker stops or loses the chunk.
+        Raises LineRefused if the batch ends before.
         """
         while not (lease.is_lost or self._is_stopping):
             if (why := lease.why_not()) is not None:
@@ -477,7 +477,7 @@ class BatchRunner:
         )
 
     async def _call(self, line: LineRequest, identity: Identity, batch_id: str) -> _LineReply:
-        """One request to an endpoint of this worker."""
+        """Send a line to its endpoint in this process, and collect the response."""
         body: list[bytes] = [bytes(line.body)]
 
         async def receive() -> dict[str, Any]:

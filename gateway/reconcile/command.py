@@ -74,7 +74,7 @@ async def _report(settings: Settings, ledger: Ledger, export: Export, tolerance:
 
 
 async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[LedgerRow]:
-    """Book what is over the tolerance on days that are over, in proportion to the ledger's own rows."""
+    """Book the differences beyond the tolerance of past days, in proportion to the ledger's own rows."""
     today = datetime.now(UTC).date()
     rows = [
         row

@@ -51,7 +51,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All differences, by day and model, and what could not be compared."""
+    """All differences by day and model, and the models that could not be compared."""
 
     differences: list[Difference]
     uncompared: dict[str, int]  # models and deployments of the ledger that the file has on no day, µUSD
@@ -60,8 +60,7 @@ class Report:
 
 
 def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tuple[str, str], str], dict[str, Price]]:
-    """The model of each alias and deployment in the ledger, and the price of each model where it is
-    known.
+    """The model of each alias and deployment in the ledger, and the known prices by model.
 
     Local engines have none; a deployment that is no longer configured has its own name.
     """
@@ -98,7 +97,7 @@ def compare(
     *,
     tolerance_microusd: int = _CENT,
 ) -> Report:
-    """The differences of `export` to the ledger's `spends`, the latter of the export's days."""
+    """Compare `export` with the ledger's `spends` on the export's days."""
     named = {model for _, model in export.billed}
     differences = {key: Difference(*key, billed, Billed()) for key, billed in export.billed.items()}
     uncompared: dict[str, int] = {}
@@ -136,7 +135,7 @@ def _priced(billed: Billed, price: Price | None) -> int:
 
 
 def _reasons(difference: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
-    """What explains the difference of a day and model, in parts that add up to it."""
+    """The reasons of a difference; their amounts add up to it."""
     rest, reasons = difference.microusd, list[Reason]()
 
     def explain(name: str, microusd: int, explanation: str) -> None:
@@ -231,5 +230,5 @@ _UNSAFE = re.compile(r"[^\w.:@/-]")
 
 
 def id_part(text: str) -> str:
-    """A text for a row's id."""
+    """`text` without the characters that an id may not have."""
     return _UNSAFE.sub("_", text)[:80]

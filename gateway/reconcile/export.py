@@ -63,12 +63,12 @@ _BATCH = frozenset({"batch", "true", "1", "yes", "batches"})
 
 
 class ExportError(Exception):
-    """The file cannot be read as an export; says what was found and expected, and where."""
+    """The file cannot be read as an export; the message names the place, the text and the expectation."""
 
 
 @dataclass(slots=True)
 class Billed:
-    """What a provider bills for one UTC day and model, or what the ledger has.
+    """The use and cost of one UTC day and model, on a provider's bill or in the ledger.
 
     `prompt_tokens` are all input tokens; `cached_tokens` and those of `cache_write...` are parts of
     it. `batch_microusd` is the part of the cost that batches had, `names` are the file's names of
@@ -97,7 +97,7 @@ COUNTS = tuple(field.name for field in fields(Billed)[:-2])
 
 @dataclass(slots=True)
 class Export:
-    """The sums of a file, and what it has: tokens, requests, cost. `notes` say what was assumed."""
+    """The sums of a file, and the kinds of columns that it has. `notes` name assumptions."""
 
     billed: dict[tuple[date, str], Billed]
     has_tokens: bool
@@ -158,7 +158,7 @@ def _expected() -> str:
 
 
 def _positions(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str, int], bool]:
-    """The position of each meaning, and whether dates are texts."""
+    """The column of each meaning, and whether dates are texts."""
     unknown = [name for name in names if name not in _MEANINGS and name not in _IGNORED and name not in ignored]
     if unknown:
         shown = ", ".join(shown_text(name or "(no name)") for name in unknown[:10])
@@ -189,7 +189,7 @@ _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in
 
 
 class _Sums:
-    """The rows so far."""
+    """Adds rows up, by day and model."""
 
     def __init__(self, delimiter: str, positions: Mapping[str, int], is_text_date: bool) -> None:
         self._delimiter = delimiter
@@ -278,7 +278,7 @@ class _Sums:
         return number
 
     def _with_point(self, plain: str, where: str) -> str:
-        """A number with one sign or two between digits, as Decimal reads it. Raises ExportError."""
+        """Rewrite a number with grouping signs or a decimal comma as Decimal reads it. Raises ExportError."""
         comma, point = plain.rfind(","), plain.rfind(".")
         if comma >= 0 and point >= 0:
             grouping, decimal = (".", ",") if comma > point else (",", ".")
