@@ -282,14 +282,9 @@ def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]
 
 async def ledger_choices(parts: WorkerParts) -> Choices:
     """What rows of the ledger can be filtered by."""
-    teams = await parts.ledger.totals([Group.TEAM])
-    aliases, deployments = [await parts.ledger.totals([group]) for group in (Group.ALIAS, Group.DEPLOYMENT)]
-    return await _choices(
-        parts,
-        {total.team_id: "" for total in teams if total.team_id},
-        [total.alias for total in aliases if total.alias],
-        [total.deployment for total in deployments if total.deployment],
-    )
+    totals = await parts.ledger.totals([Group.TEAM, Group.ALIAS, Group.DEPLOYMENT])
+    aliases, deployments = {total.alias or "" for total in totals}, {total.deployment or "" for total in totals}
+    return await _choices(parts, {total.team_id or 0: "" for total in totals}, aliases, deployments)
 
 
 async def route_choices(parts: WorkerParts) -> Choices:
