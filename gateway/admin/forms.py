@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +29,6 @@ from gateway.wire.errors import BadRequest, Unauthenticated
 from gateway.wire.requests import in_json_words
 
 Render = Callable[..., Awaitable[Response]]
-_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class FormProblem(Exception):
@@ -98,7 +97,8 @@ def _handler(form: _Form, parts: AdminParts, render: Render | None) -> Callable[
         shown = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
         try:
             values = await form.read(post)
-            given |= {"body": convert(model, values)} if model is not None else {}
+            if model is not None:
+                given["body"] = model.model_validate(dict(values), strict=False)  # a form has texts only
             result = await form.operation(**{name: given[name] for name in names})
         except Exception as error:
             if render is not None and isinstance(error, form.refusals):
@@ -274,11 +274,6 @@ async def _purge(post: _Post) -> Mapping[str, Any]:
 
 
 # -- fields
-
-
-def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
-    """Convert a form to a model of the API. Raises pydantic's ValidationError."""
-    return model.model_validate(dict(values), strict=False)  # a form has texts only
 
 
 def words_of(error: Exception) -> str:

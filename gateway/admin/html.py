@@ -23,7 +23,7 @@ from fastapi.routing import APIRoute
 from gateway.admin import format as fmt
 from gateway.admin.guard import Guard, as_api_error, check_same_site
 from gateway.loggers import get_logger
-from gateway.wire.errors import ApiError, Unauthenticated
+from gateway.wire.errors import Unauthenticated
 
 _FOLDER = Path(__file__).parent
 _HEADERS = {
@@ -73,10 +73,6 @@ class Pages:
         )
         return HTMLResponse(text, status, headers=_HEADERS)
 
-    def error(self, request: Request, error: ApiError) -> Response:
-        """Render an error."""
-        return self.render(request, "error.html", error.http_status, error=error)
-
 
 def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
     """The route class of the dashboard.
@@ -98,7 +94,9 @@ def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
                     refusal = as_api_error(error)
                     if refusal is None:
                         raise
-                    return to_login(request) if isinstance(refusal, Unauthenticated) else pages.error(request, refusal)
+                    if isinstance(refusal, Unauthenticated):
+                        return to_login(request)
+                    return pages.render(request, "error.html", refusal.http_status, error=refusal)
 
             return guarded
 

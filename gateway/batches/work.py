@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, BinaryIO
 
@@ -123,15 +124,11 @@ class _HeldLease:
         self.work = work
         self.batch: Batch = work.batch
         self.is_lost = False
-        self.completed = self.failed = 0
+        self.ended = Counter[bool]()  # the lines, by whether they were answered
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.completed, self.failed
-
-    def count(self, outcome: LineOutcome) -> None:
-        self.completed += outcome.is_ok
-        self.failed += not outcome.is_ok
+        return self.ended[True], self.ended[False]
 
     def why_not(self) -> LineRefused | None:
         """The reason to run no further lines; None if they are to run."""
@@ -318,7 +315,7 @@ class BatchRunner:
         # without their data, which may be large
         for line, is_ok in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
             ended.add(line)
-            lease.count(LineOutcome(line, is_ok, b""))
+            lease.ended[is_ok] += 1
         segment, slots = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
         appending, room = asyncio.Lock(), _OutcomeQuota(self._files, lease.batch)
 
@@ -328,7 +325,7 @@ class BatchRunner:
                 if outcome is not None:
                     async with appending:
                         outcome = await self._append(lease, room, segment, outcome)
-                    lease.count(outcome)
+                    lease.ended[outcome.is_ok] += 1
             finally:
                 slots.release()
 

@@ -141,7 +141,7 @@ def _as_json(report: Report, booked: list[LedgerRow], tolerance: int) -> dict[st
                 "names": sorted(difference.provider.names),
                 "provider": counts(difference.provider),
                 "ledger": counts(difference.ledger),
-                "estimated_requests": difference.estimated,
+                "estimated_requests": difference.total("estimated"),
                 "difference_microusd": difference.microusd,
                 "is_over_tolerance": abs(difference.microusd) > tolerance,
                 "reasons": [

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
+from typing import Any
 
 from gateway.accounts.ledger import DaySpend
 from gateway.deployments.build import describe
@@ -36,13 +37,18 @@ class Difference:
 
     day: date
     model: str
-    provider: Billed
-    ledger: Billed
-    estimated: int = 0
-    estimated_microusd: int = 0
-    provider_says_microusd: int = 0
+    provider: Billed = field(default_factory=Billed)
     rows: list[DaySpend] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
+
+    def total(self, name: str) -> int:
+        """The sum of a field of the rows."""
+        return sum(getattr(row, name) for row in self.rows)
+
+    @property
+    def ledger(self) -> Billed:
+        sums: dict[str, Any] = {name: self.total(name) for name in COUNTS}
+        return Billed(**sums)
 
     @property
     def microusd(self) -> int:
@@ -99,7 +105,7 @@ def compare(
 ) -> Report:
     """Compare `export` with the ledger's `spends` on the export's days."""
     named = {model for _, model in export.billed}
-    differences = {key: Difference(*key, billed, Billed()) for key, billed in export.billed.items()}
+    differences = {key: Difference(*key, billed) for key, billed in export.billed.items()}
     uncompared: dict[str, int] = {}
     for spend in spends:
         model = models.get((spend.alias, spend.deployment))
@@ -108,12 +114,7 @@ def compare(
         if model not in named:
             uncompared[model] = uncompared.get(model, 0) + spend.cost_microusd
             continue
-        difference = differences.setdefault((spend.day, model), Difference(spend.day, model, Billed(), Billed()))
-        difference.rows.append(spend)
-        difference.estimated += spend.estimated
-        difference.estimated_microusd += spend.estimated_microusd
-        difference.provider_says_microusd += spend.provider_cost_microusd
-        difference.ledger.add(spend)
+        differences.setdefault((spend.day, model), Difference(spend.day, model)).rows.append(spend)
     if not export.has_cost:
         for difference in differences.values():
             difference.provider.cost_microusd = _priced(difference.provider, prices.get(difference.model))
@@ -161,22 +162,18 @@ def _reasons(difference: Difference, export: Export, price: Price | None, tolera
             explain("cached_tokens", _priced(as_read, price) - _priced(ours, price), text)
         more = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
         explain(*_of_tokens(difference, export, more))
-    elif difference.estimated and abs(rest) > tolerance:
-        explain(
-            "estimated_usages",
-            min(max(rest, -difference.estimated_microusd), difference.estimated_microusd),
-            _estimated(difference),
-        )
-    if rest and abs(rest) <= max(difference.ledger.requests, tolerance):
+    elif difference.total("estimated") and abs(rest) > tolerance:
+        most = difference.total("estimated_microusd")
+        explain("estimated_usages", min(max(rest, -most), most), _estimated(difference))
+    if rest and abs(rest) <= max(ours.requests, tolerance):
         explain("rounding", rest, "the ledger rounds each request up to a µUSD, an export to a cent")
     elif rest:
-        says = f"; the provider's own answers said {difference.provider_says_microusd / 1e6:.6f} USD"
+        answers_microusd = difference.total("provider_cost_microusd")
+        says = f"; the provider's own answers said {answers_microusd / 1e6:.6f} USD" if answers_microusd else ""
         is_price = export.has_tokens and price is not None
         text = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
         text = text if is_price else "no reason was found"
-        explain(
-            "price" if is_price else "unexplained", rest, text + (says if difference.provider_says_microusd else "")
-        )
+        explain("price" if is_price else "unexplained", rest, text + says)
     return reasons
 
 
@@ -186,14 +183,15 @@ def _of_tokens(difference: Difference, export: Export, microusd: int) -> tuple[s
     tokens = f"{shown[0]} tokens, {shown[1]} in the ledger"
     if export.has_requests and theirs.requests > ours.requests:
         return "not_through_sameway", microusd, f"{theirs.requests:,} requests, {ours.requests:,} here; {tokens}"
-    if difference.estimated:
+    if difference.total("estimated"):
         return "estimated_usages", microusd, f"{_estimated(difference)}; {tokens}"
     name = "not_through_sameway" if microusd > 0 else "fewer_tokens"
     return name, microusd, tokens
 
 
 def _estimated(difference: Difference) -> str:
-    return f"{difference.estimated:,} generations of the ledger are estimates, for {difference.estimated_microusd / 1e6:.6f} USD"
+    count, microusd = difference.total("estimated"), difference.total("estimated_microusd")
+    return f"{count:,} generations of the ledger are estimates, for {microusd / 1e6:.6f} USD"
 
 
 def _shifted(differences: Mapping[tuple[date, str], Difference], tolerance: int) -> None:

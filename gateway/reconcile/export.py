@@ -1,7 +1,7 @@
 """Reads a provider's CSV of usage or cost, row by row, into sums by UTC day and model.
 
 Columns are those of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console
-(tokens, cost), and a plain CSV: date, model, tokens by kind, cost. Reads no ledger and no prices.
+(tokens, cost), and a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
 Invariants: a file of any size takes memory for its days and models alone; a cell that can be read
 in two ways is refused, with its line and column.
 """
@@ -16,8 +16,6 @@ from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
 from itertools import chain
 from pathlib import Path
-
-from gateway.accounts.ledger import DaySpend
 
 _GROUPS_MAX = 100_000
 _TEXT_MAX = 300
@@ -85,7 +83,7 @@ class Billed:
     batch_microusd: int = 0
     names: set[str] = field(default_factory=set)
 
-    def add(self, other: Billed | DaySpend) -> None:
+    def add(self, other: Billed) -> None:
         """Add the counts and the cost of `other`."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
