@@ -77,8 +77,8 @@ async def raise_budget(
     budget = await _definition(parts, budget_id)
     if body.until_s <= parts.clock() and body.by:
         raise accounts.Invalid("until_s", "expected a moment that has not passed")
-    what = f"budget {budget_id}: {amount_words(body.by, budget.unit)} more until {utc(body.until_s)}"
-    row = parts.audit_row(BUDGET_RAISED, what, operator, budget.team_id)
+    entry = f"budget {budget_id}: {amount_words(body.by, budget.unit)} more until {utc(body.until_s)}"
+    row = parts.audit_row(BUDGET_RAISED, entry, operator, budget.team_id)
     await parts.accounts.raise_budget(budget_id, body.by, int(body.until_s * 1000), row)
     return await _live(parts, budget_id)
 
@@ -99,12 +99,12 @@ async def delete_budget(parts: WorkerParts, budget_id: Id) -> None:
 
 def holds(parts: WorkerParts) -> list[models.HoldOut]:
     """The amount that a short question holds of a budget, by model: that of its most expensive deployment."""
-    most: dict[str, models.HoldOut] = {}
+    largest: dict[str, models.HoldOut] = {}
     for deployment in parts.deployments():
         alias, microusd = deployment.alias, deployment.hold_microusd
-        if alias not in most or most[alias].microusd < microusd:
-            most[alias] = models.HoldOut(model=alias, microusd=microusd, output_tokens=deployment.hold_output_tokens)
-    return list(most.values())
+        if alias not in largest or largest[alias].microusd < microusd:
+            largest[alias] = models.HoldOut(model=alias, microusd=microusd, output_tokens=deployment.hold_output_tokens)
+    return list(largest.values())
 
 
 async def budgets(

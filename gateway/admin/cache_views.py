@@ -59,8 +59,8 @@ _DELETED: dict[str, Any] = {"team_id": None, "team": None}
 
 async def _owners(parts: WorkerParts) -> dict[Partition, dict[str, Any]]:
     """The team of each partition, as responses name it."""
-    known = await parts.accounts.list_teams()
-    return {parts.partition_of(team.id): {"team_id": team.id, "team": team.name} for team in known}
+    teams = await parts.accounts.list_teams()
+    return {parts.partition_of(team.id): {"team_id": team.id, "team": team.name} for team in teams}
 
 
 async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
@@ -97,22 +97,22 @@ async def try_prompt(parts: WorkerParts, body: models.TryIn) -> models.TryOut:
     request = fingerprint(chat, parts.partition_of(body.team_id))
     entry = (await parts.exact.lookup(request)).entry
     bound = parts.truth.bounds.bound(team, body.model, None)
-    shown: dict[str, Any] = {"decision": "miss", "reason": "not_eligible"}
+    outcome: dict[str, Any] = {"decision": "miss", "reason": "not_eligible"}
     if request.text is not None:
         query = Query(request.partition, request.compat, request.text, bound.error_max, bound.untightened)
         try:
-            shown = _judged(await parts.semantic.near(query, _NEIGHBOURS))
+            outcome = _judged(await parts.semantic.near(query, _NEIGHBOURS))
         except CacheWorkerUnavailable as error:
-            shown["reason"] = f"{MissReason.UNAVAILABLE}: {error}"
+            outcome["reason"] = f"{MissReason.UNAVAILABLE}: {error}"
     if entry is not None:
-        shown |= {"decision": "exact", "reason": "this very request was answered before", "similarity": 1.0}
-    return models.TryOut.of(bound, **{**_UNKNOWN, **shown})
+        outcome |= {"decision": "exact", "reason": "this very request was answered before", "similarity": 1.0}
+    return models.TryOut.of(bound, **{**_UNKNOWN, **outcome})
 
 
 _UNKNOWN: dict[str, Any] = {"similarity": None, "neighbours": [], "p": None, "p_min": None, "verdicts": 0}
 
 
-def _judged(near: Neighbourhood) -> dict[str, Any]:
+def _judged(neighbourhood: Neighbourhood) -> dict[str, Any]:
     """The semantic cache's decision on a prompt, with the neighbours and figures that led to it."""
     numbers: dict[bytes, int] = {}
     neighbours = [
@@ -122,17 +122,17 @@ def _judged(near: Neighbourhood) -> dict[str, Any]:
             reason=neighbour.reason or "",
             group=numbers.setdefault(neighbour.group or neighbour.exact, len(numbers) + 1),
         )
-        for neighbour in near.neighbours
+        for neighbour in neighbourhood.neighbours
     ]
-    decision = near.decision
+    decision = neighbourhood.decision
     return {
         "decision": "semantic" if isinstance(decision, Hit) else "miss",
         "reason": "a cached prompt means the same" if isinstance(decision, Hit) else decision.reason.value,
         "similarity": neighbours[0].similarity if neighbours else None,
         "neighbours": neighbours,
         "p": decision.trial.p if decision.trial is not None else None,
-        "p_min": near.p_min,
-        "verdicts": near.verdicts,
+        "p_min": neighbourhood.p_min,
+        "verdicts": neighbourhood.verdicts,
     }
 
 
@@ -185,15 +185,15 @@ async def answer(parts: WorkerParts, body: models.AnswerIn, operator: Acting) ->
     await parts.audit.add(parts.audit_row(ANSWER_SHOWN, record.entry, operator, record.team_id, record.request_id))
     is_semantic = record.cache == "semantic"
     question = record.question or None if is_semantic else entry.text
-    why = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
+    reason = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
     return models.AnswerOut.of(
         record,
         model=record.alias,
         created_at_s=entry.created_at,
         question=question,
         made_for=entry.text if is_semantic else None,
-        answer=_told(entry),
-        why_no_verdict=why,
+        answer=_answer_text(entry),
+        why_no_verdict=reason,
     )
 
 
@@ -222,21 +222,21 @@ async def _entry_of(parts: WorkerParts, record: Record) -> Entry | None:
     return entry
 
 
-def _told(entry: Entry) -> str:
+def _answer_text(entry: Entry) -> str:
     """The text of an entry's answer; its JSON where the answer has other parts."""
     try:
-        whole = fold(chunks_of(entry))
+        body = fold(chunks_of(entry))
     except msgspec.DecodeError:  # recorded as received
-        whole = b"\n".join(chunk.data for chunk in entry.chunks)
-    return answer_text(whole) or whole.decode("utf-8", "replace")
+        body = b"\n".join(chunk.data for chunk in entry.chunks)
+    return answer_text(body) or body.decode("utf-8", "replace")
 
 
 async def audit(parts: WorkerParts, cursor: Id | None = None, limit: Limit = 100) -> models.AuditOut:
     """Which texts an admin asked to see, which certificates were started, what was done with deployments and batches, newest first."""
     rows = await parts.audit.rows(limit + 1, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
-    shown = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
-    return models.AuditOut.model_validate({"rows": shown, "cursor": shown[-1]["id"] if len(rows) > limit else None})
+    named = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
+    return models.AuditOut.model_validate({"rows": named, "cursor": named[-1]["id"] if len(rows) > limit else None})
 
 
 # -- certificates
@@ -245,12 +245,12 @@ async def audit(parts: WorkerParts, cursor: Id | None = None, limit: Limit = 100
 async def certificate(parts: WorkerParts, team_id: Id | None = None, model: Label = "") -> models.CertificatesOut:
     """By team and model: at most which share of the requests since when was answered wrongly by meaning, and what that rests on."""
     teams = {team.id: team for team in await parts.accounts.list_teams()}
-    shown = [
+    chosen = [
         _certificate(parts, teams[id], alias, certified)
         for (id, alias), certified in (await parts.certificates.read()).items()
         if id in teams and team_id in (None, id) and model in ("", alias)
     ]
-    return models.CertificatesOut(certificates=sorted(shown, key=lambda certificate: -certificate.requests))
+    return models.CertificatesOut(certificates=sorted(chosen, key=lambda certificate: -certificate.requests))
 
 
 def _certificate(parts: WorkerParts, team: Team, alias: str, certified: Certificate) -> models.CertificateOut:

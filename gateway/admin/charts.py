@@ -107,11 +107,11 @@ def waterfall(savings: SavingsOut) -> list[Bar]:
     levels = [savings.baseline_microusd]
     for step in savings.steps:
         levels.append(levels[-1] - step.amount_microusd)
-    whole = max(1, *levels) - min(0, *levels)
+    height = max(1, *levels) - min(0, *levels)
     low = min(0, *levels)
 
     def drawn(kind: str, start: int, end: int) -> Markup:
-        x, width = (min(start, end) - low) / whole * 1000, max(abs(end - start) / whole * 1000, 1.5)
+        x, width = (min(start, end) - low) / height * 1000, max(abs(end - start) / height * 1000, 1.5)
         box = '<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
         return Markup(box).format(_rect(kind, min(x, 998.5), 0, width, 10))
 
@@ -126,12 +126,12 @@ def waterfall(savings: SavingsOut) -> list[Bar]:
 
 def savings_chart(savings: SavingsOut) -> Markup:
     """Spend by day with the savings on top; a day that cost more than its baseline has no savings."""
-    known = {sums.day: (sums.spent_microusd, sums.saved_microusd) for sums in savings.days}
+    sums = {of_day.day: (of_day.spent_microusd, of_day.saved_microusd) for of_day in savings.days}
     starts = range(savings.from_s, savings.until_s, 86_400)
     days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts]
-    notes = [f"{day}\n{_money_note(*known[day]) if day in known else 'nothing'}" for day in days]
+    notes = [f"{day}\n{_money_note(*sums[day]) if day in sums else 'nothing'}" for day in days]
     label = f"By day: {_money_note(savings.spent_microusd, savings.saved_microusd)}"
-    return _money_bars([known.get(day, (0, 0)) for day in days], days, label, notes)
+    return _money_bars([sums.get(day, (0, 0)) for day in days], days, label, notes)
 
 
 def ttft_chart(stats: StatsOut) -> Markup:

@@ -93,22 +93,22 @@ def _handler(form: _Form, parts: AdminParts, render: Render | None) -> Callable[
 
     async def handle(request: Request) -> Response:
         post = await _post(parts, request)
-        given = {**post.ids, "parts": parts, "operator": operator_of(request)}
-        shown = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
+        arguments = {**post.ids, "parts": parts, "operator": operator_of(request)}
+        context = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
         try:
             values = await form.read(post)
             if model is not None:
-                given["body"] = model.model_validate(dict(values), strict=False)  # a form has texts only
-            result = await form.operation(**{name: given[name] for name in names})
+                arguments["body"] = model.model_validate(dict(values), strict=False)  # a form has texts only
+            result = await form.operation(**{name: arguments[name] for name in names})
         except Exception as error:
             if render is not None and isinstance(error, form.refusals):
-                return await render(request, **shown, status=_status(error), problem=words_of(error))
+                return await render(request, **context, status=_status(error), problem=words_of(error))
             if isinstance(error, ValidationError):  # in the hidden fields of a button
                 raise BadRequest(words_of(error), code="invalid_value") from None
             raise
         if render is not None and form.shows:
-            return await render(request, **shown, **{form.shows: result})
-        return RedirectResponse(form.back.format(**shown, result=result, done=_noted(result)), 303)
+            return await render(request, **context, **{form.shows: result})
+        return RedirectResponse(form.back.format(**context, result=result, done=_noted(result)), 303)
 
     return handle
 

@@ -138,13 +138,13 @@ class Guard:
             raise TooManyWrongKeys(
                 f"Too many wrong keys came from your address. Wait {_seconds(wait_s)}, then send the right one.", wait_s
             )
-        given = _digest(key)
-        if hmac.compare_digest(given, self._admin_key):
+        digest = _digest(key)
+        if hmac.compare_digest(digest, self._admin_key):
             self._guesses.forget(scope, client)
             return
         # the metrics key forgets nothing: with it a client could guess the admin's for ever
         is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
-        if is_observer and self._metrics_key and hmac.compare_digest(given, self._metrics_key):
+        if is_observer and self._metrics_key and hmac.compare_digest(digest, self._metrics_key):
             return
         pause_s = self._guesses.add(scope, client)
         self._count(endpoint, "wrong")
@@ -308,18 +308,18 @@ class ApiRoute(APIRoute):
 
 def check_query(request: Request) -> None:
     """Refuse a query parameter that the route does not have, or has twice. Raises BadRequest."""
-    known = [
+    allowed = [
         parameter.alias
         for parameter in get_flat_params(request.scope["route"].dependant)
         if isinstance(parameter.field_info, Query)
     ]
-    given = [name for name, _ in request.query_params.multi_items()]
-    for name in given:
-        if name not in known:
-            there_is = f"there is {', '.join(known)}" if known else "this route has none"
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        if name not in allowed:
+            there_is = f"there is {', '.join(allowed)}" if allowed else "this route has none"
             message = f"Unknown query parameter: {name[:100]}; {there_is}"
             raise BadRequest(message, param=name[:100], code="unknown_parameter")
-        if given.count(name) > 1:
+        if names.count(name) > 1:
             raise BadRequest(f"The query has {name} twice: send it once", param=name, code="invalid_value")
 
 

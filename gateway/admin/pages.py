@@ -82,16 +82,16 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
-        known = (await views.deployments(parts)).deployments
+        views_of_deployments = (await views.deployments(parts)).deployments
         return pages.render(
             request,
             "deployments.html",
             status,
             aliases={
-                alias: [view for view in known if view.alias == alias]
-                for alias in dict.fromkeys(view.alias for view in known)
+                alias: [view for view in views_of_deployments if view.alias == alias]
+                for alias in dict.fromkeys(view.alias for view in views_of_deployments)
             },
-            parts=[part for part in parts.healths() if part.name not in {view.name for view in known}],
+            parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
             **form,
         )
 
@@ -137,15 +137,15 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         days = query.get("days", "")
         days = days if days in _SPANS else str(savings_views.DAYS)
         team_id, model = _team_id(request), query.get("model", "")
-        shown = await savings_views.savings(
+        sums = await savings_views.savings(
             parts, team_id, model, from_s=parts.clock() - (int(days) - 1) * savings_views.DAY_S
         )
         return pages.render(
             request,
             "savings.html",
-            savings=shown,
-            bars=waterfall(shown),
-            chart=savings_chart(shown),
+            savings=sums,
+            bars=waterfall(sums),
+            chart=savings_chart(sums),
             team_id=team_id,
             model=model,
             days=days,
@@ -201,8 +201,8 @@ def _route_filter(request: Request) -> RouteFilter:
 
 def _team_id(request: Request) -> int | None:
     """The team in the query; None where no id can be like that."""
-    given = request.query_params.get("team_id", "")
-    return int(given) if given.isdecimal() and len(given) < 10 else None
+    text = request.query_params.get("team_id", "")
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:

@@ -51,7 +51,7 @@ async def savings(
     from_ms = where.from_ms if where.from_ms is not None else until_ms - 1 - (DAYS - 1) * DAY_S * 1000
     where = replace(where, from_ms=from_ms, until_ms=until_ms)
     lines = await parts.ledger.savings(where)
-    [all_of_it] = await parts.ledger.totals([], where)
+    [total] = await parts.ledger.totals([], where)
     names = {0: _OPERATOR} | {team.id: team.name for team in await parts.accounts.list_teams()}
     by_team, by_day = defaultdict[int, list[SavingsLine]](list), defaultdict[str, list[SavingsLine]](list)
     for line in lines:
@@ -67,8 +67,8 @@ async def savings(
         lines,
         from_s=from_ms // 1000 // DAY_S * DAY_S,
         until_s=-(-until_ms // 1000 // DAY_S) * DAY_S,
-        unknown_requests=all_of_it.requests - requests[SPENT] + requests[UNKNOWN_HITS],
-        unknown_cost_microusd=all_of_it.cost_microusd - amounts[SPENT],
+        unknown_requests=total.requests - requests[SPENT] + requests[UNKNOWN_HITS],
+        unknown_cost_microusd=total.cost_microusd - amounts[SPENT],
         by_team=sorted(of_teams, key=lambda sums: -sums.baseline_microusd),
         days=[_waterfall(models.DaySavingsOut, of_day, day=day) for day, of_day in sorted(by_day.items())],
     )

@@ -29,11 +29,11 @@ async def create_team(parts: WorkerParts, body: models.NewTeamIn) -> models.Team
 
 async def get_team(parts: WorkerParts, team_id: Id) -> models.TeamOut:
     """One team with its keys and its budgets as they stand."""
-    (shown,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
+    (team,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
     room = await parts.stored_responses.room(team_id)
     counts = {name: held.count for name, held in room.items()}
     stored = models.StoredOut(**counts, size_bytes=sum(held.bytes for held in room.values()))
-    return shown.model_copy(update={"stored": stored})
+    return team.model_copy(update={"stored": stored})
 
 
 async def update_team(parts: WorkerParts, team_id: Id, body: models.TeamPatch) -> models.TeamOut:
@@ -50,18 +50,18 @@ async def delete_team(parts: WorkerParts, team_id: Id) -> None:
 async def teams(parts: WorkerParts, name: str = "", after: int = 0, limit: int | None = None) -> list[models.TeamOut]:
     """Teams with their keys and budgets, by id: up to `limit` after the id `after`, whose names contain `name`."""
     part = name.lower()
-    known = [team for team in await parts.accounts.list_teams() if team.id > after and part in team.name.lower()]
-    return await _filled(parts, known[:limit])
+    chosen = [team for team in await parts.accounts.list_teams() if team.id > after and part in team.name.lower()]
+    return await _filled(parts, chosen[:limit])
 
 
-async def _filled(parts: WorkerParts, known: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
-    """The teams in `known` with their keys and budgets; `team_id` reads those of a single team."""
+async def _filled(parts: WorkerParts, chosen: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
+    """The teams in `chosen` with their keys and budgets; `team_id` reads those of a single team."""
     keys, limits = defaultdict[int, list[Key]](list), defaultdict[int, list[models.BudgetOut]](list)
     for key in await parts.accounts.list_keys(team_id):
         keys[key.team_id].append(key)
-    for budget in await budgets.budgets(parts, team_id, {team.id for team in known}):
+    for budget in await budgets.budgets(parts, team_id, {team.id for team in chosen}):
         limits[budget.team_id].append(budget)
-    return [models.TeamOut.of(team, keys=keys[team.id], budgets=limits[team.id]) for team in known]
+    return [models.TeamOut.of(team, keys=keys[team.id], budgets=limits[team.id]) for team in chosen]
 
 
 # -- keys

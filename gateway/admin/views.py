@@ -131,11 +131,11 @@ def _judges(summary: Summary) -> list[models.JudgeOut]:
 
 def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
     """The measured error of semantic hits beside its bound, by descending hits."""
-    known = {team.id: team for team in teams}
-    now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
+    teams_by_id = {team.id: team for team in teams}
+    strictness = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
     errors = []
     for (team_id, alias), sample in summary.samples.items():
-        team = known.get(team_id)
+        team = teams_by_id.get(team_id)
         if team is None or sample.is_empty:
             continue
         measured = parts.truth.measure(sample)
@@ -147,7 +147,7 @@ def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> li
                 team=team.name,
                 model=alias,
                 error_max=parts.truth.bounds.error_max(team, alias),
-                strictness=now.get((team_id, alias), 1.0),
+                strictness=strictness.get((team_id, alias), 1.0),
             )
         )
     return sorted(errors, key=lambda error: -error.hits)
@@ -266,10 +266,10 @@ async def _choices(
     parts: WorkerParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
 ) -> Choices:
     """The current names, and those of the past in `teams`, `aliases` and `deployments`."""
-    now = {team.id: team.name for team in await parts.accounts.list_teams()}
-    gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in now}
+    current = {team.id: team.name for team in await parts.accounts.list_teams()}
+    gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in current}
     return Choices(
-        teams=now | {id: label for id, label in gone.items() if id},
+        teams=current | {id: label for id, label in gone.items() if id},
         models=_with_retired(parts.settings.names, aliases),
         deployments=_with_retired([deployment.name for deployment in parts.deployments()], deployments),
     )

@@ -128,9 +128,9 @@ class _Delivery(smtplib.SMTP):
         """Read a reply (RFC 5321, 4.2.1) and return its code and text; without a code -1. Raises SMTPServerDisconnected."""
         if self.file is None and self.sock is not None:
             self.file = self.sock.makefile("rb")
-        texts, left = list[bytes](), _REPLY_BYTES_MAX
-        while self.file is not None and (line := self.file.readline(left)).endswith(b"\n"):
-            left -= len(line)
+        texts, bytes_left = list[bytes](), _REPLY_BYTES_MAX
+        while self.file is not None and (line := self.file.readline(bytes_left)).endswith(b"\n"):
+            bytes_left -= len(line)
             texts.append(line[4:].strip())
             if line[3:4] != b"-" or not line[:3].isdigit():
                 return int(line[:3]) if line[:3].isdigit() else -1, b"\n".join(texts)

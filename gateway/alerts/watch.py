@@ -214,9 +214,9 @@ class AlertWatch:
         names = {team.id: team.name for team in await self._accounts.list_teams()}
         alerts = list(due(await self._budgets.states(budgets, at_ms), self._settings, names, at_ms))
         alike = Counter(alert.kind for alert in alerts)
-        known, self._known = self._known, {}
+        raised_before, self._known = self._known, {}
         for number, alert in enumerate(alerts):
-            raised_ms = known.get(alert.mark)
+            raised_ms = raised_before.get(alert.mark)
             if raised_ms is None or not 0 <= at_ms - raised_ms < _ASKED_AGAIN_MS:
                 await self._raise(alert, number, alike[alert.kind] - 1, at_ms)
                 raised_ms = at_ms
@@ -301,7 +301,7 @@ def _alert(
 ) -> Alert:
     budget, window = state.budget, state.window
     is_rolling = budget.window is WindowKind.ROLLING
-    what = _PROJECTED if percent is None else str(percent)
+    threshold = _PROJECTED if percent is None else str(percent)
     team, used_up_at = teams.get(budget.team_id, str(budget.team_id)), None
     spent = f"{amount_words(state.spent, budget.unit)} of {amount_words(limit, budget.unit)}"
     whose = f"The {window.kind.value} budget of team {team}{subject_words(state)}"
@@ -329,14 +329,14 @@ def _alert(
     kept_ms = 0 if window.end_ms is None else window.end_ms - at_ms + WINDOW_KEPT_S * 1000
     if is_rolling:
         kept_ms = budget.rolling_s * 1000
-    kind = f"{budget.id}.{budget.epoch}:{window.id}:{limit}:{what}"
+    kind = f"{budget.id}.{budget.epoch}:{window.id}:{limit}:{threshold}"
     return Alert(kind, f"{kind}:{state.digest}" if state.digest else kind, kept_ms, facts)
 
 
 def _value(state: BudgetState) -> str:
     """The axis value of a state, shortened; `*` where values share a count."""
-    shown = state.budget.value if state.budget.value is not None else state.value.removeprefix("=")
-    return shown[:_VALUE_CHARS_MAX]
+    value = state.budget.value if state.budget.value is not None else state.value.removeprefix("=")
+    return value[:_VALUE_CHARS_MAX]
 
 
 def _iso(at_ms: int) -> str:

@@ -140,21 +140,21 @@ class Batches:
     @uncancelled
     async def _insert(self, batch: Batch) -> None:
         async with self._database.writing() as connection:
-            files, mine = schema.files, _batches.c.team_id == batch.team_id
-            live = sa.select(sa.func.count()).where(mine, _batches.c.status.in_(LIVE))
+            files, of_team = schema.files, _batches.c.team_id == batch.team_id
+            live = sa.select(sa.func.count()).where(of_team, _batches.c.status.in_(LIVE))
             await self.files.held.lock(connection, batch.team_id)
             if (await connection.execute(live)).scalar_one() >= self._settings.active_max:
                 raise Forbidden(
                     f"This team has {self._settings.active_max} batches that have not ended: wait for one, or cancel it",
                     code="too_many_batches",
                 )
-            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
-            if (await connection.execute(there)).scalar() is None:
+            input_file = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
+            if (await connection.execute(input_file)).scalar() is None:
                 raise NotFound(f"No such File object: {batch.input_file_id}", param="id", code="file_not_found")
             row = msgspec.structs.asdict(batch)
             await connection.execute(sa.insert(_batches).values(**row, leased_by="", leased_until_s=0.0))
-            old = sa.select(_batches.c.id).where(mine).order_by(_batches.c.id.desc()).offset(_KEPT_MAX)
-            is_old = _batches.c.id.in_(old.limit(_KEPT_MAX).scalar_subquery())
+            oldest = sa.select(_batches.c.id).where(of_team).order_by(_batches.c.id.desc()).offset(_KEPT_MAX)
+            is_old = _batches.c.id.in_(oldest.limit(_KEPT_MAX).scalar_subquery())
             await connection.execute(sa.delete(_batches).where(is_old, _batches.c.status.in_(_ENDED)))
 
     async def get(self, team_id: int | None, batch_id: str) -> Batch:
@@ -235,14 +235,14 @@ class Batches:
                 return None
             free = sa.case((_chunks.c.leased_until_s < now_s, _chunks.c.number))
             undone = sa.select(_chunks.c.batch_id, sa.func.min(free)).where(_chunks.c.is_done.is_(False))
-            left: dict[str, int | None] = {  # of each batch with chunks to do, one that is free
+            free_chunks: dict[str, int | None] = {  # of each batch with chunks to do, one that is free
                 row[0]: row[1] for row in await connection.execute(undone.group_by(_chunks.c.batch_id))
             }
         free_work: dict[int, list[tuple[str, int | None]]] = {}
         for batch_id, team_id, _, leased_until_s in batches:
-            is_free = left[batch_id] is not None if batch_id in left else leased_until_s < now_s
+            is_free = free_chunks[batch_id] is not None if batch_id in free_chunks else leased_until_s < now_s
             if is_free and team_id not in busy_teams:
-                free_work.setdefault(team_id, []).append((batch_id, left.get(batch_id)))
+                free_work.setdefault(team_id, []).append((batch_id, free_chunks.get(batch_id)))
         if not free_work:
             return None
         # of each team alike, however many batches it has
@@ -305,22 +305,22 @@ class Batches:
                 await connection.execute(sa.insert(_chunks), rows[start : start + 1_000])
 
     @uncancelled
-    async def refuse(self, work: BatchLease, why: LineRefused) -> None:
+    async def refuse(self, work: BatchLease, refusal: LineRefused) -> None:
         """End a batch whose input was refused or cannot be read."""
-        is_expired = why.code == EXPIRED
+        is_expired = refusal.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
         async with self._database.writing() as connection:
-            ended = {"status": status, "ended_at_s": self.clock(), "errors": _errors(why)}
+            ended = {"status": status, "ended_at_s": self.clock(), "errors": _errors(refusal)}
             await connection.execute(_held(work).values(**ended))
 
     @uncancelled
-    async def stop(self, work: BatchLease, why: LineRefused) -> Batch:
+    async def stop(self, work: BatchLease, refusal: LineRefused) -> Batch:
         """Begin no more lines of the batch, so that it fails once its outcomes are written. Returns
         the current batch.
         """
         async with self._database.writing() as connection:
             live = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.status.in_(LIVE))
-            await connection.execute(live.values(errors=_errors(why)))
+            await connection.execute(live.values(errors=_errors(refusal)))
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), work.batch)
 
     @uncancelled
@@ -379,8 +379,8 @@ class Batches:
             await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
 
 
-def _errors(why: LineRefused) -> dict[str, Any]:
-    return {"object": "list", "data": [{"code": why.code, "message": why.message, "line": None, "param": None}]}
+def _errors(refusal: LineRefused) -> dict[str, Any]:
+    return {"object": "list", "data": [{"code": refusal.code, "message": refusal.message, "line": None, "param": None}]}
 
 
 def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:

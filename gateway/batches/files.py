@@ -212,24 +212,24 @@ class Files:
 
         Raises OverQuota, TooLarge, NotFound if the team is gone.
         """
-        most = self.settings.file_bytes_max
-        if bytes_max is not None and bytes_max > most + _FORM_BYTES_MAX and not is_own:
-            raise _too_large(most)
-        room = 0 if is_own else most if bytes_max is None else min(bytes_max, most)
+        file_bytes_max = self.settings.file_bytes_max
+        if bytes_max is not None and bytes_max > file_bytes_max + _FORM_BYTES_MAX and not is_own:
+            raise _too_large(file_bytes_max)
+        room = 0 if is_own else file_bytes_max if bytes_max is None else min(bytes_max, file_bytes_max)
         at_s = self.clock()
         file_id = new_object_id("file-", at_s)
         row = {"id": file_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": room, "created_at_s": at_s}
         try:
             async with self._database.writing() as connection:
                 held = await self.held.add(connection, team_id, room)
-                over = held.bytes - self.settings.team_bytes_max
+                excess = held.bytes - self.settings.team_bytes_max
                 if not is_own and held.count > self.settings.team_files_max:
                     raise _over_quota(f"this team has {held.count - 1:,} files, the most that it may have")
-                if over > 0 and not is_own:
-                    if bytes_max is not None or over >= room:
-                        raise _over_quota(f"this team's files may take {max(0, room - over):,} bytes more")
-                    await self.held.add(connection, team_id, -over, 0)
-                    room = row["bytes"] = room - over
+                if excess > 0 and not is_own:
+                    if bytes_max is not None or excess >= room:
+                        raise _over_quota(f"this team's files may take {max(0, room - excess):,} bytes more")
+                    await self.held.add(connection, team_id, -excess, 0)
+                    room = row["bytes"] = room - excess
                 await connection.execute(sa.insert(_files).values(row | {"is_ready": False}))
         except IntegrityError:
             raise _no_file(file_id) from None
@@ -246,13 +246,13 @@ class Files:
         """Take `size` more bytes of the quota for the outcomes of a batch; below 0 gives them back. Raises OverQuota."""
         async with self._database.writing(is_durable=False) as connection:
             await self._take(connection, team_id, size, 0)
-            more = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
-            await connection.execute(more)
+            extended = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
+            await connection.execute(extended)
 
     async def _take(self, connection: AsyncConnection, team_id: int, size: int, count: int) -> None:
         held = await self.held.add(connection, team_id, size, count)
-        if size > 0 and (over := held.bytes - self.settings.team_bytes_max) > 0:
-            raise _over_quota(f"this team's files may take {max(0, size - over):,} bytes more")
+        if size > 0 and (excess := held.bytes - self.settings.team_bytes_max) > 0:
+            raise _over_quota(f"this team's files may take {max(0, size - excess):,} bytes more")
 
     @uncancelled
     async def complete(self, file: File) -> None:
@@ -318,16 +318,16 @@ class Files:
         """
         names = await asyncio.to_thread(self._names)  # before the rows: a row is made before its content
         await self._forget(names)
-        kept = await self._kept()
-        await asyncio.to_thread(self.unlink, [name for name in names if name not in kept])
+        needed = await self._kept()
+        await asyncio.to_thread(self.unlink, [name for name in names if name not in needed])
 
     @uncancelled
     async def _forget(self, names: dict[str, float]) -> None:
         """Delete the rows that have expired; `names` as in `_names`."""
         now_s = self.clock()
         async with self._database.reading() as connection:
-            old = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
-            arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
+            is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
+            arriving = list((await connection.execute(sa.select(_files.c.id).where(is_stale))).scalars())
             late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
             gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
         gone += [file_id for file_id in arriving if names.get(file_id, 0.0) < now_s - _STALE_S]
@@ -380,8 +380,10 @@ def _too_large(bytes_max: int) -> TooLarge:
     return TooLarge(words, headers={"connection": "close"})
 
 
-def _over_quota(why: str) -> OverQuota:
-    return OverQuota(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
+def _over_quota(reason: str) -> OverQuota:
+    return OverQuota(
+        f"The file does not fit: {reason}; delete files first, or ask your admin", code="file_quota_exceeded"
+    )
 
 
 def check_purpose(purpose: str) -> str:

@@ -226,7 +226,7 @@ def answered(line_id: str, custom_id: str, status: int, request_id: str, body: b
     return msgspec.json.encode({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
 
-def refused(line_id: str, number: int, why: LineRefused) -> bytes:
+def refused(line_id: str, number: int, refusal: LineRefused) -> bytes:
     """The output line for a line without a response."""
-    error = {"code": why.code, "message": why.message, "line": number}
-    return msgspec.json.encode({"id": line_id, "custom_id": why.custom_id, "response": None, "error": error})
+    error = {"code": refusal.code, "message": refusal.message, "line": number}
+    return msgspec.json.encode({"id": line_id, "custom_id": refusal.custom_id, "response": None, "error": error})

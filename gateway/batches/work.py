@@ -99,8 +99,8 @@ class _LineReply:
         """The seconds until the line is tried again; None if the line keeps this response."""
         if self.status == 200 or self.headers.get("x-should-retry") == "false":
             return None
-        given = self.headers.get("retry-after-ms", "")
-        pause_s = min(WAIT_S_MAX, int(given) / 1000.0 if given.isdecimal() else 2.0**tries)
+        retry_after_ms = self.headers.get("retry-after-ms", "")
+        pause_s = min(WAIT_S_MAX, int(retry_after_ms) / 1000.0 if retry_after_ms.isdecimal() else 2.0**tries)
         if self.code in _PASSING:
             return pause_s
         is_passing = self.status in _STATUSES_TRIED_AGAIN and tries < _TRIES_MAX
@@ -110,8 +110,8 @@ class _LineReply:
     def is_near_a_limit(self) -> bool:
         """Whether little is left of a rate limit."""
         for unit in ("requests", "tokens"):
-            left, limit = (self.headers.get(f"x-ratelimit-{what}-{unit}", "") for what in ("remaining", "limit"))
-            if left.isdecimal() and limit.isdecimal() and int(left) * _ROOM_LEFT < int(limit):
+            remaining, limit = (self.headers.get(f"x-ratelimit-{part}-{unit}", "") for part in ("remaining", "limit"))
+            if remaining.isdecimal() and limit.isdecimal() and int(remaining) * _ROOM_LEFT < int(limit):
                 return True
         return False
 
@@ -268,8 +268,8 @@ class BatchRunner:
         path = self._files.path(work.batch.input_file_id)
         try:
             chunks = await asyncio.to_thread(scan, path, settings.lines_max, settings.line_bytes_max)
-        except LineRefused as why:
-            await self._batches.refuse(work, why)
+        except LineRefused as refusal:
+            await self._batches.refuse(work, refusal)
         except OSError as error:
             await self._batches.refuse(work, self._why_unread(lease, error))
         else:
@@ -280,8 +280,8 @@ class BatchRunner:
 
     def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
         """The reason to give an input up. Raises the error if trying again may help."""
-        if (why := lease.why_not()) is not None:
-            return why
+        if (refusal := lease.why_not()) is not None:
+            return refusal
         if isinstance(error, FileNotFoundError) and self._files.folder.is_dir():
             return LineRefused(*_GONE)
         raise error
@@ -291,14 +291,14 @@ class BatchRunner:
         batch, work = lease.batch, lease.work
         chunks, folder = await self._batches.chunks(work), self._files.folder / batch.id
         uploads = [await self._files.begin(batch.team_id, is_own=True) for _ in range(2)]
-        kept, is_over = [], False
+        files, is_over = [], False
         try:
             counts = await asyncio.to_thread(assemble, folder, chunks, *uploads)
             for upload, kind in zip(uploads, ("output", "error"), strict=True):
                 name = f"{batch.id}_{kind}.jsonl"
-                kept.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
+                files.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
             is_expired = self._batches.clock() >= batch.expires_at_s
-            is_over = await self._batches.end(work, counts, is_expired=is_expired, output=kept[0], errors=kept[1])
+            is_over = await self._batches.end(work, counts, is_expired=is_expired, output=files[0], errors=files[1])
         finally:
             for upload in uploads:
                 if not (is_over and upload.bytes):
@@ -360,10 +360,10 @@ class BatchRunner:
                 await asyncio.to_thread(segment.append, outcome)
                 return outcome
             except OverQuota as error:
-                why, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
+                refusal, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
                 line_id = new_object_id("batch_req_", time.time())
-                outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, why))
-                lease.batch = await self._batches.stop(lease.work, why)
+                outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, refusal))
+                lease.batch = await self._batches.stop(lease.work, refusal)
             except (OSError, SQLAlchemyError) as error:
                 _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_S)
@@ -375,7 +375,7 @@ class BatchRunner:
         in memory. Once the input cannot be read, each further line has the reason in place of its
         text.
         """
-        number, left, why = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
+        number, lines_left, refusal = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:
             file: BinaryIO = await asyncio.to_thread(self._files.path(lease.batch.input_file_id).open, "rb")
             with file:
@@ -383,15 +383,15 @@ class BatchRunner:
                 lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self.settings.line_bytes_max)
                 while (line := await asyncio.to_thread(next, lines, None)) is not None:
                     if line[0] != b"" and number not in ended:
-                        left -= 1
+                        lines_left -= 1
                         yield number, line[0]
                     number += 1
         except OSError as error:
-            why = self._why_unread(lease, error)
-        while left > 0:
+            refusal = self._why_unread(lease, error)
+        while lines_left > 0:
             if number not in ended:
-                left -= 1
-                yield number, why
+                lines_left -= 1
+                yield number, refusal
             number += 1
 
     async def _outcome(
@@ -406,9 +406,9 @@ class BatchRunner:
             if is_repeated:
                 raise LineRefused("duplicate_custom_id", "Another line before has this `custom_id`", line.custom_id)
             reply = await self._reply(lease, line, model)
-        except LineRefused as why:
-            self._on_line(why.code)
-            return LineOutcome(number, False, refused(line_id, number, why))
+        except LineRefused as refusal:
+            self._on_line(refusal.code)
+            return LineOutcome(number, False, refused(line_id, number, refusal))
         if reply is None:
             return None
         self._on_line("ok" if reply.status == 200 else str(reply.status))
@@ -450,10 +450,10 @@ class BatchRunner:
         Raises LineRefused if the batch ends before.
         """
         while not (lease.is_lost or self._is_stopping):
-            if (why := lease.why_not()) is not None:
-                raise LineRefused(why.code, why.message, line.custom_id)
-            others = self._pipeline.generations - self._running
-            slots = self.settings.concurrency if others <= 0 else max(1, self.settings.concurrency // 4)
+            if (refusal := lease.why_not()) is not None:
+                raise LineRefused(refusal.code, refusal.message, line.custom_id)
+            other_generations = self._pipeline.generations - self._running
+            slots = self.settings.concurrency if other_generations <= 0 else max(1, self.settings.concurrency // 4)
             is_paused = self._paused.get(lease.batch.team_id, 0.0) > time.monotonic()
             if self._running < slots and not is_paused and not self._is_busy(model):
                 return True

@@ -70,7 +70,7 @@ def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tupl
 
     Local engines have none; a deployment that is no longer configured has its own name.
     """
-    known = {
+    configured = {
         deployment_name(alias, deployment): (alias, deployment)
         for alias, m in settings.models.items()
         for deployment in m.deployments
@@ -81,7 +81,7 @@ def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tupl
         key = (spend.alias, spend.deployment)
         if key in models or (spend.kind == "embeddings" and spend.deployment == EMBEDDER):
             continue
-        alias, deployment = known.get(spend.deployment, ("", None))
+        alias, deployment = configured.get(spend.deployment, ("", None))
         if deployment is None:
             models[key] = normal_model(spend.deployment)
         elif deployment.backend != "local" and deployment.model is not None:
@@ -160,20 +160,20 @@ def _reasons(difference: Difference, export: Export, price: Price | None, tolera
             text = f"{read:,} tokens read from the provider's prompt cache, {ours.cached_tokens:,} in the ledger"
             as_read = replace(ours, cached_tokens=read)
             explain("cached_tokens", _priced(as_read, price) - _priced(ours, price), text)
-        more = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
-        explain(*_of_tokens(difference, export, more))
+        by_tokens = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
+        explain(*_of_tokens(difference, export, by_tokens))
     elif difference.total("estimated") and abs(rest) > tolerance:
-        most = difference.total("estimated_microusd")
-        explain("estimated_usages", min(max(rest, -most), most), _estimated(difference))
+        estimated_microusd = difference.total("estimated_microusd")
+        explain("estimated_usages", min(max(rest, -estimated_microusd), estimated_microusd), _estimated(difference))
     if rest and abs(rest) <= max(ours.requests, tolerance):
         explain("rounding", rest, "the ledger rounds each request up to a µUSD, an export to a cent")
     elif rest:
         answers_microusd = difference.total("provider_cost_microusd")
-        says = f"; the provider's own answers said {answers_microusd / 1e6:.6f} USD" if answers_microusd else ""
+        remark = f"; the provider's own answers said {answers_microusd / 1e6:.6f} USD" if answers_microusd else ""
         is_price = export.has_tokens and price is not None
         text = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
         text = text if is_price else "no reason was found"
-        explain("price" if is_price else "unexplained", rest, text + says)
+        explain("price" if is_price else "unexplained", rest, text + remark)
     return reasons
 
 
@@ -215,10 +215,10 @@ def corrections(difference: Difference) -> list[tuple[DaySpend, int]]:
     weights = [max(row.cost_microusd, 0) for row in rows]
     if not any(weights):
         weights = [max(row.requests, 1) for row in rows]
-    whole, rest, parts = sum(weights), difference.microusd, list[tuple[DaySpend, int]]()
+    weights_left, rest, parts = sum(weights), difference.microusd, list[tuple[DaySpend, int]]()
     for row, weight in zip(rows, weights, strict=True):
-        part = rest * weight // whole if whole else 0
-        whole -= weight
+        part = rest * weight // weights_left if weights_left else 0
+        weights_left -= weight
         rest -= part
         parts.append((row, part))
     return [(row, part) for row, part in parts if part]
