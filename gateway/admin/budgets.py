@@ -30,13 +30,13 @@ _VALUES_SHOWN = 100
 
 async def list_budgets(parts: WorkerParts) -> models.BudgetsOut:
     """All budgets, with what is spent, held and left now."""
-    return models.BudgetsOut(budgets=await budgets(parts))
+    return {"budgets": await budgets(parts)}
 
 
 async def list_budgets_of_team(parts: WorkerParts, team_id: Id) -> models.BudgetsOut:
     """One team's budgets, with what is spent, held and left now."""
     await parts.accounts.team(team_id)
-    return models.BudgetsOut(budgets=await budgets(parts, team_id))
+    return {"budgets": await budgets(parts, team_id)}
 
 
 async def create_budget(parts: WorkerParts, team_id: Id, body: models.BudgetIn) -> models.BudgetOut:

@@ -149,7 +149,7 @@ async def wrong(parts: WorkerParts) -> models.WrongsOut:
         for name, suspension in names.items()
     ]
     answers.sort(key=lambda answer: -answer[3].at)
-    return models.WrongsOut(wrong=[await _wrong(parts, *answer) for answer in answers[:_WRONG_MAX]])
+    return {"wrong": [await _wrong(parts, *answer) for answer in answers[:_WRONG_MAX]]}
 
 
 async def _wrong(
@@ -172,7 +172,7 @@ async def _wrong(
 async def clear(parts: WorkerParts, body: models.ClearIn) -> models.ClearOut:
     """Puts an answer, or a group of equal ones, back into service."""
     partition = parts.partition_of(body.team_id)
-    return models.ClearOut(was_out=await parts.verdicts.clear(partition, bytes.fromhex(body.name)))
+    return {"was_out": await parts.verdicts.clear(partition, bytes.fromhex(body.name))}
 
 
 async def answer(parts: WorkerParts, body: models.AnswerIn, operator: Acting) -> models.AnswerOut:
@@ -236,7 +236,7 @@ async def audit(parts: WorkerParts, cursor: Id | None = None, limit: Limit = 100
     rows = await parts.audit.rows(limit + 1, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     named = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
-    return models.AuditOut.model_validate({"rows": named, "cursor": named[-1]["id"] if len(rows) > limit else None})
+    return {"rows": named, "cursor": named[-1]["id"] if len(rows) > limit else None}
 
 
 # -- certificates
@@ -250,7 +250,7 @@ async def certificate(parts: WorkerParts, team_id: Id | None = None, model: Labe
         for (id, alias), certified in (await parts.certificates.read()).items()
         if id in teams and team_id in (None, id) and model in ("", alias)
     ]
-    return models.CertificatesOut(certificates=sorted(chosen, key=lambda certificate: -certificate.requests))
+    return {"certificates": sorted(chosen, key=lambda certificate: -certificate.requests)}
 
 
 def _certificate(parts: WorkerParts, team: Team, alias: str, certified: Certificate) -> models.CertificateOut:
@@ -280,7 +280,8 @@ async def certify(parts: WorkerParts, body: models.CertificateIn, operator: Acti
         raise NotFound(f"There is no model {body.model!r}", param="model", code="model_not_found")
     await parts.audit.add(parts.audit_row(CERTIFICATE_STARTED, body.model, operator, team.id))
     await parts.certificates.restart(team, body.model, "an admin asked for it")
-    return (await certificate(parts, team.id, body.model)).certificates[0]
+    started: models.CertificateOut = (await certificate(parts, team.id, body.model))["certificates"][0]
+    return started
 
 
 async def feedback(parts: WorkerParts, body: models.FeedbackIn) -> models.FeedbackOut:

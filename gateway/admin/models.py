@@ -76,7 +76,7 @@ class _Flat:
     """Makes a plain value a response: a schema called `name`, all fields required.
 
     It has the fields and properties in `only`, in that order; else all fields but those in
-    `without`. `changed` has by field another type, or a text that describes it.
+    `without`; those of a dict are in `changed`. `changed` has by field another type, or a text that describes it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _Flat:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
-            hints = get_type_hints(source)
+            hints = get_type_hints(source) if isinstance(source, type) else {}
             fields: dict[str, Any] = {}
             for name in self._only or [*(name for name in hints if name not in self._without), *self._changed]:
                 kind = self._changed.get(name, hints.get(name))
@@ -99,6 +99,10 @@ class _Flat:
                     fields[name] = (kind, ...)
             self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)
         return handler.generate_schema(self._model)
+
+
+_Values = dict[str, Any]
+"""A response by the names of its fields."""
 
 
 class ErrorDetail(BaseModel):
@@ -293,17 +297,13 @@ class HoldOut(_Out):
     output_tokens: int
 
 
-class TeamsOut(_Out):
-    teams: list[TeamOut]
-    holds: list[HoldOut]
+TeamsOut = Annotated[_Values, _Flat("TeamsOut", teams=list[TeamOut], holds=list[HoldOut])]
 
 
-class KeysOut(_Out):
-    keys: list[KeyOut]
+KeysOut = Annotated[_Values, _Flat("KeysOut", keys=list[KeyOut])]
 
 
-class BudgetsOut(_Out):
-    budgets: list[BudgetOut]
+BudgetsOut = Annotated[_Values, _Flat("BudgetsOut", budgets=list[BudgetOut])]
 
 
 # -- history
@@ -446,9 +446,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
 ]
 
 
-class RoutesOut(_Out):
-    routes: list[_Route]
-    cursor: str | None
+RoutesOut = Annotated[_Values, _Flat("RoutesOut", routes=list[_Route], cursor=str | None)]
 
 
 _LedgerRow = Annotated[
@@ -463,9 +461,7 @@ _LedgerRow = Annotated[
 ]
 
 
-class LedgerOut(_Out):
-    rows: list[_LedgerRow]
-    cursor: str | None
+LedgerOut = Annotated[_Values, _Flat("LedgerOut", rows=list[_LedgerRow], cursor=str | None)]
 
 
 class LedgerSumOut(_Out):
@@ -562,9 +558,7 @@ _AuditRow = Annotated[
 ]
 
 
-class AuditOut(_Out):
-    rows: list[_AuditRow]
-    cursor: int | None
+AuditOut = Annotated[_Values, _Flat("AuditOut", rows=list[_AuditRow], cursor=int | None)]
 
 
 class BatchOut(_Out):
@@ -583,9 +577,7 @@ class BatchOut(_Out):
     failed: int
 
 
-class BatchesOut(_Out):
-    batches: list[BatchOut]
-    cursor: str | None
+BatchesOut = Annotated[_Values, _Flat("BatchesOut", batches=list[BatchOut], cursor=str | None)]
 
 
 # -- the machine
@@ -698,8 +690,7 @@ class DeploymentOut(DeploymentFacts):
     engine: _Engine | None = Field(None, description="of a local engine that is ready")
 
 
-class DeploymentsOut(_Out):
-    deployments: list[DeploymentOut]
+DeploymentsOut = Annotated[_Values, _Flat("DeploymentsOut", deployments=list[DeploymentOut])]
 
 
 class OverviewOut(_Out):
@@ -801,8 +792,7 @@ class CertificateOut(_Out):
     strictness: float = Field(description="what the bound is multiplied with now; below 1 only the cold rule serves")
 
 
-class CertificatesOut(_Out):
-    certificates: list[CertificateOut]
+CertificatesOut = Annotated[_Values, _Flat("CertificatesOut", certificates=list[CertificateOut])]
 
 
 class CertificateIn(_In):
@@ -892,8 +882,7 @@ class WrongOut(_Out):
     at_s: float
 
 
-class WrongsOut(_Out):
-    wrong: list[WrongOut]
+WrongsOut = Annotated[_Values, _Flat("WrongsOut", wrong=list[WrongOut])]
 
 
 class ClearIn(_In):
@@ -901,8 +890,7 @@ class ClearIn(_In):
     name: str = Field(pattern=r"^[0-9a-f]{50}$")
 
 
-class ClearOut(_Out):
-    was_out: bool
+ClearOut = Annotated[_Values, _Flat("ClearOut", was_out=bool)]
 
 
 class FeedbackIn(_In):

@@ -82,7 +82,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
-        views_of_deployments = (await views.deployments(parts)).deployments
+        views_of_deployments = (await views.deployments(parts))["deployments"]
         return pages.render(
             request,
             "deployments.html",
@@ -123,8 +123,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         return pages.render(
             request,
             "requests.html",
-            routes=page.routes,
-            older=with_query(request, {"cursor": page.cursor}) if page.cursor else None,
+            routes=page["routes"],
+            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
             where=where,
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
@@ -169,8 +169,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         return pages.render(
             request,
             "ledger.html",
-            rows=page.rows,
-            older=with_query(request, {"cursor": page.cursor}) if page.cursor else None,
+            rows=page["rows"],
+            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
             csv=with_query(request, {"cursor": None, "by": None, "tag": None}),
             by=by,
             groups=GROUPS,
@@ -237,7 +237,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             holds=budgets.holds(parts),
             keys=sorted(team.keys, key=lambda key: not key.is_active),
             stats=stats,
-            certificates=certified.certificates if certified is not None else [],
+            certificates=certified["certificates"] if certified is not None else [],
             charts=charts_of(stats),
             spent=sorted(by_model, key=lambda total: -total.cost_microusd),
             models=parts.settings.names,
@@ -272,11 +272,11 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             "cache.html",
             status,
             cache=sizes,
-            near=near.routes,
+            near=near["routes"],
             causes=(await misses.cache_misses(parts)).causes,
-            latest=latest.routes,
-            wrong=(await cache_views.wrong(parts)).wrong,
-            certificates=(await cache_views.certificate(parts)).certificates,
+            latest=latest["routes"],
+            wrong=(await cache_views.wrong(parts))["wrong"],
+            certificates=(await cache_views.certificate(parts))["certificates"],
             stats=stats,
             charts=charts_of(stats),
             teams=await parts.accounts.list_teams(),
@@ -298,11 +298,11 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
         page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "batches.html", batches=page.batches, older=page.cursor)
+        return pages.render(request, "batches.html", batches=page["batches"], older=page["cursor"])
 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "audit.html", rows=page.rows, older=page.cursor)
+        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
 
     return {"cache": render_cache, "answer": render_answer}

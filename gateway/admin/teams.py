@@ -16,7 +16,7 @@ from gateway.admin.queries import Id
 
 async def list_teams(parts: WorkerParts) -> models.TeamsOut:
     """All teams with their keys and budgets."""
-    return models.TeamsOut(teams=await teams(parts), holds=budgets.holds(parts))
+    return {"teams": await teams(parts), "holds": budgets.holds(parts)}
 
 
 async def create_team(parts: WorkerParts, body: models.NewTeamIn) -> models.TeamOut:
@@ -69,12 +69,12 @@ async def _filled(parts: WorkerParts, chosen: Sequence[Team], team_id: int | Non
 
 async def list_keys(parts: WorkerParts) -> models.KeysOut:
     """All keys. Only the first characters of a key are known."""
-    return models.KeysOut(keys=list(await parts.accounts.list_keys()))
+    return {"keys": await parts.accounts.list_keys()}
 
 
 async def list_keys_of_team(parts: WorkerParts, team_id: Id) -> models.KeysOut:
     """One team's keys."""
-    return models.KeysOut(keys=(await get_team(parts, team_id)).keys)
+    return {"keys": (await get_team(parts, team_id)).keys}
 
 
 async def create_key(parts: WorkerParts, team_id: Id, body: models.KeyIn) -> models.NewKeyOut:

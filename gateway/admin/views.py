@@ -186,7 +186,7 @@ def _routes(page: Page) -> models.RoutesOut:
         {**msgspec.structs.asdict(record), "kind": kind_of(record.cache, record.status, record.error)}
         for record in page.records
     ]
-    return models.RoutesOut.model_validate({"routes": routes, "cursor": page.cursor})
+    return {"routes": routes, "cursor": page.cursor}
 
 
 async def ledger(
@@ -200,7 +200,7 @@ async def ledger(
         {**msgspec.structs.asdict(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)}
         for row in page.rows
     ]
-    return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
+    return {"rows": rows, "cursor": page.cursor}
 
 
 async def ledger_sums(
@@ -243,9 +243,9 @@ async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[di
     cursor: str | None = None
     while True:
         page = await ledger(parts, where, cursor, _LEDGER_PAGE)
-        for row in page.rows:
-            yield dict(row)  # type: ignore[call-overload]
-        cursor = page.cursor
+        for row in page["rows"]:
+            yield row
+        cursor = page["cursor"]
         if cursor is None:
             return
 
@@ -308,7 +308,7 @@ async def batches(parts: WorkerParts, cursor: Label = "", limit: Limit = 100) ->
     """The batches of all teams with their progress, newest first."""
     page, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
     rows = [batch_out(batch, teams) for batch in page[:limit]]
-    return models.BatchesOut(batches=rows, cursor=rows[-1].id if len(page) > limit else None)
+    return {"batches": rows, "cursor": rows[-1].id if len(page) > limit else None}
 
 
 def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
@@ -353,7 +353,7 @@ async def deployments(parts: WorkerParts) -> models.DeploymentsOut:
                 summary.by_deployment[deployment.name], deployment=deployment.name
             )
         shown.append(deployment)
-    return models.DeploymentsOut(deployments=shown)
+    return {"deployments": shown}
 
 
 async def _last_errors(parts: WorkerParts) -> dict[str, list[models.DeploymentErrorOut]]:
