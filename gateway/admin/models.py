@@ -76,7 +76,8 @@ class _Flat:
     """Makes a plain value a response: a schema called `name`, all fields required.
 
     It has the fields and properties in `only`, in that order; else all fields but those in
-    `without`; those of a dict are in `changed`. `changed` has by field another type, or a text that describes it.
+    `without`. `changed` has by field another type, or a text that describes the field; fields that
+    the value's type does not declare, as those of a dict, need a type there.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class _Flat:
             hints = get_type_hints(source) if isinstance(source, type) else {}
             fields: dict[str, Any] = {}
             for name in self._only or [*(name for name in hints if name not in self._without), *self._changed]:
-                kind = self._changed.get(name, hints.get(name))
-                if kind is None or isinstance(kind, str):
-                    own = hints[name] if name in hints else get_type_hints(getattr(source, name).fget)["return"]
-                    fields[name] = (own, Field(description=kind))
-                else:
-                    fields[name] = (kind, ...)
+                changed = self._changed.get(name)
+                if changed is not None and not isinstance(changed, str):
+                    fields[name] = (changed, ...)
+                    continue
+                kind = hints.get(name) or get_type_hints(getattr(source, name).fget)["return"]  # a property's
+                fields[name] = (kind, Field(description=changed))
             self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)
         return handler.generate_schema(self._model)
 
