@@ -40,14 +40,14 @@ from local_engine.messages import (
     TokenLogprob,
     Usage,
 )
-from local_engine.process.client import AsyncEngine, Generation
+from local_engine.process.client import AsyncEngine
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 __all__ = [
     "AsyncEngine", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
-    "EngineLoading", "EngineUnavailable", "FinishReason", "GenerateRequest", "Generation", "Grammar",
+    "EngineLoading", "EngineUnavailable", "FinishReason", "GenerateRequest", "Grammar",
     "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob", "Usage",
 ]  # fmt: skip
 

@@ -1,9 +1,6 @@
-"""What is asked of the semantic cache and what it answers, in its process and across the worker's
-socket.
+"""What is asked of the cache worker and what it answers.
 
-Plain msgspec values and their framing: a 4-byte big-endian length, then msgpack. Knows no torch,
-FAISS or Redis. Invariant: what a client does not understand closes its connection, never the
-worker.
+Plain msgspec values, which travel by `ipc`. Knows no torch, FAISS or Redis.
 """
 
 from __future__ import annotations
@@ -12,13 +9,13 @@ from enum import StrEnum
 
 import msgspec
 
+from cache.entry import CacheError
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, Neighbourhood, Query
-from cache.stored import reader
 from cache.verdicts.judges import Judgement
+from ipc import CallFrame, ReplyFrame
 
 FRAME_BYTES_MAX = 4 << 20
-LENGTH_BYTES = 4
 
 
 class Embedded(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
@@ -29,15 +26,17 @@ class Embedded(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
     dims: int
 
 
-class TooLong(msgspec.Struct, frozen=True, array_like=True, tag="too_long"):
-    """Text number `index` does not fit the encoder's window; nothing was embedded. `length` and
-    `length_max` count `unit`: tokens, or characters where no token was counted.
+class TextTooLong(CacheError):
+    """A text does not fit the encoder's window: `index` in the request, `length` of at most
+    `length_max`, which count `unit`: tokens, or characters where no token was counted.
     """
 
-    index: int
-    length: int
-    length_max: int
-    unit: str = "tokens"
+    def __init__(self, index: int, length: int, length_max: int, unit: str = "tokens") -> None:
+        super().__init__(f"text {index} has {length:,} {unit}, the encoder reads at most {length_max:,}")
+        self.index = index
+        self.length = length
+        self.length_max = length_max
+        self.unit = unit
 
 
 class WorkerState(StrEnum):
@@ -48,7 +47,7 @@ class WorkerState(StrEnum):
     FAILED = "failed"  # the encoder could not be loaded; `detail` says why
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """The worker's state. `progress` is 0 to 1 of `state`; `lookups` and `batches` count since its
     start.
     """
@@ -76,29 +75,23 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
         return "1 prompt" if self.entries == 1 else f"{self.entries:,} prompts"
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The worker could not do it: `detail` is for people."""
-
-    detail: str
-
-
 class AskLookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
-    id: int
+    """Is there an answer for a prompt?"""
+
     query: Query
-    timeout_s: float
 
 
 class AskNear(msgspec.Struct, frozen=True, array_like=True, tag="near"):
-    id: int
+    """The same, with the `count` nearest neighbours."""
+
     query: Query
     count: int
-    timeout_s: float
 
 
 class AskEmbed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
-    id: int
+    """The vectors of a few texts."""
+
     texts: tuple[str, ...]
-    timeout_s: float
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
@@ -112,12 +105,10 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 class AskJudge(msgspec.Struct, frozen=True, array_like=True, tag="judge"):
     """Whether a fresh answer says what others of its namespace do."""
 
-    id: int
     partition: Partition
     compat: bytes
     fresh: Answered
     others: tuple[Answered, ...]
-    timeout_s: float
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True, tag="judged"):
@@ -126,42 +117,8 @@ class Judged(msgspec.Struct, frozen=True, array_like=True, tag="judged"):
     judgements: tuple[Judgement, ...]
 
 
-class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    id: int
+Ask = AskLookup | AskNear | AskEmbed | AskJudge
+AskReply = Hit | Miss | Neighbourhood | Embedded | Judged | WorkerStatus
 
-
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """The client of request `id` does not wait any more."""
-
-    id: int
-
-
-Ask = AskLookup | AskNear | AskEmbed | AskJudge | AskStatus | Cancel
-AnswerPayload = Hit | Miss | Neighbourhood | Embedded | Judged | TooLong | Status | Failed
-
-
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The reply to the ask of the same id."""
-
-    id: int
-    payload: AnswerPayload
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
-_read_ask, _read_answer = reader(_asks), reader(msgspec.msgpack.Decoder(Answer))
-
-
-def frame(message: Ask | Answer) -> bytes:
-    data = _ENCODER.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
-
-
-def read_ask(data: bytes) -> Ask:
-    """Raises msgspec.DecodeError."""
-    return _read_ask(data)
-
-
-def read_answer(data: bytes) -> Answer:
-    """Raises msgspec.DecodeError."""
-    return _read_answer(data)
+CALLS: msgspec.msgpack.Decoder[CallFrame[Ask]] = msgspec.msgpack.Decoder(CallFrame[Ask])
+REPLIES: msgspec.msgpack.Decoder[ReplyFrame[AskReply]] = msgspec.msgpack.Decoder(ReplyFrame[AskReply])

@@ -15,6 +15,7 @@ its parent.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -33,13 +34,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import uvloop
 
+from cache.entry import CacheError, CacheWorkerUnavailable
 from cache.event_loop import Loop
-from cache.query import Miss, MissReason, Neighbourhood
+from cache.query import Miss, MissReason, Neighbourhood, Query
 from cache.redis_link import RedisLink
 from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
-from cache.worker.options import Options, read_options
-from cache.worker.queue import Connection, Job, SpareTime, fitting
+from cache.worker.options import WorkerOptions
+from cache.worker.queue import SpareTime, fitting
+from ipc import IncomingCall, RpcServer, add_options, options_from
 
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from cache.worker.judging import AnswerJudging
 
 T = TypeVar("T")
+Job = IncomingCall[wire.Ask]
 
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
@@ -55,14 +59,15 @@ _LOOKUPS, _LOOKUP_CHARS = 8, 4_000
 _JUDGINGS_MAX = 64
 _FOLLOW_S = 0.25
 _RETRIES_S = (1.0, 2.0, 5.0, 15.0)
-_PARENT_S = 0.5
+_STATE_PERIOD_S = 0.25
 _REDIS_TIMEOUT_S = 1.0
+_THREADS = 2  # a short text takes two thirds of the time on two, and a tenth more of the processor
 
 
 class Worker:
     """One worker; `run` is its whole life."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoder")
@@ -78,39 +83,34 @@ class Worker:
         self._judgings: asyncio.Queue[Job] = asyncio.Queue()
         self._failure = ""
         self._counts = [0, 0]  # lookups, batches
-        self._stop = asyncio.Event()
+        self._parent = os.getppid()
+        self._server = RpcServer(wire.CALLS, bytes_max=wire.FRAME_BYTES_MAX, state=self._status, on_call=self._take)
 
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't
         be had.
         """
-        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        path = self._options.socket_path
-        path.unlink(missing_ok=True)
-        mask = os.umask(0o177)  # the socket is its user's alone
-        try:
-            server = await asyncio.start_unix_server(self._serve, str(path))
-        finally:
-            os.umask(mask)
-        _log.info("listening on %s", path)
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await self._server.listen(self._options.socket)
+        _log.info("listening on %s", self._options.socket)
         lanes = (self._answer_lookups(), self._answer_lookups())  # one embeds while the other decides
         works = (self._load_and_follow(), *lanes, self._answer_embeds(), self._judge_answers())
-        tasks = [asyncio.create_task(work) for work in (*works, self._until_stopped())]
+        tasks = [asyncio.create_task(work) for work in (*works, self._until_stopped(stop))]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        server.close()
         for task in tasks:
             task.cancel()
-        path.unlink(missing_ok=True)
+        await self._server.close()
         for task in done:
             task.result()  # a task that ended by itself ended by a bug: say it
 
-    async def _until_stopped(self) -> None:
-        while not self._stop.is_set() and os.getppid() == self._options.parent_pid:
+    async def _until_stopped(self, stop: asyncio.Event) -> None:
+        while not stop.is_set() and os.getppid() == self._parent:
+            self._server.push_state()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PARENT_S):
-                    await self._stop.wait()
+                async with asyncio.timeout(_STATE_PERIOD_S):
+                    await stop.wait()
         _log.info("stopping")
 
     # --- loading and following
@@ -131,7 +131,7 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis = RedisLink(self._options.redis_url, _REDIS_TIMEOUT_S)
+        redis = RedisLink(self._options.redis, _REDIS_TIMEOUT_S)
         self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max)
         self._judging = AnswerJudging(cache)
         self._cache = cache
@@ -188,11 +188,11 @@ class Worker:
                 self._spare.has_no_lookup.set()
 
     def _next_batch(self) -> list[Job]:
-        count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
+        count = fitting((len(_query(job).text) for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
         jobs = [self._lookups.popleft() for _ in range(count)]
         if not self._lookups:
             self._has_lookups.clear()
-        return [job for job in jobs if job.is_wanted()]
+        return [job for job in jobs if job.is_open]
 
     async def _prepare(self, jobs: list[Job]) -> list[Job]:
         """Embed the prompts while Redis is asked for new records: neither needs the other. Returns
@@ -206,75 +206,73 @@ class Worker:
         if not jobs:
             return jobs
         loop = asyncio.get_running_loop()
-        queries = [job.ask.query for job in jobs if isinstance(job.ask, wire.AskLookup | wire.AskNear)]
-        known = [query for query in queries if cache.has_neighbours(query)]
+        known = [query for query in map(_query, jobs) if cache.has_neighbours(query)]
         embedding = loop.run_in_executor(self._encoding, cache.prepare, known) if known else None
         await follower.catch_up()
         if embedding is not None:
             with contextlib.suppress(Exception):
                 await embedding
-        return [job for job in jobs if job.is_wanted()]
+        return [job for job in jobs if job.is_open]
 
     async def _answer_batch(self, jobs: list[Job]) -> None:
         assert self._cache is not None
         self._counts[0] += len(jobs)
         self._counts[1] += 1
-        asks, loop = [job.ask for job in jobs], asyncio.get_running_loop()
+        asks, loop = [job.body for job in jobs], asyncio.get_running_loop()
         try:
             near = await loop.run_in_executor(self._thread, _find, self._cache, asks)
         except Exception as error:
             _log.exception("a batch of %d lookups failed", len(jobs))
-            self._fail(jobs, error)
+            for job in jobs:
+                self._fail(job, error)
             return
-        for job, found in zip(jobs, near, strict=True):
-            job.answer(found if isinstance(job.ask, wire.AskNear) else found.decision)
+        for job, neighbourhood in zip(jobs, near, strict=True):
+            job.reply(neighbourhood if isinstance(job.body, wire.AskNear) else neighbourhood.decision)
 
     async def _answer_embeds(self) -> None:
         while True:
             job = await self._embeds.get()
             assert self._cache is not None
             try:
-                if isinstance(job.ask, wire.AskEmbed) and job.is_wanted():
-                    job.answer(await self._embed(self._cache, job.ask))
+                if isinstance(job.body, wire.AskEmbed) and job.is_open:
+                    job.reply(await self._embed(self._cache, job.body))
             except Exception as error:
-                _log.exception("embedding failed")
-                self._fail([job], error)
+                self._fail(job, error)
 
-    async def _embed(self, cache: SemanticCache, ask: wire.AskEmbed) -> wire.Embedded | wire.TooLong:
-        """The vectors of a few texts: the client sends many in several asks."""
+    async def _embed(self, cache: SemanticCache, ask: wire.AskEmbed) -> wire.Embedded:
+        """The vectors of a few texts: the client sends many in several asks. Raises TextTooLong."""
         info = cache.embedder
-        for place, text in enumerate(ask.texts):
+        for index, text in enumerate(ask.texts):
             if len(text) > info.chars_max:
-                return wire.TooLong(place, len(text), info.chars_max, "characters")
+                raise wire.TextTooLong(index, len(text), info.chars_max, "characters")
         encoded = await self._between_lookups(cache.embed, ask.texts)
         counts = encoded.tokens.tolist()
-        for place, tokens in enumerate(counts):
+        for index, tokens in enumerate(counts):
             if tokens > info.tokens_max:
-                return wire.TooLong(place, tokens, info.tokens_max)
+                raise wire.TextTooLong(index, tokens, info.tokens_max)
         vectors = tuple(vector.astype("<f4").tobytes() for vector in encoded.vectors)
         return wire.Embedded(vectors, tuple(counts), info.dims)
 
     async def _judge_answers(self) -> None:
         while True:
             job = await self._judgings.get()
-            if isinstance(job.ask, wire.AskJudge) and job.is_wanted():
-                job.answer(await self._judge(job, job.ask))
-
-    async def _judge(self, job: Job, ask: wire.AskJudge) -> wire.Judged | wire.Failed:
-        assert self._judging is not None
-        assert self._follower is not None
-        try:
-            await self._follower.catch_up()  # its entry was stored before
-            return await self._judging.judge(ask, partial(self._piece_of, job))
-        except TimeoutError:
-            return wire.Failed("there was no time for it between lookups")
-        except Exception:
-            _log.exception("an answer could not be judged")
-            return wire.Judged((Judgement(Ruling.UNKNOWN, "", "the cache worker failed"),) * len(ask.others))
+            assert self._judging is not None
+            assert self._follower is not None
+            if not isinstance(job.body, wire.AskJudge) or not job.is_open:
+                continue
+            try:
+                await self._follower.catch_up()  # its entry was stored before
+                job.reply(await self._judging.judge(job.body, partial(self._piece_of, job)))
+            except TimeoutError:
+                job.fail(CacheWorkerUnavailable("there was no time for it between lookups"))
+            except Exception:
+                _log.exception("an answer could not be judged")
+                unknown = Judgement(Ruling.UNKNOWN, "", "the cache worker failed")
+                job.reply(wire.Judged((unknown,) * len(job.body.others)))
 
     async def _piece_of(self, job: Job, work: Callable[[], T]) -> T:
         """Do a small piece of a job between lookups. Raises TimeoutError if it is not wanted any more."""
-        if not job.is_wanted():
+        if not job.is_open:
             raise TimeoutError
         return await self._between_lookups(work)
 
@@ -283,69 +281,49 @@ class Worker:
         loop = asyncio.get_running_loop()
         return await self._spare.do(lambda: loop.run_in_executor(self._thread, work, *arguments))
 
-    def _fail(self, jobs: list[Job], error: Exception) -> None:
-        for job in jobs:
-            is_lookup = isinstance(job.ask, wire.AskLookup)
-            job.answer(Miss(MissReason.UNAVAILABLE) if is_lookup else wire.Failed(f"{type(error).__name__}: {error}"))
+    def _fail(self, job: Job, error: Exception) -> None:
+        if isinstance(job.body, wire.AskLookup):
+            job.reply(Miss(MissReason.UNAVAILABLE))
+            return
+        if not isinstance(error, CacheError):
+            _log.error("a request failed", exc_info=error)
+            error = CacheWorkerUnavailable(f"{type(error).__name__}: {error}")
+        job.fail(error)
 
     # --- connections
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(writer)
-        try:
-            while True:
-                length = int.from_bytes(await reader.readexactly(wire.LENGTH_BYTES), "big")
-                if length > wire.FRAME_BYTES_MAX:
-                    _log.warning("a frame of %d bytes: connection closed", length)
-                    return
-                self._take(connection, wire.read_ask(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, OSError):
-            pass  # the client left
-        except asyncio.CancelledError:
-            pass  # the worker stops; Python 3.11 logs the traceback of a handler that was cancelled
-        except msgspec.DecodeError as error:
-            _log.warning("not a message: %s: connection closed", error)
-        finally:
-            connection.waiting.clear()
-            writer.close()
-
-    def _take(self, connection: Connection, ask: wire.Ask) -> None:
-        if isinstance(ask, wire.AskStatus):
-            connection.answer(ask.id, self._status())
-        elif isinstance(ask, wire.Cancel):
-            connection.waiting.discard(ask.id)
-        elif self._cache is None:
-            connection.answer(ask.id, self._not_ready(ask))
+    def _take(self, job: Job) -> None:
+        ask = job.body
+        if self._cache is None:
+            self._refuse(job)
+        elif isinstance(ask, wire.AskEmbed):
+            self._embeds.put_nowait(job)
+        elif isinstance(ask, wire.AskLookup | wire.AskNear):
+            self._lookups.append(job)
+            self._has_lookups.set()
+            self._spare.lookup()
+        elif self._judgings.qsize() >= _JUDGINGS_MAX:
+            job.fail(CacheWorkerUnavailable("too many answers wait to be judged"))
         else:
-            connection.waiting.add(ask.id)
-            deadline = time.monotonic() + ask.timeout_s
-            if isinstance(ask, wire.AskEmbed):
-                self._embeds.put_nowait(Job(connection, ask, deadline))
-            elif isinstance(ask, wire.AskJudge):
-                if self._judgings.qsize() >= _JUDGINGS_MAX:
-                    connection.answer(ask.id, wire.Failed("too many answers wait to be judged"))
-                    return
-                self._judgings.put_nowait(Job(connection, ask, deadline))
-            else:
-                self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
-                self._has_lookups.set()
-                self._spare.lookup()
+            self._judgings.put_nowait(job)
 
-    def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskJudge) -> wire.AnswerPayload:
+    def _refuse(self, job: Job) -> None:
+        """Answer while there is no cache yet."""
         miss = Miss(MissReason.LOADING)
-        if isinstance(ask, wire.AskLookup):
-            return miss
-        if isinstance(ask, wire.AskNear):
-            return Neighbourhood(miss, ())
-        return wire.Failed(self._failure or "the embedder is still loading")
+        if isinstance(job.body, wire.AskLookup):
+            job.reply(miss)
+        elif isinstance(job.body, wire.AskNear):
+            job.reply(Neighbourhood(miss, ()))
+        else:
+            job.fail(CacheWorkerUnavailable(self._failure or "the embedder is still loading"))
 
-    def _status(self) -> wire.Status:
+    def _status(self) -> wire.WorkerStatus:
         cache, follower = self._cache, self._follower
         if cache is None or follower is None:
             state = wire.WorkerState.FAILED if self._failure else wire.WorkerState.LOADING
-            return wire.Status(state, detail=self._failure, embedder=self._options.embedder)
+            return wire.WorkerStatus(state, detail=self._failure, embedder=self._options.embedder)
         state = wire.WorkerState.READY if follower.is_following else wire.WorkerState.REBUILDING
-        return wire.Status(
+        return wire.WorkerStatus(
             state,
             progress=1.0 if follower.is_following else follower.progress.share,
             detail=_describe(follower.is_following, follower.is_up),
@@ -378,7 +356,7 @@ def _describe(is_following: bool, is_up: bool) -> str:
     return "rebuilding the index" if is_up else "waiting for Redis to rebuild the index"
 
 
-def _load(options: Options) -> tuple[SemanticCache, bytes]:
+def _load(options: WorkerOptions) -> tuple[SemanticCache, bytes]:
     """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's
     thread.
     """
@@ -389,7 +367,9 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     from cache.semantic.cache import SemanticCache
     from cache.semantic.index import VectorIndex, on_gpu
 
-    embedder = open_embedder(options.embedder, options.device, options.threads, options.precision)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = options.threads or min(_THREADS, cores)
+    embedder = open_embedder(options.embedder, options.device, threads, options.precision)
     for words in (8, 20, 50, 100):
         embedder.encode(["word " * words])  # the first pass of a size compiles for it, and allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
@@ -397,17 +377,26 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 
+def _query(job: Job) -> Query:
+    assert isinstance(job.body, wire.AskLookup | wire.AskNear)
+    return job.body.query
+
+
 def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
-    count = max((ask.count for ask in asks if isinstance(ask, wire.AskNear)), default=0)
-    found = cache.near([ask.query for ask in asks], count)
+    counts = [ask.count if isinstance(ask, wire.AskNear) else 0 for ask in asks]
+    near = cache.near([ask.query for ask in asks], max(counts))
     return [
-        msgspec.structs.replace(one, neighbours=one.neighbours[: ask.count] if isinstance(ask, wire.AskNear) else ())
-        for ask, one in zip(asks, found, strict=True)
+        msgspec.structs.replace(neighbourhood, neighbours=neighbourhood.neighbours[:count])
+        for count, neighbourhood in zip(counts, near, strict=True)
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read_options(argv)
+    parser = argparse.ArgumentParser(prog="python -m cache.worker", description="The semantic cache of this host.")
+    add_options(parser, WorkerOptions)
+    options = options_from(WorkerOptions, parser.parse_args(argv))
+    if not options.redis:
+        parser.error("--redis or SAMEWAY_REDIS_URL is needed")
     for name, value in (
         ("OMP_NUM_THREADS", "1"),  # FAISS': a search is too short to share
         ("OMP_WAIT_POLICY", "PASSIVE"),

@@ -32,7 +32,7 @@ _WRONG_MAX = 200
 
 async def cache(parts: AdminParts) -> models.CacheOut:
     """The sizes of the cache, by team. Raises CacheUnavailable."""
-    sizes, worker = await parts.exact.stats(), await parts.semantic.status()
+    sizes, worker = await parts.exact.stats(), parts.semantic.status
     found = await parts.accounts.list_teams()
     owners = {parts.partition_of(team.id): team for team in found}
     partitions = [

@@ -18,8 +18,9 @@ from gateway.backends.local.quarantine import Quarantine
 from gateway.backends.local.request import engine_requests, form_field, messages_of, rejected
 from gateway.backends.refusals import error_body
 from gateway.wire.types import CHAT, Chunk
-from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
-from local_engine.messages import Tokenize
+from ipc import ReplyStream
+from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Output
+from local_engine.messages import TokenizeRequest
 from policies.durations import duration_s
 
 _T = TypeVar("_T")
@@ -66,10 +67,10 @@ class LocalBackend:
 
     async def start(self) -> None:
         """Connect, and reconnect for ever: a missing engine is an unready deployment."""
-        await self.engine.connect()
+        self.engine.start()
 
     async def aclose(self) -> None:
-        await self.engine.close()
+        await self.engine.aclose()
 
     async def tokenize(
         self, body: dict[str, Any], *, has_special: bool, opens_answer: bool, wants_texts: bool
@@ -79,15 +80,15 @@ class LocalBackend:
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
-        asked = Tokenize(
+        tokenize = TokenizeRequest(
             prompt=prompt,
             messages=messages,
             has_special=has_special,
             opens_answer=opens_answer,
             wants_texts=wants_texts,
         )
-        found = await _within(self.engine.tokenize(asked))
-        return found.token_ids, found.texts
+        reply = await _within(self.engine.tokenize(tokenize))
+        return reply.token_ids, reply.texts
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of these tokens. Raises BackendError."""
@@ -130,7 +131,7 @@ class LocalStream:
         self._request = request
         self._waiting: deque[GenerateRequest] = deque()  # prompts
         # of earlier prompts; the first one is being read
-        self._generations: deque[Generation] = deque()
+        self._generations: deque[ReplyStream[Output]] = deque()
         self._usages: list[local_engine.Usage] = []  # of the finished prompts
         self._ready: list[Chunk] = []
         self._writer: Writer | None = None
@@ -186,31 +187,25 @@ class LocalStream:
             raise base.BackendTimeout(f"The local engine {what} within {duration_s(timeout_s)}") from None
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
-                self._backend.quarantine.note_crash(self._request)
+                backend.quarantine.note_crash(self._request)
             raise _translated(error, request.kind.prompt, self._has_output, request.body) from None
         except StopAsyncIteration:
-            self._end(generation)
-            return
+            raise base.BackendBroken("The local engine's answer ended before its finish") from None
         if not self._has_output:
             self._has_output = True
-            self._backend.quarantine.leave(self._quarantine_key)
+            backend.quarantine.leave(self._quarantine_key)
         if output.finish_reason == "abort":
             raise base.BackendBroken("The local engine gave its answer up")
         index = len(self._usages) * (request.body.get("n") or 1) + output.index
         self._ready.extend(self._writer.chunks(output, index))
-
-    def _end(self, generation: Generation) -> None:
-        """End a prompt, whose last choice has finished."""
-        assert self._writer is not None
-        if generation.usage is None:
-            raise base.BackendBroken("The local engine's answer ended before its finish")
-        self._usages.append(generation.usage)
-        self._generations.popleft()
-        if self._generations or self._waiting:
+        if output.usage is None:
             return
-        self._ready.append(self._writer.usage(self._usages))
-        self._is_over = self._is_finished = True
-        self._backend.quarantine.forget(self._quarantine_key)
+        self._usages.append(output.usage)
+        self._generations.popleft()
+        if not self._generations and not self._waiting:
+            self._ready.append(self._writer.usage(self._usages))
+            self._is_over = self._is_finished = True
+            backend.quarantine.forget(self._quarantine_key)
 
 
 async def _within(asked: Coroutine[Any, Any, _T]) -> _T:

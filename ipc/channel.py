@@ -1,0 +1,117 @@
+"""One end of a connection: frames cut from its bytes, and frames written.
+
+A frame is a 4-byte big-endian length and one message in msgpack. Knows no calls. Invariant: a frame
+over the limit, or one that is no message, ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+LENGTH_BYTES = 4
+
+T = TypeVar("T")
+_log = logging.getLogger("ipc")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Unsendable(Exception):
+    """A message does not fit in a frame, or a number of it in 64 bits."""
+
+
+class CallFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+    """Client to server: a call under an id that the client chose. No body: the call is cancelled."""
+
+    id: int
+    body: T | None = None
+
+
+class ErrorFrame(msgspec.Struct, frozen=True, array_like=True):
+    """An error in a reply: the name of its class, its message and its attributes."""
+
+    kind: str
+    message: str
+    facts: dict[str, Any] = {}
+
+
+class ReplyFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+    """Server to client: a reply to the call `id`, or the server's state where `id` is 0."""
+
+    id: int
+    body: T | None = None
+    is_last: bool = True
+    error: ErrorFrame | None = None
+
+
+def encode(message: CallFrame[Any] | ReplyFrame[Any], bytes_max: int) -> bytes:
+    """The frame of a message. Raises Unsendable."""
+    try:
+        data = _encoder.encode(message)
+    except OverflowError:
+        raise Unsendable("a number needs more than 64 bits") from None
+    if len(data) > bytes_max:
+        raise Unsendable(f"a message of {len(data)} bytes, of at most {bytes_max}")
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+class Channel(asyncio.Protocol, Generic[T]):
+    """Gives each message that arrives to `receive`."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T], receive: Callable[[T], object], bytes_max: int) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_received = False
+        self.transport: asyncio.WriteTransport
+        self._decoder = decoder
+        self._receive = receive
+        self._bytes_max = bytes_max
+        self._buffer = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's do not descend from asyncio's
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.has_received = True
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= LENGTH_BYTES and not self.transport.is_closing():
+            begin = start + LENGTH_BYTES
+            end = begin + int.from_bytes(buffer[start:begin], "big")
+            if end - begin > self._bytes_max:
+                self.give_up(f"a frame of {end - begin} bytes, of at most {self._bytes_max}")
+                return
+            if end > len(buffer):
+                break
+            try:
+                message = self._decoder.decode(memoryview(buffer)[begin:end])
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self.give_up(f"no message: {error}")
+                return
+            self._receive(message)
+            start = end
+        del buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def send(self, frame: bytes) -> bool:
+        """Whether there still is a connection to write to.
+
+        Its end is seen here before `connection_lost`, and uvloop's transport raises for a write after
+        it.
+        """
+        if self.transport.is_closing():
+            return False
+        self.transport.write(frame)
+        return True
+
+    def give_up(self, why: str) -> None:
+        _log.warning("the other end sent %s: connection closed", why)
+        self.transport.abort()

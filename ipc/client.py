@@ -1,0 +1,225 @@
+"""The calling end of a socket: it keeps itself connected, and multiplexes all calls over one connection.
+
+Runs on one event loop. Knows no messages but their frames. Invariants: a call that was begun ends
+with its last reply, with an error, or by being cancelled in the server; ids are used once, so that
+no call gets a reply of another connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ipc.channel import CallFrame, Channel, ErrorFrame, ReplyFrame, encode
+
+CallT = TypeVar("CallT")
+ReplyT = TypeVar("ReplyT")
+
+_RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
+_SILENT_LOOKS_MAX = 10  # a server that works sends its state every second
+
+
+class ReplyStream(Generic[ReplyT]):
+    """One call: iterate for its replies, `aclose` to cancel it. Not an async generator on purpose: an async
+    generator that was never started runs no `finally`, and would leak the work it stands for.
+
+    Raises the call's error from `__anext__`, after the replies before it; iteration then stays
+    ended.
+    """
+
+    def __init__(self, cancel: Callable[[], object] = lambda: None) -> None:
+        self._cancel = cancel
+        self._replies: deque[ReplyT] = deque()
+        self._error: Exception | None = None
+        self._is_over = False
+        self._wake: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> ReplyStream[ReplyT]:
+        return self
+
+    async def __anext__(self) -> ReplyT:
+        while not self._replies:
+            if self._error is not None:
+                try:
+                    raise self._error
+                finally:
+                    self._error = None  # its frames reference this object
+            if self._is_over:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        return self._replies.popleft()
+
+    async def only(self, timeout_s: float | None = None) -> ReplyT:
+        """The first reply; others are not waited for. Raises the call's error, or TimeoutError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self)
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel in the server what has not ended; safe to call at any time, any number of times."""
+        if not self._is_over:
+            self._cancel()
+        self._replies.clear()
+        self._error = None
+        self.end()
+
+    async def __aenter__(self) -> ReplyStream[ReplyT]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def push(self, reply: ReplyT) -> None:
+        """Append a reply."""
+        self._replies.append(reply)
+        self._notify()
+
+    def end(self, error: Exception | None = None) -> None:
+        """No reply follows."""
+        if not self._is_over:
+            self._error, self._is_over = error, True
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class RpcClient(Generic[CallT, ReplyT]):
+    """Calls the server at `socket_path`, as soon as `start` has connected to it.
+
+    `on_state` gets each state that the server tells, and None when a connection has ended or could
+    not be had. `lost` makes the error of a call without a connection from what came of that.
+    `errors` are the classes of errors that replies can have; an unknown one is the first.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path | str,
+        replies: msgspec.msgpack.Decoder[ReplyFrame[ReplyT]],
+        *,
+        bytes_max: int,
+        on_state: Callable[[ReplyT | None], object],
+        lost: Callable[[str], Exception],
+        errors: Sequence[type[Exception]],
+        look_s: float = 1.0,
+    ) -> None:
+        """`look_s`: seconds between looks whether the server has sent anything; after 10 in vain it is
+        silent, and its connection ends.
+        """
+        self.socket_path = str(socket_path)
+        self._replies = replies
+        self._bytes_max = bytes_max
+        self._on_state = on_state
+        self._lost = lost
+        self._errors = errors
+        self._look_s = look_s
+        self._ids = itertools.count(1)
+        self._streams: dict[int, ReplyStream[ReplyT]] = {}
+        self._channel: Channel[ReplyFrame[ReplyT]] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect, and keep connecting, in the background. Needs a running loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep_connected(), name=f"connection to {self.socket_path}")
+
+    async def aclose(self) -> None:
+        """Disconnect for good: running calls end by `lost`, and the server cancels them."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._channel is not None and not self._channel.transport.is_closing()
+
+    def call(self, body: CallT) -> ReplyStream[ReplyT]:
+        """Begin a call. Raises Unsendable; without a connection, the stream's error is that of `lost`."""
+        id = next(self._ids)
+        stream: ReplyStream[ReplyT] = ReplyStream(lambda: self._cancel(id))
+        frame = encode(CallFrame(id, body), self._bytes_max)
+        if self._channel is None or not self._channel.send(frame):
+            stream.end(self._lost("is not there"))
+        else:
+            self._streams[id] = stream
+        return stream
+
+    def ask_state(self) -> None:
+        """Have the server tell its state."""
+        self._cancel(0)
+
+    def _receive(self, reply: ReplyFrame[ReplyT]) -> None:
+        if reply.id == 0:
+            self._on_state(reply.body)
+            return
+        stream = self._streams.pop(reply.id, None) if reply.is_last else self._streams.get(reply.id)
+        if stream is None:
+            return
+        if reply.body is not None:
+            stream.push(reply.body)
+        if reply.is_last:
+            stream.end(self._revived(reply.error) if reply.error is not None else None)
+
+    def _revived(self, error: ErrorFrame) -> Exception:
+        kind = next((kind for kind in self._errors if kind.__name__ == error.kind), self._errors[0])
+        revived = kind.__new__(kind, error.message)
+        vars(revived).update(error.facts)
+        return revived
+
+    def _cancel(self, id: int) -> None:
+        self._streams.pop(id, None)
+        if self._channel is not None:
+            self._channel.send(encode(CallFrame(id), self._bytes_max))
+
+    async def _keep_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = _RECONNECT_MIN_S
+        while True:
+            try:
+                _, channel = await loop.create_unix_connection(
+                    lambda: Channel(self._replies, self._receive, self._bytes_max), self.socket_path
+                )
+            except OSError:
+                self._on_state(None)
+            else:
+                pause_s = _RECONNECT_MIN_S
+                await self._read(channel)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(_RECONNECT_MAX_S, pause_s * 2)
+
+    async def _read(self, channel: Channel[ReplyFrame[ReplyT]]) -> None:
+        """Wait until the connection ends or the server falls silent, and fail the calls that run then.
+
+        Silence is counted in looks, not by the clock: if this process was stopped, the server was not
+        silent.
+        """
+        self._channel = channel
+        how, silent = "was left", 0
+        try:
+            while silent < _SILENT_LOOKS_MAX and not channel.closed.done():
+                channel.has_received = False
+                await asyncio.wait({channel.closed}, timeout=self._look_s)
+                silent = 0 if channel.has_received else silent + 1
+            how = "went away" if channel.closed.done() else "fell silent"
+        finally:
+            self._channel = None
+            channel.transport.abort()
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                stream.end(self._lost(how))
+            self._on_state(None)

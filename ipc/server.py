@@ -1,0 +1,166 @@
+"""The serving end of a socket: calls in, replies and the server's state out.
+
+Knows no messages but their frames. Invariants: a call is answered on its own connection, and not
+after it ended there; of a client that does not read, only the connection is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ipc.channel import CallFrame, Channel, ErrorFrame, ReplyFrame, Unsendable, encode
+
+CallT = TypeVar("CallT")
+
+_STATE_REPEAT_S = 1.0
+_UNREAD_BYTES_MAX = 64 << 20
+_CLOSE_S = 1.0
+
+_log = logging.getLogger("ipc")
+
+
+class IncomingCall(Generic[CallT]):
+    """A call of one client, until its last reply."""
+
+    __slots__ = ("_id", "_peer", "body", "is_open")
+
+    def __init__(self, peer: _Peer[CallT], id: int, body: CallT) -> None:
+        self.body = body
+        self.is_open = True  # its last reply is still wanted
+        self._peer = peer
+        self._id = id
+
+    def reply(self, body: Any, *, is_last: bool = True) -> None:
+        """Send a reply, unless the call has ended."""
+        self._send(ReplyFrame(self._id, body, is_last))
+
+    def fail(self, error: Exception) -> None:
+        """End the call with an error: its class's name, its message and its attributes are sent."""
+        self._send(ReplyFrame(self._id, error=ErrorFrame(type(error).__name__, str(error), vars(error))))
+
+    def _send(self, reply: ReplyFrame[Any]) -> None:
+        if not self.is_open:
+            return
+        if reply.is_last:
+            self.is_open = False
+            del self._peer.calls[self._id]
+        self._peer.send_reply(reply)
+
+
+class RpcServer(Generic[CallT]):
+    """Gives each call to `on_call`, and one whose client does not wait any more to `on_cancel`.
+
+    `state` is told to each client that connects, and by `push_state` when it has changed, and every
+    second.
+    """
+
+    def __init__(
+        self,
+        calls: msgspec.msgpack.Decoder[CallFrame[CallT]],
+        *,
+        bytes_max: int,
+        state: Callable[[], Any],
+        on_call: Callable[[IncomingCall[CallT]], object],
+        on_cancel: Callable[[IncomingCall[CallT]], object] = lambda call: None,
+    ) -> None:
+        self.calls = calls
+        self.bytes_max = bytes_max
+        self.state = state
+        self.on_call = on_call
+        self.on_cancel = on_cancel
+        self.peers: set[_Peer[CallT]] = set()
+        self._path: Path | None = None
+        self._listening: asyncio.Server | None = None
+        self._told: Any = None
+        self._told_at = 0.0
+
+    async def listen(self, socket_path: Path) -> None:
+        """Listen on a new unix socket, which is its user's alone. Raises OSError."""
+        socket_path.unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            loop = asyncio.get_running_loop()
+            self._listening = await loop.create_unix_server(lambda: _Peer(self), str(socket_path))
+        finally:
+            os.umask(mask)
+        self._path = socket_path
+
+    def push_state(self) -> None:
+        """Tell all clients the state if it has changed, or was told a second ago."""
+        state, now = self.state(), time.monotonic()
+        if state != self._told or now - self._told_at >= _STATE_REPEAT_S:
+            self._told, self._told_at = state, now
+            for peer in list(self.peers):
+                peer.send_reply(ReplyFrame(0, state))
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any call waits for its last reply."""
+        return any(peer.calls for peer in self.peers)
+
+    async def close(self) -> None:
+        """Close all connections, once what was written to them has left, and remove the socket."""
+        if self._listening is not None and self._path is not None:
+            self._listening.close()
+            self._path.unlink(missing_ok=True)
+        for peer in self.peers:
+            peer.transport.close()
+        if self.peers:
+            await asyncio.wait([peer.closed for peer in self.peers], timeout=_CLOSE_S)
+
+
+class _Peer(Channel[CallFrame[CallT]], Generic[CallT]):
+    """A client's connection. `calls` are those that wait for their last reply."""
+
+    def __init__(self, server: RpcServer[CallT]) -> None:
+        super().__init__(server.calls, self._take, server.bytes_max)
+        self.calls: dict[int, IncomingCall[CallT]] = {}
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.peers.add(self)
+        self.send_reply(ReplyFrame(0, self._server.state()))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.peers.discard(self)
+        for id in list(self.calls):
+            self._cancel(id)
+        super().connection_lost(error)
+
+    def send_reply(self, reply: ReplyFrame[Any]) -> None:
+        try:
+            frame = encode(reply, self._server.bytes_max)
+        except Unsendable as error:
+            _log.error("a reply was not sent: %s", error)
+            frame = encode(
+                ReplyFrame(reply.id, error=ErrorFrame(type(error).__name__, str(error))), self._server.bytes_max
+            )
+        if self.send(frame) and self.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
+            _log.warning("a client does not read: connection closed")
+            self.transport.abort()
+
+    def _take(self, frame: CallFrame[CallT]) -> None:
+        if frame.body is None and frame.id == 0:
+            self.send_reply(ReplyFrame(0, self._server.state()))
+        elif frame.body is None:
+            self._cancel(frame.id)
+        elif frame.id in self.calls:
+            self.give_up("an id that is in use")
+        else:
+            call = self.calls[frame.id] = IncomingCall(self, frame.id, frame.body)
+            self._server.on_call(call)
+
+    def _cancel(self, id: int) -> None:
+        call = self.calls.pop(id, None)
+        if call is not None:
+            call.is_open = False
+            self._server.on_cancel(call)
