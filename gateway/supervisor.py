@@ -272,8 +272,7 @@ class Supervisor:
             if (
                 child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
             ):  # a signal: it wrote no reason
-                with contextlib.suppress(OSError):
-                    write_ended(child.heartbeat.path, EngineEnded(_how_it_ended(status)))
+                write_ended(child.heartbeat.path, EngineEnded(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
 
     async def _run_once(self, child: Child) -> int:

@@ -10,12 +10,12 @@ Invariants: each call has at most one last reply; a call whose caller has gone i
 server; bytes that are no message end their own connection and nothing else.
 """
 
-from ipc.channel import CallFrame, ErrorFrame, ReplyFrame, Unsendable, encode
+from ipc.channel import CallFrame, ReplyFrame, Wire
 from ipc.client import ReplyStream, RpcClient
 from ipc.options import add_options, argv_of, options_from
 from ipc.server import IncomingCall, RpcServer
 
 __all__ = [
-    "CallFrame", "ErrorFrame", "IncomingCall", "ReplyFrame", "ReplyStream", "RpcClient", "RpcServer", "Unsendable",
-    "add_options", "argv_of", "encode", "options_from",
+    "CallFrame", "IncomingCall", "ReplyFrame", "ReplyStream", "RpcClient", "RpcServer", "Wire", "add_options", "argv_of",
+    "options_from",
 ]  # fmt: skip

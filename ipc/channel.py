@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -16,12 +17,10 @@ import msgspec
 LENGTH_BYTES = 4
 
 T = TypeVar("T")
+CallT = TypeVar("CallT")
+ReplyT = TypeVar("ReplyT")
 _log = logging.getLogger("ipc")
 _encoder = msgspec.msgpack.Encoder()
-
-
-class Unsendable(Exception):
-    """A message does not fit in a frame, or a number of it in 64 bits."""
 
 
 class CallFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
@@ -48,15 +47,43 @@ class ReplyFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     error: ErrorFrame | None = None
 
 
-def encode(message: CallFrame[Any] | ReplyFrame[Any], bytes_max: int) -> bytes:
-    """The frame of a message. Raises Unsendable."""
-    try:
-        data = _encoder.encode(message)
-    except OverflowError:
-        raise Unsendable("a number needs more than 64 bits") from None
-    if len(data) > bytes_max:
-        raise Unsendable(f"a message of {len(data)} bytes, of at most {bytes_max}")
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+@dataclass(frozen=True, slots=True)
+class Wire(Generic[CallT, ReplyT]):
+    """What the two ends of a socket agree on.
+
+    `errors` are the classes of errors that end calls: the first stands for any other, and
+    `unsendable` is that of a call that fits in no frame.
+    """
+
+    calls: msgspec.msgpack.Decoder[CallFrame[CallT]]
+    replies: msgspec.msgpack.Decoder[ReplyFrame[ReplyT]]
+    errors: tuple[type[Exception], ...]
+    unsendable: type[Exception]
+    bytes_max: int
+
+    def encode(self, message: CallFrame[CallT] | ReplyFrame[ReplyT]) -> bytes:
+        """The frame of a message. Raises `unsendable`."""
+        try:
+            data = _encoder.encode(message)
+        except OverflowError:
+            raise self.unsendable("a number of the request needs more than 64 bits") from None
+        if len(data) > self.bytes_max:
+            raise self.unsendable(f"a message of {len(data)} bytes is sent, of at most {self.bytes_max}")
+        return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+    def told(self, error: Exception) -> ErrorFrame:
+        """An error as it is sent. One that is none of `errors` is a bug, and logged."""
+        if not isinstance(error, self.errors):
+            _log.error("a call failed", exc_info=error)
+            error = self.errors[0](f"{type(error).__name__}: {error}")
+        return ErrorFrame(type(error).__name__, str(error), vars(error))
+
+    def revived(self, error: ErrorFrame) -> Exception:
+        """The error that was sent."""
+        kind = next((kind for kind in self.errors if kind.__name__ == error.kind), self.errors[0])
+        revived = kind.__new__(kind, error.message)
+        vars(revived).update(error.facts)
+        return revived
 
 
 class Channel(asyncio.Protocol, Generic[T]):

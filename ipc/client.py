@@ -11,16 +11,13 @@ import asyncio
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import msgspec
-
-from ipc.channel import CallFrame, Channel, ErrorFrame, ReplyFrame, encode
+from ipc.channel import CallFrame, Channel, ReplyFrame, ReplyT, Wire
 
 CallT = TypeVar("CallT")
-ReplyT = TypeVar("ReplyT")
 
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
 _SILENT_LOOKS_MAX = 10  # a server that works sends its state every second
@@ -103,29 +100,24 @@ class RpcClient(Generic[CallT, ReplyT]):
 
     `on_state` gets each state that the server tells, and None when a connection has ended or could
     not be had. `lost` makes the error of a call without a connection from what came of that.
-    `errors` are the classes of errors that replies can have; an unknown one is the first.
     """
 
     def __init__(
         self,
         socket_path: Path | str,
-        replies: msgspec.msgpack.Decoder[ReplyFrame[ReplyT]],
+        wire: Wire[CallT, ReplyT],
         *,
-        bytes_max: int,
         on_state: Callable[[ReplyT | None], object],
         lost: Callable[[str], Exception],
-        errors: Sequence[type[Exception]],
         look_s: float = 1.0,
     ) -> None:
         """`look_s`: seconds between looks whether the server has sent anything; after 10 in vain it is
         silent, and its connection ends.
         """
         self.socket_path = str(socket_path)
-        self._replies = replies
-        self._bytes_max = bytes_max
+        self._wire = wire
         self._on_state = on_state
         self._lost = lost
-        self._errors = errors
         self._look_s = look_s
         self._ids = itertools.count(1)
         self._streams: dict[int, ReplyStream[ReplyT]] = {}
@@ -149,10 +141,16 @@ class RpcClient(Generic[CallT, ReplyT]):
         return self._channel is not None and not self._channel.transport.is_closing()
 
     def call(self, body: CallT) -> ReplyStream[ReplyT]:
-        """Begin a call. Raises Unsendable; without a connection, the stream's error is that of `lost`."""
+        """Begin a call. Without a connection its stream fails by `lost`, and where it fits in no frame by
+        the wire's `unsendable`.
+        """
         id = next(self._ids)
         stream: ReplyStream[ReplyT] = ReplyStream(lambda: self._cancel(id))
-        frame = encode(CallFrame(id, body), self._bytes_max)
+        try:
+            frame = self._wire.encode(CallFrame(id, body))
+        except self._wire.unsendable as error:
+            stream.end(error)
+            return stream
         if self._channel is None or not self._channel.send(frame):
             stream.end(self._lost("is not there"))
         else:
@@ -173,18 +171,12 @@ class RpcClient(Generic[CallT, ReplyT]):
         if reply.body is not None:
             stream.push(reply.body)
         if reply.is_last:
-            stream.end(self._revived(reply.error) if reply.error is not None else None)
-
-    def _revived(self, error: ErrorFrame) -> Exception:
-        kind = next((kind for kind in self._errors if kind.__name__ == error.kind), self._errors[0])
-        revived = kind.__new__(kind, error.message)
-        vars(revived).update(error.facts)
-        return revived
+            stream.end(self._wire.revived(reply.error) if reply.error is not None else None)
 
     def _cancel(self, id: int) -> None:
         self._streams.pop(id, None)
         if self._channel is not None:
-            self._channel.send(encode(CallFrame(id), self._bytes_max))
+            self._channel.send(self._wire.encode(CallFrame(id)))
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -192,7 +184,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         while True:
             try:
                 _, channel = await loop.create_unix_connection(
-                    lambda: Channel(self._replies, self._receive, self._bytes_max), self.socket_path
+                    lambda: Channel(self._wire.replies, self._receive, self._wire.bytes_max), self.socket_path
                 )
             except OSError:
                 self._on_state(None)

@@ -10,15 +10,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
-import msgspec
-
-from ipc.channel import CallFrame, Channel, ErrorFrame, ReplyFrame, Unsendable, encode
-
-CallT = TypeVar("CallT")
+from ipc.channel import CallFrame, CallT, Channel, ReplyFrame, Wire
 
 _STATE_REPEAT_S = 1.0
 _UNREAD_BYTES_MAX = 64 << 20
@@ -43,8 +39,8 @@ class IncomingCall(Generic[CallT]):
         self._send(ReplyFrame(self._id, body, is_last))
 
     def fail(self, error: Exception) -> None:
-        """End the call with an error: its class's name, its message and its attributes are sent."""
-        self._send(ReplyFrame(self._id, error=ErrorFrame(type(error).__name__, str(error), vars(error))))
+        """End the call with an error, unless it has ended."""
+        self._send(ReplyFrame(self._id, error=self._peer.wire.told(error)))
 
     def _send(self, reply: ReplyFrame[Any]) -> None:
         if not self.is_open:
@@ -58,43 +54,66 @@ class IncomingCall(Generic[CallT]):
 class RpcServer(Generic[CallT]):
     """Gives each call to `on_call`, and one whose client does not wait any more to `on_cancel`.
 
-    `state` is told to each client that connects, and by `push_state` when it has changed, and every
-    second.
+    `on_call` may return a coroutine that answers the call; what it raises is the call's error. `state`
+    is told to each client that connects, when it has changed, and every second.
     """
 
     def __init__(
         self,
-        calls: msgspec.msgpack.Decoder[CallFrame[CallT]],
+        wire: Wire[CallT, Any],
         *,
-        bytes_max: int,
         state: Callable[[], Any],
-        on_call: Callable[[IncomingCall[CallT]], object],
+        on_call: Callable[[IncomingCall[CallT]], Coroutine[Any, Any, None] | None],
         on_cancel: Callable[[IncomingCall[CallT]], object] = lambda call: None,
     ) -> None:
-        self.calls = calls
-        self.bytes_max = bytes_max
+        self.wire = wire
         self.state = state
-        self.on_call = on_call
+        self._on_call = on_call
         self.on_cancel = on_cancel
         self.peers: set[_Peer[CallT]] = set()
-        self._path: Path | None = None
-        self._listening: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._told: Any = None
         self._told_at = 0.0
 
-    async def listen(self, socket_path: Path) -> None:
-        """Listen on a new unix socket, which is its user's alone. Raises OSError."""
+    async def serve(self, socket_path: Path, is_over: Callable[[], bool], period_s: float) -> None:
+        """Listen on a new unix socket, which is its user's alone, until `is_over`, which is asked every
+        `period_s`, or until the parent process has ended. Then close all connections, once what was
+        written to them has left. Raises OSError.
+        """
+        parent = os.getppid()
         socket_path.unlink(missing_ok=True)
         mask = os.umask(0o177)
         try:
-            loop = asyncio.get_running_loop()
-            self._listening = await loop.create_unix_server(lambda: _Peer(self), str(socket_path))
+            listening = await asyncio.get_running_loop().create_unix_server(lambda: _Peer(self), str(socket_path))
         finally:
             os.umask(mask)
-        self._path = socket_path
+        try:
+            while not is_over() and os.getppid() == parent:
+                self._push_state()
+                await asyncio.sleep(period_s)
+        finally:
+            listening.close()
+            socket_path.unlink(missing_ok=True)
+            for peer in self.peers:
+                peer.transport.close()
+            if self.peers:
+                await asyncio.wait([peer.closed for peer in self.peers], timeout=_CLOSE_S)
 
-    def push_state(self) -> None:
-        """Tell all clients the state if it has changed, or was told a second ago."""
+    def take(self, call: IncomingCall[CallT]) -> None:
+        """Begin to answer a call."""
+        work = self._on_call(call)
+        if work is not None:
+            task = asyncio.create_task(self._answer(call, work))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, call: IncomingCall[CallT], work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # its own answer, whatever it is
+            call.fail(error)
+
+    def _push_state(self) -> None:
         state, now = self.state(), time.monotonic()
         if state != self._told or now - self._told_at >= _STATE_REPEAT_S:
             self._told, self._told_at = state, now
@@ -106,22 +125,13 @@ class RpcServer(Generic[CallT]):
         """Whether any call waits for its last reply."""
         return any(peer.calls for peer in self.peers)
 
-    async def close(self) -> None:
-        """Close all connections, once what was written to them has left, and remove the socket."""
-        if self._listening is not None and self._path is not None:
-            self._listening.close()
-            self._path.unlink(missing_ok=True)
-        for peer in self.peers:
-            peer.transport.close()
-        if self.peers:
-            await asyncio.wait([peer.closed for peer in self.peers], timeout=_CLOSE_S)
-
 
 class _Peer(Channel[CallFrame[CallT]], Generic[CallT]):
     """A client's connection. `calls` are those that wait for their last reply."""
 
     def __init__(self, server: RpcServer[CallT]) -> None:
-        super().__init__(server.calls, self._take, server.bytes_max)
+        super().__init__(server.wire.calls, self._take, server.wire.bytes_max)
+        self.wire = server.wire
         self.calls: dict[int, IncomingCall[CallT]] = {}
         self._server = server
 
@@ -138,12 +148,9 @@ class _Peer(Channel[CallFrame[CallT]], Generic[CallT]):
 
     def send_reply(self, reply: ReplyFrame[Any]) -> None:
         try:
-            frame = encode(reply, self._server.bytes_max)
-        except Unsendable as error:
-            _log.error("a reply was not sent: %s", error)
-            frame = encode(
-                ReplyFrame(reply.id, error=ErrorFrame(type(error).__name__, str(error))), self._server.bytes_max
-            )
+            frame = self.wire.encode(reply)
+        except self.wire.unsendable as error:
+            frame = self.wire.encode(ReplyFrame(reply.id, error=self.wire.told(error)))
         if self.send(frame) and self.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
             _log.warning("a client does not read: connection closed")
             self.transport.abort()
@@ -157,7 +164,7 @@ class _Peer(Channel[CallFrame[CallT]], Generic[CallT]):
             self.give_up("an id that is in use")
         else:
             call = self.calls[frame.id] = IncomingCall(self, frame.id, frame.body)
-            self._server.on_call(call)
+            self._server.take(call)
 
     def _cancel(self, id: int) -> None:
         call = self.calls.pop(id, None)

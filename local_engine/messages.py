@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ipc import CallFrame, ReplyFrame
+from ipc import CallFrame, ReplyFrame, Wire
 
 _log = logging.getLogger("local_engine.worker")
 
@@ -321,8 +321,11 @@ def ended_path(socket_path: str | Path) -> Path:
 
 
 def write_ended(socket_path: str | Path, ended: EngineEnded) -> None:
-    """Write the reason of an end; the last one counts. Raises OSError."""
-    ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
+    """Write the reason of an end; the last one counts. Where it can't be written it is logged."""
+    try:
+        ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
+    except OSError as error:
+        _log.warning("why this engine ended is told here alone: %s: %s", ended.why, error)
 
 
 def read_ended(socket_path: str | Path) -> EngineEnded | None:
@@ -377,15 +380,10 @@ class EngineState(msgspec.Struct, frozen=True, tag="state"):
 EngineRequest = GenerateRequest | TokenizeRequest | DetokenizeRequest
 EngineReply = Output | TokenIds | TokensText | EngineState
 
-CALLS: msgspec.msgpack.Decoder[CallFrame[EngineRequest]] = msgspec.msgpack.Decoder(CallFrame[EngineRequest])
-REPLIES: msgspec.msgpack.Decoder[ReplyFrame[EngineReply]] = msgspec.msgpack.Decoder(ReplyFrame[EngineReply])
-ERRORS = (EngineFailed, PromptTooLong, InvalidRequest, Overloaded, EngineLoading, EngineUnavailable)
-FRAME_BYTES_MAX = 64 * 1024 * 1024
-
-
-def as_engine_error(error: Exception) -> EngineError:
-    """An error of a request as the engine's own kind; any other is a bug, and logged."""
-    if isinstance(error, EngineError):
-        return error
-    _log.error("a request failed", exc_info=error)
-    return EngineFailed(f"{type(error).__name__}: {error}")
+WIRE: Wire[EngineRequest, EngineReply] = Wire(
+    calls=msgspec.msgpack.Decoder(CallFrame[EngineRequest]),
+    replies=msgspec.msgpack.Decoder(ReplyFrame[EngineReply]),
+    errors=(EngineFailed, PromptTooLong, InvalidRequest, Overloaded, EngineLoading, EngineUnavailable),
+    unsendable=InvalidRequest,
+    bytes_max=64 << 20,
+)

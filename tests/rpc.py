@@ -14,22 +14,19 @@ class StandIn:
 
     def __init__(self, server: RpcServer[Any]) -> None:
         self.server = server
-        self._telling: asyncio.Task[None]
+        self._serving: asyncio.Task[None]
 
     async def start(self, path: Path) -> None:
-        await self.server.listen(path)
-        self._telling = asyncio.create_task(self._tell())
+        path.unlink(missing_ok=True)
+        self._serving = asyncio.create_task(self.server.serve(path, lambda: False, 0.02))
+        while not path.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        self._telling.cancel()
-        await self.server.close()
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
 
     def die(self) -> None:
         """As a process does: every connection ends; the next one is answered, by its successor."""
         for peer in list(self.server.peers):
             peer.transport.abort()
-
-    async def _tell(self) -> None:
-        while True:
-            self.server.push_state()
-            await asyncio.sleep(0.02)

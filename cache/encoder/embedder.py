@@ -93,22 +93,18 @@ class SentenceEmbedder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order. Safe for several threads."""
         with self._lock:
-            return self._encode(texts)
-
-    def _encode(self, texts: Sequence[str]) -> Encoded:
-        rows = self._ids(texts)
-        tokens = np.array([len(row) for row in rows], dtype=np.int32)
-        vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
-        fitting = [place for place, count in enumerate(tokens) if count <= self.info.tokens_max]
-        if fitting:
-            made = self._model.encode(
-                [texts[place] for place in fitting],
-                batch_size=_BATCH,
-                normalize_embeddings=True,
-                convert_to_numpy=True,
-                show_progress_bar=False,
-            )
-            vectors[fitting] = made.astype(np.float32)
+            rows = self._ids(texts)
+            tokens = np.array([len(row) for row in rows], dtype=np.int32)
+            vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
+            fitting = np.flatnonzero(tokens <= self.info.tokens_max).tolist()
+            if fitting:
+                vectors[fitting] = self._model.encode(
+                    [texts[index] for index in fitting],
+                    batch_size=_BATCH,
+                    normalize_embeddings=True,
+                    convert_to_numpy=True,
+                    show_progress_bar=False,
+                )
         return Encoded(vectors, tokens, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:

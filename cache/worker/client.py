@@ -19,7 +19,7 @@ from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.verdicts.judges import Judgement
 from cache.worker import messages as wire
 from cache.worker.queue import EMBED_CHARS, EMBED_TEXTS, fitting
-from ipc import RpcClient, Unsendable
+from ipc import RpcClient
 
 _EMBED_TIMEOUT_S = 60.0
 _EMBED_CHARS_MAX = 1 << 18  # of one text: no encoder's window holds a longer one
@@ -39,14 +39,7 @@ class SemanticClient:
         self._status = wire.WorkerStatus(wire.WorkerState.AWAY)
         # why no lookup should wait: the worker has said nothing since
         self._silent_for: MissReason | None = MissReason.LOADING
-        self._rpc: RpcClient[wire.Ask, wire.AskReply] = RpcClient(
-            socket_path,
-            wire.REPLIES,
-            bytes_max=wire.FRAME_BYTES_MAX,
-            on_state=self._learn,
-            lost=lambda how: CacheWorkerUnavailable(f"the cache worker {how}"),
-            errors=(CacheWorkerUnavailable, wire.TextTooLong),
-        )
+        self._rpc = RpcClient(socket_path, wire.WIRE, on_state=self._learn, lost=_lost)
         self.start = self._rpc.start
         self.aclose = self._rpc.aclose
 
@@ -77,22 +70,22 @@ class SemanticClient:
         if self._silent_for is not None and self.is_connected:
             return Miss(self._silent_for)
         try:
-            reply = await self._rpc.call(wire.AskLookup(query)).only(timeout_s)
+            reply = await self._ask(wire.AskLookup(query), Neighbourhood, timeout_s)
         except TimeoutError:
             self._silent_for = MissReason.TIMEOUT
             self._rpc.ask_state()
             return Miss(MissReason.TIMEOUT)
-        except (CacheWorkerUnavailable, Unsendable):
+        except CacheWorkerUnavailable:
             return Miss(MissReason.UNAVAILABLE)
         self._silent_for = None
-        return reply if isinstance(reply, Hit | Miss) else Miss(MissReason.UNAVAILABLE)
+        return reply.decision
 
     async def near(self, query: Query, count: int = 8) -> Neighbourhood:
         """The decision for a prompt and its neighbours in the same partition and compat: to be
         seen, not counted. Raises CacheWorkerUnavailable.
         """
         shown = msgspec.structs.replace(query, is_try=True)
-        return await self._ask(wire.AskNear(shown, count), Neighbourhood, _NEAR_TIMEOUT_S)
+        return await self._ask_or_raise(wire.AskLookup(shown, count), Neighbourhood, _NEAR_TIMEOUT_S)
 
     async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> AsyncIterator[wire.Embedded]:
         """Unit vectors and token counts, in order, a few texts at a time: lookups and other
@@ -107,7 +100,7 @@ class SemanticClient:
             count = fitting(map(len, itertools.islice(texts, start, None)), EMBED_TEXTS, EMBED_CHARS)
             ask = wire.AskEmbed(tuple(texts[start : start + count]))
             try:
-                yield await self._ask(ask, wire.Embedded, timeout_s)
+                yield await self._ask_or_raise(ask, wire.Embedded, timeout_s)
             except wire.TextTooLong as error:
                 raise wire.TextTooLong(start + error.index, error.length, error.length_max, error.unit) from None
             start += count
@@ -120,15 +113,16 @@ class SemanticClient:
         stored. Raises CacheWorkerUnavailable, also where the worker has no time for it.
         """
         ask = wire.AskJudge(partition, compat, fresh, tuple(others))
-        return list((await self._ask(ask, wire.Judged, _JUDGE_TIMEOUT_S)).judgements)
+        return list((await self._ask_or_raise(ask, wire.Judged, _JUDGE_TIMEOUT_S)).judgements)
 
-    async def _ask(self, ask: wire.Ask, kind: type[T], timeout_s: float) -> T:
+    async def _ask_or_raise(self, ask: wire.Ask, kind: type[T], timeout_s: float) -> T:
         try:
-            reply = await self._rpc.call(ask).only(timeout_s)
+            return await self._ask(ask, kind, timeout_s)
         except TimeoutError:
             raise CacheWorkerUnavailable(f"the cache worker did not answer within {timeout_s:g} s") from None
-        except Unsendable as error:
-            raise CacheWorkerUnavailable(f"too much for one request: {error}") from None
+
+    async def _ask(self, ask: wire.Ask, kind: type[T], timeout_s: float) -> T:
+        reply = await self._rpc.call(ask).only(timeout_s)
         if isinstance(reply, kind):
             return reply
         raise CacheWorkerUnavailable(f"unexpected {type(reply).__name__}")
@@ -139,3 +133,7 @@ class SemanticClient:
         else:
             self._status = wire.WorkerStatus(wire.WorkerState.AWAY)
             self._silent_for = self._silent_for or MissReason.LOADING
+
+
+def _lost(how: str) -> CacheWorkerUnavailable:
+    return CacheWorkerUnavailable(f"the cache worker {how}")

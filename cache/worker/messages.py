@@ -9,13 +9,11 @@ from enum import StrEnum
 
 import msgspec
 
-from cache.entry import CacheError
+from cache.entry import CacheError, CacheWorkerUnavailable
 from cache.fingerprint import Partition
-from cache.query import Hit, Miss, Neighbourhood, Query
+from cache.query import Neighbourhood, Query
 from cache.verdicts.judges import Judgement
-from ipc import CallFrame, ReplyFrame
-
-FRAME_BYTES_MAX = 4 << 20
+from ipc import CallFrame, ReplyFrame, Wire
 
 
 class Embedded(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
@@ -56,11 +54,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     progress: float = 0.0
     detail: str = ""
     entries: int = 0
-    namespaces: int = 0
     embedder: str = ""
-    dims: int = 0
-    tokens_max: int = 0
-    is_redis_up: bool = False
     lookups: int = 0
     batches: int = 0
     rule: str = ""  # names what the rule looks at; another one learns anew
@@ -76,16 +70,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
 
 
 class AskLookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
-    """Is there an answer for a prompt?"""
+    """Is there an answer for a prompt? With its `count` nearest neighbours."""
 
     query: Query
-
-
-class AskNear(msgspec.Struct, frozen=True, array_like=True, tag="near"):
-    """The same, with the `count` nearest neighbours."""
-
-    query: Query
-    count: int
+    count: int = 0
 
 
 class AskEmbed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
@@ -117,8 +105,13 @@ class Judged(msgspec.Struct, frozen=True, array_like=True, tag="judged"):
     judgements: tuple[Judgement, ...]
 
 
-Ask = AskLookup | AskNear | AskEmbed | AskJudge
-AskReply = Hit | Miss | Neighbourhood | Embedded | Judged | WorkerStatus
+Ask = AskLookup | AskEmbed | AskJudge
+AskReply = Neighbourhood | Embedded | Judged | WorkerStatus
 
-CALLS: msgspec.msgpack.Decoder[CallFrame[Ask]] = msgspec.msgpack.Decoder(CallFrame[Ask])
-REPLIES: msgspec.msgpack.Decoder[ReplyFrame[AskReply]] = msgspec.msgpack.Decoder(ReplyFrame[AskReply])
+WIRE: Wire[Ask, AskReply] = Wire(
+    calls=msgspec.msgpack.Decoder(CallFrame[Ask]),
+    replies=msgspec.msgpack.Decoder(ReplyFrame[AskReply]),
+    errors=(CacheWorkerUnavailable, TextTooLong),
+    unsendable=CacheWorkerUnavailable,
+    bytes_max=4 << 20,
+)

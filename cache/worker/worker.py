@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import uvloop
 
-from cache.entry import CacheError, CacheWorkerUnavailable
+from cache.entry import CacheWorkerUnavailable
 from cache.event_loop import Loop
-from cache.query import Miss, MissReason, Neighbourhood, Query
+from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_link import RedisLink
 from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Job = IncomingCall[wire.Ask]
+Lookup = tuple[Job, wire.AskLookup]
 
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
@@ -75,16 +76,14 @@ class Worker:
         self._batches = 0  # that are being answered
         self._cache: SemanticCache | None = None
         self._follower: Follower | None = None
-        self._lookups: deque[Job] = deque()
-        self._embeds: asyncio.Queue[Job] = asyncio.Queue()
+        self._lookups: deque[Lookup] = deque()
         self._has_lookups = asyncio.Event()
         self._spare = SpareTime()
         self._judging: AnswerJudging | None = None
-        self._judgings: asyncio.Queue[Job] = asyncio.Queue()
+        self._judging_turn = asyncio.Lock()
+        self._judgings = 0  # that wait, or are under way
         self._failure = ""
         self._counts = [0, 0]  # lookups, batches
-        self._parent = os.getppid()
-        self._server = RpcServer(wire.CALLS, bytes_max=wire.FRAME_BYTES_MAX, state=self._status, on_call=self._take)
 
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't
@@ -93,25 +92,17 @@ class Worker:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await self._server.listen(self._options.socket)
-        _log.info("listening on %s", self._options.socket)
+        server = RpcServer(wire.WIRE, state=self._status, on_call=self._take)
+        serving = server.serve(self._options.socket, stop.is_set, _STATE_PERIOD_S)
         lanes = (self._answer_lookups(), self._answer_lookups())  # one embeds while the other decides
-        works = (self._load_and_follow(), *lanes, self._answer_embeds(), self._judge_answers())
-        tasks = [asyncio.create_task(work) for work in (*works, self._until_stopped(stop))]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
+        tasks = [asyncio.create_task(work) for work in (serving, self._load_and_follow(), *lanes)]
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        _log.info("stopping")
+        for task in left:
             task.cancel()
-        await self._server.close()
+        await asyncio.wait(tasks)
         for task in done:
             task.result()  # a task that ended by itself ended by a bug: say it
-
-    async def _until_stopped(self, stop: asyncio.Event) -> None:
-        while not stop.is_set() and os.getppid() == self._parent:
-            self._server.push_state()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STATE_PERIOD_S):
-                    await stop.wait()
-        _log.info("stopping")
 
     # --- loading and following
 
@@ -180,21 +171,21 @@ class Worker:
             async with self._preparing:
                 await self._has_lookups.wait()
                 self._batches += 1
-                jobs = await self._prepare(self._next_batch())
-            if jobs:
-                await self._answer_batch(jobs)
+                lookups = await self._prepare(self._next_batch())
+            if lookups:
+                await self._answer_batch(lookups)
             self._batches -= 1
             if not self._lookups and not self._batches:
                 self._spare.has_no_lookup.set()
 
-    def _next_batch(self) -> list[Job]:
-        count = fitting((len(_query(job).text) for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
-        jobs = [self._lookups.popleft() for _ in range(count)]
+    def _next_batch(self) -> list[Lookup]:
+        count = fitting((len(ask.query.text) for _, ask in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
+        lookups = [self._lookups.popleft() for _ in range(count)]
         if not self._lookups:
             self._has_lookups.clear()
-        return [job for job in jobs if job.is_open]
+        return [(job, ask) for job, ask in lookups if job.is_open]
 
-    async def _prepare(self, jobs: list[Job]) -> list[Job]:
+    async def _prepare(self, lookups: list[Lookup]) -> list[Lookup]:
         """Embed the prompts while Redis is asked for new records: neither needs the other. Returns
         the jobs that are wanted still.
 
@@ -203,77 +194,69 @@ class Worker:
         cache, follower = self._cache, self._follower
         assert cache is not None
         assert follower is not None
-        if not jobs:
-            return jobs
+        if not lookups:
+            return lookups
         loop = asyncio.get_running_loop()
-        known = [query for query in map(_query, jobs) if cache.has_neighbours(query)]
+        known = [ask.query for _, ask in lookups if cache.has_neighbours(ask.query)]
         embedding = loop.run_in_executor(self._encoding, cache.prepare, known) if known else None
         await follower.catch_up()
         if embedding is not None:
             with contextlib.suppress(Exception):
                 await embedding
-        return [job for job in jobs if job.is_open]
+        return [(job, ask) for job, ask in lookups if job.is_open]
 
-    async def _answer_batch(self, jobs: list[Job]) -> None:
+    async def _answer_batch(self, lookups: list[Lookup]) -> None:
         assert self._cache is not None
-        self._counts[0] += len(jobs)
+        self._counts[0] += len(lookups)
         self._counts[1] += 1
-        asks, loop = [job.body for job in jobs], asyncio.get_running_loop()
         try:
-            near = await loop.run_in_executor(self._thread, _find, self._cache, asks)
+            near = await asyncio.get_running_loop().run_in_executor(self._thread, _find, self._cache, lookups)
         except Exception as error:
-            _log.exception("a batch of %d lookups failed", len(jobs))
-            for job in jobs:
-                self._fail(job, error)
+            for job, _ in lookups:
+                job.fail(error)
             return
-        for job, neighbourhood in zip(jobs, near, strict=True):
-            job.reply(neighbourhood if isinstance(job.body, wire.AskNear) else neighbourhood.decision)
+        for (job, _), neighbourhood in zip(lookups, near, strict=True):
+            job.reply(neighbourhood)
 
-    async def _answer_embeds(self) -> None:
-        while True:
-            job = await self._embeds.get()
-            assert self._cache is not None
-            try:
-                if isinstance(job.body, wire.AskEmbed) and job.is_open:
-                    job.reply(await self._embed(self._cache, job.body))
-            except Exception as error:
-                self._fail(job, error)
-
-    async def _embed(self, cache: SemanticCache, ask: wire.AskEmbed) -> wire.Embedded:
-        """The vectors of a few texts: the client sends many in several asks. Raises TextTooLong."""
-        info = cache.embedder
+    async def _embed(self, job: Job, ask: wire.AskEmbed) -> None:
+        """Answer with the vectors of a few texts: the client sends many in several asks. Raises TextTooLong."""
+        assert self._cache is not None
+        info = self._cache.embedder
         for index, text in enumerate(ask.texts):
             if len(text) > info.chars_max:
                 raise wire.TextTooLong(index, len(text), info.chars_max, "characters")
-        encoded = await self._between_lookups(cache.embed, ask.texts)
+        encoded = await self._piece_of(job, partial(self._cache.embed, ask.texts))
         counts = encoded.tokens.tolist()
         for index, tokens in enumerate(counts):
             if tokens > info.tokens_max:
                 raise wire.TextTooLong(index, tokens, info.tokens_max)
         vectors = tuple(vector.astype("<f4").tobytes() for vector in encoded.vectors)
-        return wire.Embedded(vectors, tuple(counts), info.dims)
+        job.reply(wire.Embedded(vectors, tuple(counts), info.dims))
 
-    async def _judge_answers(self) -> None:
-        while True:
-            job = await self._judgings.get()
-            assert self._judging is not None
-            assert self._follower is not None
-            if not isinstance(job.body, wire.AskJudge) or not job.is_open:
-                continue
-            try:
+    async def _judge(self, job: Job, ask: wire.AskJudge) -> None:
+        """Answer with rulings. Raises CacheWorkerUnavailable where too many wait."""
+        assert self._judging is not None
+        assert self._follower is not None
+        if self._judgings == _JUDGINGS_MAX:
+            raise CacheWorkerUnavailable("too many answers wait to be judged")
+        self._judgings += 1
+        try:
+            async with self._judging_turn:
                 await self._follower.catch_up()  # its entry was stored before
-                job.reply(await self._judging.judge(job.body, partial(self._piece_of, job)))
-            except TimeoutError:
-                job.fail(CacheWorkerUnavailable("there was no time for it between lookups"))
-            except Exception:
-                _log.exception("an answer could not be judged")
-                unknown = Judgement(Ruling.UNKNOWN, "", "the cache worker failed")
-                job.reply(wire.Judged((unknown,) * len(job.body.others)))
+                job.reply(await self._judging.judge(ask, partial(self._piece_of, job)))
+        except CacheWorkerUnavailable:
+            raise
+        except Exception:
+            _log.exception("an answer could not be judged")
+            unknown = Judgement(Ruling.UNKNOWN, "", "the cache worker failed")
+            job.reply(wire.Judged((unknown,) * len(ask.others)))
+        finally:
+            self._judgings -= 1
 
     async def _piece_of(self, job: Job, work: Callable[[], T]) -> T:
-        """Do a small piece of a job between lookups. Raises TimeoutError if it is not wanted any more."""
+        """Do a small piece of a job between lookups. Raises CacheWorkerUnavailable if it is not wanted any more."""
         if not job.is_open:
-            raise TimeoutError
+            raise CacheWorkerUnavailable("its client does not wait any more")
         return await self._between_lookups(work)
 
     async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -281,41 +264,24 @@ class Worker:
         loop = asyncio.get_running_loop()
         return await self._spare.do(lambda: loop.run_in_executor(self._thread, work, *arguments))
 
-    def _fail(self, job: Job, error: Exception) -> None:
-        if isinstance(job.body, wire.AskLookup):
-            job.reply(Miss(MissReason.UNAVAILABLE))
-            return
-        if not isinstance(error, CacheError):
-            _log.error("a request failed", exc_info=error)
-            error = CacheWorkerUnavailable(f"{type(error).__name__}: {error}")
-        job.fail(error)
-
     # --- connections
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: Job) -> Coroutine[Any, Any, None] | None:
         ask = job.body
         if self._cache is None:
-            self._refuse(job)
+            if isinstance(ask, wire.AskLookup):
+                job.reply(Neighbourhood(Miss(MissReason.LOADING), ()))
+            else:
+                job.fail(CacheWorkerUnavailable(self._failure or "the embedder is still loading"))
         elif isinstance(ask, wire.AskEmbed):
-            self._embeds.put_nowait(job)
-        elif isinstance(ask, wire.AskLookup | wire.AskNear):
-            self._lookups.append(job)
+            return self._embed(job, ask)
+        elif isinstance(ask, wire.AskJudge):
+            return self._judge(job, ask)
+        else:
+            self._lookups.append((job, ask))
             self._has_lookups.set()
             self._spare.lookup()
-        elif self._judgings.qsize() >= _JUDGINGS_MAX:
-            job.fail(CacheWorkerUnavailable("too many answers wait to be judged"))
-        else:
-            self._judgings.put_nowait(job)
-
-    def _refuse(self, job: Job) -> None:
-        """Answer while there is no cache yet."""
-        miss = Miss(MissReason.LOADING)
-        if isinstance(job.body, wire.AskLookup):
-            job.reply(miss)
-        elif isinstance(job.body, wire.AskNear):
-            job.reply(Neighbourhood(miss, ()))
-        else:
-            job.fail(CacheWorkerUnavailable(self._failure or "the embedder is still loading"))
+        return None
 
     def _status(self) -> wire.WorkerStatus:
         cache, follower = self._cache, self._follower
@@ -328,11 +294,7 @@ class Worker:
             progress=1.0 if follower.is_following else follower.progress.share,
             detail=_describe(follower.is_following, follower.is_up),
             entries=len(cache),
-            namespaces=cache.namespaces,
             embedder=cache.embedder.name,
-            dims=cache.embedder.dims,
-            tokens_max=cache.embedder.tokens_max,
-            is_redis_up=follower.is_up,
             lookups=self._counts[0],
             batches=self._counts[1],
             rule=cache.rule_name.hex(),
@@ -377,17 +339,12 @@ def _load(options: WorkerOptions) -> tuple[SemanticCache, bytes]:
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 
-def _query(job: Job) -> Query:
-    assert isinstance(job.body, wire.AskLookup | wire.AskNear)
-    return job.body.query
-
-
-def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
-    counts = [ask.count if isinstance(ask, wire.AskNear) else 0 for ask in asks]
-    near = cache.near([ask.query for ask in asks], max(counts))
+def _find(cache: SemanticCache, lookups: list[Lookup]) -> list[Neighbourhood]:
+    asks = [ask for _, ask in lookups]
+    near = cache.near([ask.query for ask in asks], max(ask.count for ask in asks))
     return [
-        msgspec.structs.replace(neighbourhood, neighbours=neighbourhood.neighbours[:count])
-        for count, neighbourhood in zip(counts, near, strict=True)
+        msgspec.structs.replace(neighbourhood, neighbours=neighbourhood.neighbours[: ask.count])
+        for ask, neighbourhood in zip(asks, near, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from ipc import ReplyStream, RpcClient, Unsendable
+from ipc import ReplyStream, RpcClient
 from local_engine import messages as wire
 
 
@@ -39,15 +39,7 @@ class AsyncEngine:
         self.starts_failed = 0  # processes that were seen loading since then, and ended
         self._load = wire.EngineLoad()
         self._is_changed = asyncio.Event()
-        self._rpc: RpcClient[wire.EngineRequest, wire.EngineReply] = RpcClient(
-            socket_path,
-            wire.REPLIES,
-            bytes_max=wire.FRAME_BYTES_MAX,
-            on_state=self._learn,
-            lost=self._lost,
-            errors=wire.ERRORS,
-            look_s=look_s,
-        )
+        self._rpc = RpcClient(socket_path, wire.WIRE, on_state=self._learn, lost=self._lost, look_s=look_s)
         self.socket_path = self._rpc.socket_path
         self.start = self._rpc.start
         self.aclose = self._rpc.aclose
@@ -68,12 +60,7 @@ class AsyncEngine:
     def generate(self, request: wire.GenerateRequest) -> ReplyStream[wire.Output]:
         """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from
         its `__anext__`."""
-        try:
-            return cast(ReplyStream[wire.Output], self._call(request))
-        except wire.EngineError as error:
-            refused: ReplyStream[wire.Output] = ReplyStream()
-            refused.end(error)
-            return refused
+        return cast(ReplyStream[wire.Output], self._call(request))
 
     async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenIds:
         """The tokens of a prompt or of a conversation. Raises EngineError."""
@@ -85,16 +72,16 @@ class AsyncEngine:
 
     def _call(self, request: wire.EngineRequest) -> ReplyStream[wire.EngineReply]:
         now = self._load
-        if not self._rpc.is_connected:
-            raise wire.EngineUnavailable(f"no engine answers at {self.socket_path}")
-        if now.is_draining:
-            raise wire.EngineUnavailable("the engine is shutting down")
-        if not now.is_ready:
-            raise wire.EngineLoading(f"the model is loading: {now.progress:.0%} ({now.stage})")
-        try:
+        if self._rpc.is_connected and now.is_ready:
             return self._rpc.call(request)
-        except Unsendable as error:
-            raise wire.InvalidRequest(str(error)) from None
+        refused: ReplyStream[wire.EngineReply] = ReplyStream()
+        if not self._rpc.is_connected:
+            refused.end(wire.EngineUnavailable(f"no engine answers at {self.socket_path}"))
+        elif now.is_draining:
+            refused.end(wire.EngineUnavailable("the engine is shutting down"))
+        else:
+            refused.end(wire.EngineLoading(f"the model is loading: {now.progress:.0%} ({now.stage})"))
+        return refused
 
     def _learn(self, state: wire.EngineReply | None) -> None:
         if isinstance(state, wire.EngineState):

@@ -34,7 +34,7 @@ _PROBES_FAILED_MAX = 3
 _log = logging.getLogger("local_engine.worker")
 
 Key = TypeVar("Key", bound=Hashable)
-Replies = list[tuple[Key, wire.Output | wire.EngineError]]
+Replies = list[tuple[Key, wire.Output | Exception]]
 """Outputs and errors, each with its request's key. A generation's last output has its usage."""
 
 
@@ -135,7 +135,7 @@ class EngineThread(threading.Thread, Generic[Key]):
         try:
             running = self._begun(engine, key, request, grammar)
         except Exception as error:
-            self._deliver([(key, wire.as_engine_error(error))])
+            self._deliver([(key, error)])
         else:
             self._requests[key] = running
             self._by_sequence.update(dict.fromkeys(running.sequences, running))
@@ -231,7 +231,7 @@ class EngineThread(threading.Thread, Generic[Key]):
         """Turn one sequence's step into its request's replies, where it has any output."""
         if step.error is not None:
             self._abort(engine, running.key)
-            replies.append((running.key, wire.as_engine_error(step.error)))
+            replies.append((running.key, step.error))
             return
         output = step.output
         if not (output.text or output.token_ids or output.prompt_logprobs or output.finish_reason):

@@ -66,70 +66,57 @@ class EngineServer:
         self._drain_s = drain_s
         self._drains_until: float | None = None
         self._step_s_max = step_s_max
-        self._server = RpcServer(
-            wire.CALLS,
-            bytes_max=wire.FRAME_BYTES_MAX,
-            state=self._state,
-            on_call=self._take,
-            on_cancel=self._thread.abort,
-        )
+        self._server = RpcServer(wire.WIRE, state=self._state, on_call=self._take, on_cancel=self._thread.abort)
         self._converter = ThreadPoolExecutor(1, "tokenizer")
         self._compiler = ThreadPoolExecutor(AT_ONCE, "grammars")
         self._turns: dict[bytes, asyncio.Lock] = {}  # one grammar of a partition at a time
         self._compiling: Counter[bytes] = Counter()
         self._converting = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._shown = ""  # stage
+        self._looks, self._steps_ended = 0, 0
 
     async def serve(self, socket_path: Path) -> int:
         """Until SIGTERM, the parent's death or a failure to load; returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._drain)
-        await self._server.listen(socket_path)
         self._thread.start()
-        await self._watch()
-        await self._server.close()
+        await self._server.serve(socket_path, self._is_over, _STATE_PERIOD_S)
         error = self._thread.error
         if error is None:
             return 0
         if isinstance(error, ModelError | ValueError):
             return _refuse_to_run(socket_path, error)
         _log.error("the engine gave up", exc_info=error)
-        _write_ended(socket_path, wire.EngineEnded(f"{type(error).__name__}: {error}"))
+        wire.write_ended(socket_path, wire.EngineEnded(f"{type(error).__name__}: {error}"))
         return 1
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: Call) -> Coroutine[Any, Any, None] | None:
         request = call.body
         if self._drains_until is not None:
             call.fail(wire.EngineUnavailable("the engine is shutting down"))
         elif not self._thread.load.is_ready:
             call.fail(wire.EngineLoading("the model is loading"))
         elif not isinstance(request, wire.GenerateRequest):
-            self._begin(self._convert(call, request))
+            return self._convert(call, request)
         elif request.grammar is not None or request.tools:
-            self._begin(self._compile(call, request))
+            return self._compile(call, request)
         else:
             self._thread.submit(call, request)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return None
 
     async def _convert(self, call: Call, request: wire.TokenizeRequest | wire.DetokenizeRequest) -> None:
-        """Answer a request for tokens or their text; its error is its own answer."""
+        """Answer a request for tokens or their text. Raises EngineError."""
         self._converting += 1
         try:
             if self._converting > _CONVERSIONS_MAX:
                 raise wire.Overloaded(f"{_CONVERSIONS_MAX} requests wait for the tokenizer")
             assert self._thread.tokenizer is not None, "the engine is ready"
             call.reply(await self._loop.run_in_executor(self._converter, _converted, self._thread.tokenizer, request))
-        except Exception as error:  # its own answer, whatever it is
-            call.fail(wire.as_engine_error(error))
         finally:
             self._converting -= 1
 
     async def _compile(self, call: Call, request: wire.GenerateRequest) -> None:
-        """Submit a request once its grammar is compiled, unless it was aborted meanwhile."""
+        """Submit a request once its grammar is compiled, unless it was aborted meanwhile. Raises EngineError."""
         self._compiling[request.salt] += 1
         try:
             if self._compiling[request.salt] > _GRAMMARS_MAX:
@@ -143,9 +130,6 @@ class EngineServer:
                 async with self._turns.setdefault(request.salt, asyncio.Lock()):
                     compiled = self._loop.run_in_executor(self._compiler, self._compiled, call, wanted, request.salt)
                     grammar = await compiled
-        except Exception as error:
-            call.fail(wire.as_engine_error(error))
-        else:
             if call.is_open:
                 self._thread.submit(call, request, grammar)
         finally:
@@ -160,7 +144,7 @@ class EngineServer:
 
     def _deliver(self, replies: Replies[Call]) -> None:
         for call, reply in replies:
-            if isinstance(reply, wire.EngineError):
+            if isinstance(reply, Exception):
                 call.fail(reply)
             else:
                 call.reply(reply, is_last=reply.usage is not None)
@@ -171,32 +155,26 @@ class EngineServer:
             load = msgspec.structs.replace(load, is_ready=False, is_draining=True, stage="shutting down")
         return wire.EngineState(load, self._thread.info)
 
-    async def _watch(self) -> None:
-        """Tell the clients the state, print the stages of the loading, and return when the process must
-        end. A step that never ends is its end. It is counted in looks, not by the clock: if the
-        process was stopped, the step was too."""
-        thread, parent = self._thread, os.getppid()
-        shown, looks, ended = "", 0, 0
-        while thread.is_alive() and os.getppid() == parent and not self._is_drained():
-            self._server.push_state()
-            line = f"{thread.load.stage} {10 * int(10 * thread.load.progress)}%"
-            if not shown.startswith("ready") and line != shown:
-                shown = line
-                print(f"local_engine: {line}", file=sys.stderr, flush=True)
-            is_same_step = thread.steps_begun > thread.steps_ended == ended
-            looks, ended = looks + 1 if is_same_step else 0, thread.steps_ended
-            if looks * _STATE_PERIOD_S > max(self._step_s_max, _STEP_TIMES_MAX * thread.step_s_expected):
-                thread.error = TimeoutError(f"a step has taken more than {looks * _STATE_PERIOD_S:g} s")
-                return
-            await asyncio.sleep(_STATE_PERIOD_S)
+    def _is_over(self) -> bool:
+        """Whether the process must end; prints the stages of the loading. A step that never ends is its
+        end. It is counted in looks, not by the clock: if the process was stopped, the step was too."""
+        thread, until = self._thread, self._drains_until
+        line = f"{thread.load.stage} {10 * int(10 * thread.load.progress)}%"
+        if not self._shown.startswith("ready") and line != self._shown:
+            self._shown = line
+            print(f"local_engine: {line}", file=sys.stderr, flush=True)
+        is_same_step = thread.steps_begun > thread.steps_ended == self._steps_ended
+        self._looks, self._steps_ended = self._looks + 1 if is_same_step else 0, thread.steps_ended
+        step_s = self._looks * _STATE_PERIOD_S
+        if step_s > max(self._step_s_max, _STEP_TIMES_MAX * thread.step_s_expected):
+            thread.error = TimeoutError(f"a step has taken more than {step_s:g} s")
+            return True
+        is_drained = until is not None and (not self._server.has_calls or time.monotonic() >= until)
+        return is_drained or not thread.is_alive()
 
     def _drain(self) -> None:
         """The first signal lets running answers finish, the second one ends."""
         self._drains_until = time.monotonic() + self._drain_s if self._drains_until is None else 0.0
-
-    def _is_drained(self) -> bool:
-        until = self._drains_until
-        return until is not None and (not self._server.has_calls or time.monotonic() >= until)
 
 
 def _converted(
@@ -218,15 +196,8 @@ def _refuse_to_run(socket_path: Path, error: Exception) -> int:
     # a checkpoint's own words may be of any length, and no UTF-8
     why = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:_WHY_CHARS]
     print(f"local_engine: {why}", file=sys.stderr, flush=True)
-    _write_ended(socket_path, wire.EngineEnded(why, is_final=True))
+    wire.write_ended(socket_path, wire.EngineEnded(why, is_final=True))
     return os.EX_CONFIG
-
-
-def _write_ended(socket_path: Path, ended: wire.EngineEnded) -> None:
-    try:
-        wire.write_ended(socket_path, ended)
-    except OSError as error:
-        _log.warning("why this engine ended is told here alone: %s", error)
 
 
 async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:

@@ -284,16 +284,16 @@ def _worker(known: dict[str, bytes]) -> StandIn:
     """Texts that share words are near, those with all words in common are hits."""
 
     def answer(call: IncomingCall[wire.Ask]) -> None:
-        assert isinstance(call.body, wire.AskNear)
+        assert isinstance(call.body, wire.AskLookup)
         call.reply(_neighbourhood(call.body, known))
 
     def status() -> WorkerStatus:
-        return WorkerStatus(WorkerState.READY, 1.0, entries=len(known), embedder="all-MiniLM-L6-v2", dims=384)
+        return WorkerStatus(WorkerState.READY, 1.0, entries=len(known), embedder="all-MiniLM-L6-v2")
 
-    return StandIn(RpcServer(wire.CALLS, bytes_max=wire.FRAME_BYTES_MAX, state=status, on_call=answer))
+    return StandIn(RpcServer(wire.WIRE, state=status, on_call=answer))
 
 
-def _neighbourhood(ask: wire.AskNear, known: dict[str, bytes]) -> Neighbourhood:
+def _neighbourhood(ask: wire.AskLookup, known: dict[str, bytes]) -> Neighbourhood:
     asked = set(ask.query.text.lower().split())
     found = []
     for text, exact in known.items():

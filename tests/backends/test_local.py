@@ -43,9 +43,7 @@ from local_engine import (
 )
 from local_engine import Usage as EngineUsage
 from local_engine.messages import (
-    CALLS,
-    ERRORS,
-    FRAME_BYTES_MAX,
+    WIRE,
     CallPart,
     EngineEnded,
     EngineError,
@@ -89,8 +87,7 @@ class ScriptedEngine(StandIn):
     def __init__(self, folder: Path) -> None:
         super().__init__(
             RpcServer(
-                CALLS,
-                bytes_max=FRAME_BYTES_MAX,
+                WIRE,
                 state=lambda: EngineState(self.load, INFO if self.load.is_ready else None),
                 on_call=self._play,
                 on_cancel=lambda call: self.aborted.set(),
@@ -426,7 +423,7 @@ async def test_the_engines_errors_have_their_place(
 ) -> None:
     """Each error of the engine is one of the seam's; the client's own faults say so in OpenAI's shape."""
     facts = {"param": "seed", "prompt_tokens": 99, "context_tokens": 64, "is_death": False}
-    (error,) = [error.__new__(error, "words") for error in ERRORS if error.__name__ == kind]
+    (error,) = [error.__new__(error, "words") for error in WIRE.errors if error.__name__ == kind]
     vars(error).update(facts)
     engine.script = lambda request: [error]
     with pytest.raises(BackendError) as caught:

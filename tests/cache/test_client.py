@@ -10,9 +10,10 @@ import pytest
 import uvloop
 
 from cache import CacheWorkerUnavailable, Miss, MissReason, SemanticClient
+from cache.query import Neighbourhood
 from cache.worker import Answered, WorkerState, WorkerStatus
 from cache.worker import messages as wire
-from ipc import CallFrame, IncomingCall, RpcServer, encode
+from ipc import CallFrame, IncomingCall, RpcServer
 from tests.cache.fakes import ACME, query
 from tests.rpc import StandIn
 
@@ -56,10 +57,9 @@ async def test_a_worker_that_is_killed_fails_no_request(tmp_path: Path, kind: st
     status = WorkerStatus(WorkerState.READY)
     worker = StandIn(
         RpcServer(
-            wire.CALLS,
-            bytes_max=wire.FRAME_BYTES_MAX,
+            wire.WIRE,
             state=lambda: status,
-            on_call=lambda call: call.reply(Miss(MissReason.EMPTY)),
+            on_call=lambda call: call.reply(Neighbourhood(Miss(MissReason.EMPTY), ())),
         )
     )
     await worker.start(tmp_path / "s")
@@ -80,17 +80,17 @@ async def test_a_worker_that_is_killed_fails_no_request(tmp_path: Path, kind: st
 async def test_a_gateway_that_is_killed_does_not_harm_the_worker(tmp_path: Path) -> None:
     """An answer to a client that has left is dropped, in any turn of the event loop from its end on."""
     calls = list[IncomingCall[wire.Ask]]()
-    server = RpcServer(wire.CALLS, bytes_max=wire.FRAME_BYTES_MAX, state=lambda: None, on_call=calls.append)
-    await server.listen(tmp_path / "s")
+    worker = StandIn(RpcServer(wire.WIRE, state=lambda: None, on_call=calls.append))
+    await worker.start(tmp_path / "s")
     _, writer = await asyncio.open_unix_connection(tmp_path / "s")
     for id in range(1, _TURNS + 1):
-        writer.write(encode(CallFrame(id, wire.AskEmbed(("x",))), wire.FRAME_BYTES_MAX))
+        writer.write(wire.WIRE.encode(CallFrame(id, wire.AskEmbed(("x",)))))
     while len(calls) < _TURNS:  # noqa: ASYNC110
         await asyncio.sleep(0)
     writer.transport.abort()
     for call in calls:
-        call.reply(Miss(MissReason.EMPTY))
+        call.reply(wire.Judged(()))
         await asyncio.sleep(0)
-    assert not server.has_calls
-    assert not server.peers
-    await server.close()
+    assert not worker.server.has_calls
+    assert not worker.server.peers
+    await worker.stop()

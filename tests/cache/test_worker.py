@@ -21,8 +21,8 @@ from cache import CacheWorkerUnavailable, ExactCache, Hit, Miss, MissReason, Pur
 from cache.query import Near
 from cache.verdicts import Ruling
 from cache.worker import Answered, Embedded, TextTooLong, WorkerState, WorkerStatus
-from cache.worker.messages import FRAME_BYTES_MAX, AskLookup
-from ipc import CallFrame, ReplyFrame, encode
+from cache.worker.messages import WIRE, AskLookup
+from ipc import CallFrame, ReplyFrame
 from tests.cache.fakes import ACME, OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis
 
@@ -92,8 +92,12 @@ async def exact(server: RedisServer) -> AsyncIterator[ExactCache]:
 @pytest.fixture
 async def client(worker: WorkerProcess) -> AsyncIterator[SemanticClient]:
     async with SemanticClient(worker.socket_path, timeout_s=20) as client:
-        await until_status(client, lambda status: status.is_ready and status.is_redis_up)
+        await until_status(client, lambda status: status.is_ready and is_redis_up(status))
         yield client
+
+
+def is_redis_up(status: WorkerStatus) -> bool:
+    return status.detail == "following the log"
 
 
 async def until_status(client: SemanticClient, condition: Callable[[WorkerStatus], bool]) -> WorkerStatus:
@@ -341,7 +345,7 @@ async def test_killed_in_the_middle_of_judging(
         b"\x00\x00\x00\x05hello",
         b"\x00\x00\x00\x00",
         b"\x00\x00",
-        encode(CallFrame(1, AskLookup(query("x"))), FRAME_BYTES_MAX)[:-3],
+        WIRE.encode(CallFrame(1, AskLookup(query("x"))))[:-3],
     ],
 )
 async def test_garbage_closes_its_own_connection_only(
@@ -416,12 +420,12 @@ async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCa
     await put(exact, FRANCE)
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
     server.kill()
-    await until_status(client, lambda status: not status.is_redis_up)
+    await until_status(client, lambda status: not is_redis_up(status))
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
     short = Answered(b"", 0.0, "It is 7.")
     assert (await client.judge(ACME, ask("x").compat, short, [short]))[0].ruling is Ruling.SAME
     server.start()
-    await until_status(client, lambda status: status.is_redis_up)
+    await until_status(client, is_redis_up)
     await put(exact, "How do I bake bread?")
     assert isinstance(await client.lookup(query("How do I bake a bread")), Hit)
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
@@ -485,7 +489,7 @@ async def test_a_worker_that_talks_nonsense_is_left(tmp_path: Path) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal calls
         calls += 1
-        writer.write(encode(ReplyFrame(0, WorkerStatus(WorkerState.READY)), FRAME_BYTES_MAX))
+        writer.write(WIRE.encode(ReplyFrame(0, WorkerStatus(WorkerState.READY))))
         while await reader.read(1_000) and calls < 3:
             writer.write(b"\x00\x00\x00\x03abc")
         writer.close()

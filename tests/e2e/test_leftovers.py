@@ -329,9 +329,7 @@ def _cache_worker(to: Sender) -> StandIn:
             call.fail(CacheWorkerUnavailable("not here"))
 
     status = cache_wire.WorkerStatus(cache_wire.WorkerState.AWAY)
-    return StandIn(
-        RpcServer(cache_wire.CALLS, bytes_max=cache_wire.FRAME_BYTES_MAX, state=lambda: status, on_call=answer)
-    )
+    return StandIn(RpcServer(cache_wire.WIRE, state=lambda: status, on_call=answer))
 
 
 def _models(url: str) -> dict[str, Any]:

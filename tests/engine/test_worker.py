@@ -19,7 +19,7 @@ import pytest
 import torch
 import uvloop
 
-from ipc import CallFrame, ReplyFrame, ReplyStream, encode
+from ipc import CallFrame, ReplyFrame, ReplyStream
 from local_engine import (
     AsyncEngine,
     EngineError,
@@ -35,7 +35,7 @@ from local_engine import (
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.messages import FRAME_BYTES_MAX, EngineLoad, EngineState, ModelInfo, TokenizeRequest, read_ended
+from local_engine.messages import WIRE, EngineLoad, EngineState, ModelInfo, TokenizeRequest, read_ended
 from local_engine.process.thread import EngineThread, Replies
 from local_engine.process.worker import EngineServer
 from local_engine.runner import ModelRunner
@@ -409,7 +409,7 @@ def test_a_process_that_is_killed_fails_what_comes_next(tmp_path: Path) -> None:
         server_end = asyncio.get_running_loop().create_future()
 
         async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(encode(ReplyFrame(0, EngineState(EngineLoad(is_ready=True), info)), FRAME_BYTES_MAX))
+            writer.write(WIRE.encode(ReplyFrame(0, EngineState(EngineLoad(is_ready=True), info))))
             server_end.set_result(writer)
 
         server = await asyncio.start_unix_server(serve, tmp_path / "s")
@@ -560,7 +560,7 @@ async def test_a_slow_reader_does_not_hold_up_others(worker: AsyncEngine) -> Non
     """A client that never reads gets its own buffer; everyone else streams on."""
     _, writer = await asyncio.open_unix_connection(worker.socket_path)
     for id in range(1, 9):
-        writer.write(encode(CallFrame(id, request(random_prompt(id, 5), 100)), FRAME_BYTES_MAX))
+        writer.write(WIRE.encode(CallFrame(id, request(random_prompt(id, 5), 100))))
     assert len(tokens_of(await collect(worker, request(random_prompt(20, 5), 50)))) == 50
     writer.close()
     await idle(worker)

@@ -19,6 +19,7 @@ from local_engine.messages import ANY_TOOL as ANY
 
 _SEED_MASK = (1 << 63) - 1
 _PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait
+_SAMPLING = SamplingParams.__struct_fields__
 _TOP_P_MIN = 1e-6  # OpenAI allows 0, meaning the likeliest token
 
 
@@ -54,14 +55,14 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
     """
     body = request.body
     try:
-        asked = msgspec.convert(body, _Parameters, str_keys=True)
+        parameters = msgspec.convert(body, _Parameters, str_keys=True)
     except msgspec.ValidationError as error:
         what, _, path = in_json_words(str(error)).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
         raise rejected(f"Invalid {param or 'request'}: {what}", param, "invalid_type") from None
     common: dict[str, Any] = {
-        "n": asked.n or 1,
-        "best_of": asked.best_of,
+        "n": parameters.n or 1,
+        "best_of": parameters.best_of,
         "salt": request.salt,
         "priority": _PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
         "reference": request.draft or None,
@@ -69,63 +70,56 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "grammar": _grammar_of(body),
     }
     if request.kind is CHAT:
-        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common, **_calls_of(body))]
+        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(parameters), **common, **_calls_of(body))]
     if body.get("suffix"):
         raise rejected("This model can't be told what follows", "suffix", "unsupported_parameter")
     return [
         GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=prompt if isinstance(prompt, list) else None,
-            sampling=_of_text(asked, body, prompt),
+            sampling=_of_text(parameters, body, prompt),
             **common,
         )
         for prompt in prompts_of(body)
     ]
 
 
-def _of_chat(asked: _Parameters) -> SamplingParams:
-    length = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _sampling(asked, length, logprobs, asked.prompt_logprobs)
+def _of_chat(parameters: _Parameters) -> SamplingParams:
+    length = parameters.max_completion_tokens if parameters.max_completion_tokens is not None else parameters.max_tokens
+    logprobs = (parameters.top_logprobs or 0) if parameters.logprobs else None
+    return _sampling(parameters, length, logprobs, parameters.prompt_logprobs)
 
 
-def _of_text(asked: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
+def _of_text(parameters: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
     """The parameters of a text completion.
 
     An echo gets log probabilities where the request asks for any; an echo of token ids always,
     since their text comes with them. The engine generates at least one token, also for `max_tokens`
     0.
     """
-    logprobs = None if asked.logprobs is None else int(asked.logprobs)
-    prompt_logprobs = asked.prompt_logprobs
+    logprobs = None if parameters.logprobs is None else int(parameters.logprobs)
+    prompt_logprobs = parameters.prompt_logprobs
     if body.get("echo") and (logprobs is not None or not isinstance(prompt, str)):
         prompt_logprobs = max(prompt_logprobs or 0, logprobs or 0)
-    return _sampling(asked, max(1, asked.max_tokens or 0), logprobs, prompt_logprobs)
+    return _sampling(parameters, max(1, parameters.max_tokens or 0), logprobs, prompt_logprobs)
 
 
 def _sampling(
-    asked: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
+    parameters: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    given: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_p": max(asked.top_p, _TOP_P_MIN) if asked.top_p is not None else None,
-        "top_k": max(asked.top_k, 0) if asked.top_k is not None else None,  # -1 is off in vLLM
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "logit_bias": asked.logit_bias,
-        "seed": asked.seed & _SEED_MASK if asked.seed is not None else None,
-        "stop": tuple(stop),
-        "stop_token_ids": tuple(asked.stop_token_ids or ()),
+    """The engine's parameters: those given, under their names, and its defaults for the others."""
+    stop, seed, top_k, top_p = parameters.stop, parameters.seed, parameters.top_k, parameters.top_p
+    fields = msgspec.structs.asdict(parameters) | {
+        "top_p": max(top_p, _TOP_P_MIN) if top_p is not None else None,
+        "top_k": max(top_k, 0) if top_k is not None else None,  # -1 is off in vLLM
+        "seed": seed & _SEED_MASK if seed is not None else None,
+        "stop": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+        "stop_token_ids": tuple(parameters.stop_token_ids or ()),
         "max_tokens": length,
-        "min_tokens": asked.min_tokens,
-        "ignore_eos": asked.ignore_eos,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    return SamplingParams(**{name: fields[name] for name in _SAMPLING if fields[name] is not None})
 
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
