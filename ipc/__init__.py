@@ -10,8 +10,8 @@ Invariants: each call has at most one last reply; a call whose caller has gone i
 server; bytes that are no message end their own connection and nothing else.
 """
 
-from ipc.channel import CallFrame, ReplyFrame, Wire
 from ipc.client import ReplyStream, RpcClient
+from ipc.frames import CallFrame, ReplyFrame, Wire
 from ipc.options import add_options, argv_of, options_from
 from ipc.server import IncomingCall, RpcServer
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ipc.channel import CallFrame, Channel, ReplyFrame, ReplyT, Wire
+from ipc.frames import CallFrame, FrameProtocol, ReplyFrame, ReplyT, Wire
 
 CallT = TypeVar("CallT")
 
@@ -33,7 +32,7 @@ class ReplyStream(Generic[ReplyT]):
 
     def __init__(self, cancel: Callable[[], object] = lambda: None) -> None:
         self._cancel = cancel
-        self._replies: deque[ReplyT] = deque()
+        self._replies: list[ReplyT] = []
         self._error: Exception | None = None
         self._is_over = False
         self._wake: asyncio.Future[None] | None = None
@@ -55,7 +54,7 @@ class ReplyStream(Generic[ReplyT]):
                 await self._wake
             finally:
                 self._wake = None
-        return self._replies.popleft()
+        return self._replies.pop(0)
 
     async def only(self, timeout_s: float | None = None) -> ReplyT:
         """The first reply; others are not waited for. Raises the call's error, or TimeoutError."""
@@ -121,7 +120,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         self._look_s = look_s
         self._ids = itertools.count(1)
         self._streams: dict[int, ReplyStream[ReplyT]] = {}
-        self._channel: Channel[ReplyFrame[ReplyT]] | None = None
+        self._connection: FrameProtocol[ReplyFrame[ReplyT]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -138,7 +137,7 @@ class RpcClient(Generic[CallT, ReplyT]):
 
     @property
     def is_connected(self) -> bool:
-        return self._channel is not None and not self._channel.transport.is_closing()
+        return self._connection is not None and not self._connection.transport.is_closing()
 
     def call(self, body: CallT) -> ReplyStream[ReplyT]:
         """Begin a call. Without a connection its stream fails by `lost`, and where it fits in no frame by
@@ -151,7 +150,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         except self._wire.unsendable as error:
             stream.end(error)
             return stream
-        if self._channel is None or not self._channel.send(frame):
+        if self._connection is None or not self._connection.send(frame):
             stream.end(self._lost("is not there"))
         else:
             self._streams[id] = stream
@@ -175,42 +174,42 @@ class RpcClient(Generic[CallT, ReplyT]):
 
     def _cancel(self, id: int) -> None:
         self._streams.pop(id, None)
-        if self._channel is not None:
-            self._channel.send(self._wire.encode(CallFrame(id)))
+        if self._connection is not None:
+            self._connection.send(self._wire.encode(CallFrame(id)))
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
         pause_s = _RECONNECT_MIN_S
         while True:
             try:
-                _, channel = await loop.create_unix_connection(
-                    lambda: Channel(self._wire.replies, self._receive, self._wire.bytes_max), self.socket_path
+                _, connection = await loop.create_unix_connection(
+                    lambda: FrameProtocol(self._wire.replies, self._receive, self._wire.bytes_max), self.socket_path
                 )
             except OSError:
                 self._on_state(None)
             else:
                 pause_s = _RECONNECT_MIN_S
-                await self._read(channel)
+                await self._read(connection)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(_RECONNECT_MAX_S, pause_s * 2)
 
-    async def _read(self, channel: Channel[ReplyFrame[ReplyT]]) -> None:
+    async def _read(self, connection: FrameProtocol[ReplyFrame[ReplyT]]) -> None:
         """Wait until the connection ends or the server falls silent, and fail the calls that run then.
 
         Silence is counted in looks, not by the clock: if this process was stopped, the server was not
         silent.
         """
-        self._channel = channel
+        self._connection = connection
         how, silent = "was left", 0
         try:
-            while silent < _SILENT_LOOKS_MAX and not channel.closed.done():
-                channel.has_received = False
-                await asyncio.wait({channel.closed}, timeout=self._look_s)
-                silent = 0 if channel.has_received else silent + 1
-            how = "went away" if channel.closed.done() else "fell silent"
+            while silent < _SILENT_LOOKS_MAX and not connection.closed.done():
+                connection.has_received = False
+                await asyncio.wait({connection.closed}, timeout=self._look_s)
+                silent = 0 if connection.has_received else silent + 1
+            how = "went away" if connection.closed.done() else "fell silent"
         finally:
-            self._channel = None
-            channel.transport.abort()
+            self._connection = None
+            connection.transport.abort()
             streams, self._streams = self._streams, {}
             for stream in streams.values():
                 stream.end(self._lost(how))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Generic
 
-from ipc.channel import CallFrame, CallT, Channel, ReplyFrame, Wire
+from ipc.frames import CallFrame, CallT, FrameProtocol, ReplyFrame, Wire
 
 _STATE_REPEAT_S = 1.0
 _UNREAD_BYTES_MAX = 64 << 20
@@ -40,7 +40,7 @@ class IncomingCall(Generic[CallT]):
 
     def fail(self, error: Exception) -> None:
         """End the call with an error, unless it has ended."""
-        self._send(ReplyFrame(self._id, error=self._peer.wire.told(error)))
+        self._send(ReplyFrame(self._id, error=self._peer.wire.error_frame(error)))
 
     def _send(self, reply: ReplyFrame[Any]) -> None:
         if not self.is_open:
@@ -72,8 +72,8 @@ class RpcServer(Generic[CallT]):
         self.on_cancel = on_cancel
         self.peers: set[_Peer[CallT]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told: Any = None
-        self._told_at = 0.0
+        self._pushed: Any = None
+        self._pushed_at = 0.0
 
     async def serve(self, socket_path: Path, is_over: Callable[[], bool], period_s: float) -> None:
         """Listen on a new unix socket, which is its user's alone, until `is_over`, which is asked every
@@ -115,8 +115,8 @@ class RpcServer(Generic[CallT]):
 
     def _push_state(self) -> None:
         state, now = self.state(), time.monotonic()
-        if state != self._told or now - self._told_at >= _STATE_REPEAT_S:
-            self._told, self._told_at = state, now
+        if state != self._pushed or now - self._pushed_at >= _STATE_REPEAT_S:
+            self._pushed, self._pushed_at = state, now
             for peer in list(self.peers):
                 peer.send_reply(ReplyFrame(0, state))
 
@@ -126,7 +126,7 @@ class RpcServer(Generic[CallT]):
         return any(peer.calls for peer in self.peers)
 
 
-class _Peer(Channel[CallFrame[CallT]], Generic[CallT]):
+class _Peer(FrameProtocol[CallFrame[CallT]], Generic[CallT]):
     """A client's connection. `calls` are those that wait for their last reply."""
 
     def __init__(self, server: RpcServer[CallT]) -> None:
@@ -150,7 +150,7 @@ class _Peer(Channel[CallFrame[CallT]], Generic[CallT]):
         try:
             frame = self.wire.encode(reply)
         except self.wire.unsendable as error:
-            frame = self.wire.encode(ReplyFrame(reply.id, error=self.wire.told(error)))
+            frame = self.wire.encode(ReplyFrame(reply.id, error=self.wire.error_frame(error)))
         if self.send(frame) and self.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
             _log.warning("a client does not read: connection closed")
             self.transport.abort()

@@ -339,7 +339,7 @@ def read_ended(socket_path: str | Path) -> EngineEnded | None:
 # -- over the socket ------------------------------------------------------------------------------
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
+class TokenizeCall(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
     """Asks for the tokens of a prompt, or of a conversation in the model's template. `has_special`:
     with the tokens that the model puts around a text. `opens_answer`: a conversation up to where the
     assistant begins. `wants_texts`: with the vocabulary's spelling of each token."""
@@ -352,20 +352,20 @@ class TokenizeRequest(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults
 
 
 class TokenIds(msgspec.Struct, frozen=True, tag="token_ids", omit_defaults=True):
-    """The answer to `TokenizeRequest`."""
+    """The answer to `TokenizeCall`."""
 
     token_ids: list[int]
     texts: list[str] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, tag="detokenize"):
+class DetokenizeCall(msgspec.Struct, frozen=True, tag="detokenize"):
     """Asks for the text of these tokens, special ones included."""
 
     token_ids: list[int]
 
 
 class TokensText(msgspec.Struct, frozen=True, tag="tokens_text"):
-    """The answer to `DetokenizeRequest`."""
+    """The answer to `DetokenizeCall`."""
 
     text: str
 
@@ -377,7 +377,7 @@ class EngineState(msgspec.Struct, frozen=True, tag="state"):
     info: ModelInfo | None = None
 
 
-EngineRequest = GenerateRequest | TokenizeRequest | DetokenizeRequest
+EngineRequest = GenerateRequest | TokenizeCall | DetokenizeCall
 EngineReply = Output | TokenIds | TokensText | EngineState
 
 WIRE: Wire[EngineRequest, EngineReply] = Wire(

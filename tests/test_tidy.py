@@ -54,7 +54,7 @@ ROOMS = {
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
         "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
-    "ipc": ("ipc", "client", "server", "channel", "options"),
+    "ipc": ("ipc", "client", "server", "frames", "options"),
 }
 # fmt: on
 # The most lines of code (no blank line, comment or docstring) that each room may have: who needs more finds what it makes

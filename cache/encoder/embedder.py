@@ -52,7 +52,7 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, p
     `precision` is auto, float32 or bfloat16; auto is bfloat16 where the fastest way here has it.
     Raises PrecisionUnavailable, and what the libraries raise for a model that can't be had.
     """
-    path = _packaged() if name == DEFAULT else Path(name).expanduser()
+    path = packaged_folder() if name == DEFAULT else Path(name).expanduser()
     if path.is_absolute() and not path.exists():
         raise FileNotFoundError(f"no embedder at {path}")
     shown = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
@@ -126,7 +126,7 @@ class SentenceEmbedder:
         return None if found in self._ids([" "])[0] else found
 
 
-def _packaged() -> Path:
+def packaged_folder() -> Path:
     """The folder of the default model. Raises FileNotFoundError where its package is not
     installed.
     """

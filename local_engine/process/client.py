@@ -62,13 +62,13 @@ class AsyncEngine:
         its `__anext__`."""
         return cast(ReplyStream[wire.Output], self._call(request))
 
-    async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenIds:
+    async def tokenize(self, request: wire.TokenizeCall) -> wire.TokenIds:
         """The tokens of a prompt or of a conversation. Raises EngineError."""
         return cast(wire.TokenIds, await self._call(request).only())
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of these tokens, special ones included. Raises EngineError."""
-        return cast(wire.TokensText, await self._call(wire.DetokenizeRequest(token_ids)).only()).text
+        return cast(wire.TokensText, await self._call(wire.DetokenizeCall(token_ids)).only()).text
 
     def _call(self, request: wire.EngineRequest) -> ReplyStream[wire.EngineReply]:
         now = self._load

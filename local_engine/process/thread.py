@@ -1,9 +1,9 @@
 """The thread that owns the engine: loads it, turns commands into sequences and steps into messages.
 
-Knows the wire's messages and no sockets. Requests come from any thread, each under a key of its
-caller's; outputs leave once per step. Invariants: an error that one request raises is its own answer and never ends
-the loop; a request leaves nothing behind once all of its choices have ended, failed or been
-aborted.
+Knows the wire's messages and no sockets. Requests come from any thread, each under a key that its
+caller chose; outputs leave once per step. Invariants: an error that one request raises is its own
+answer and never ends the loop; a request leaves nothing behind once all of its choices have ended,
+failed or been aborted.
 """
 
 from __future__ import annotations
@@ -87,43 +87,39 @@ class EngineThread(threading.Thread, Generic[Key]):
 
     def run(self) -> None:
         try:
-            from local_engine.engine import Engine
-
-            engine = Engine(self._config, progress=self._show_progress)
+            self._work()
         except BaseException as error:
             self.error = error
-            return
+
+    def _work(self) -> None:
+        """Load the engine, then work until `stop`. Raises what ends the process: the model cannot be
+        loaded, the invariants of the blocks do not hold, or the device is broken."""
+        from local_engine.engine import Engine
+
+        engine = Engine(self._config, progress=self._show_progress)
         engine.tokenizer.start_chat()
         self.info, self.tokenizer, self.grammars = engine.info, engine.tokenizer, engine.grammars
         self.load = engine.load()
         is_checked = False  # since it last worked
         while True:
-            block = not engine.has_work
-            while True:
+            is_idle = not engine.has_work
+            while is_idle or not self._commands.empty():
                 try:
-                    command = self._commands.get(block=block, timeout=None if is_checked else _IDLE_CHECK_S)
+                    command = self._commands.get(timeout=None if is_checked else _IDLE_CHECK_S)
                 except queue.Empty:
-                    if not block:
-                        break
-                    try:
-                        engine.check_integrity()
-                    except AssertionError as error:  # where invariants don't hold, the process must end
-                        self.error = error
-                        return
+                    engine.check_integrity()
                     is_checked = True
                     continue
                 is_checked = False
                 if command is None:
                     return
                 command(engine)
-                block = not engine.has_work and self._commands.empty()
-                if block:
+                is_idle = not engine.has_work and self._commands.empty()
+                if is_idle:
                     self.load = engine.load()
             self.step_s_expected = engine.step_s_expected
             self.steps_begun += 1
             self._step(engine)
-            if self.error is not None:
-                return
             self.steps_ended += 1
             self.load = engine.load()
 
@@ -216,14 +212,14 @@ class EngineThread(threading.Thread, Generic[Key]):
 
     def _probe_device(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
         """After a failed step, submit a probe of one token. Where that fails too, several times and
-        alone in its step, no request is the cause but a broken device, or no memory left. Then the
-        process ends, and is started again."""
+        alone in its step, no request is the cause but a broken device, or no memory left: that error is
+        raised, and the process is started again."""
         if has_probe:
             self._probe = None
             self._probes_failed += is_alone
         if self._probes_failed == _PROBES_FAILED_MAX:
-            self.error = error
-        elif self._probe is None:
+            raise error
+        if self._probe is None:
             with contextlib.suppress(wire.Overloaded):  # the next step that fails will do
                 self._probe = engine.submit([0], wire.SamplingParams(temperature=0.0, max_tokens=1))
 

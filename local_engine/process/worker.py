@@ -84,7 +84,7 @@ class EngineServer:
         error = self._thread.error
         if error is None:
             return 0
-        if isinstance(error, ModelError | ValueError):
+        if self._thread.info is None and isinstance(error, ModelError | ValueError):
             return _refuse_to_run(socket_path, error)
         _log.error("the engine gave up", exc_info=error)
         wire.write_ended(socket_path, wire.EngineEnded(f"{type(error).__name__}: {error}"))
@@ -104,7 +104,7 @@ class EngineServer:
             self._thread.submit(call, request)
         return None
 
-    async def _convert(self, call: Call, request: wire.TokenizeRequest | wire.DetokenizeRequest) -> None:
+    async def _convert(self, call: Call, request: wire.TokenizeCall | wire.DetokenizeCall) -> None:
         """Answer a request for tokens or their text. Raises EngineError."""
         self._converting += 1
         try:
@@ -178,10 +178,10 @@ class EngineServer:
 
 
 def _converted(
-    tokenizer: Tokenizer, request: wire.TokenizeRequest | wire.DetokenizeRequest
+    tokenizer: Tokenizer, request: wire.TokenizeCall | wire.DetokenizeCall
 ) -> wire.TokenIds | wire.TokensText:
     """The tokens or the text that a client asks for. Raises InvalidRequest."""
-    if isinstance(request, wire.DetokenizeRequest):
+    if isinstance(request, wire.DetokenizeCall):
         return wire.TokensText(tokenizer.decode_all(request.token_ids))
     if request.messages is not None:
         is_rendered = not request.has_special

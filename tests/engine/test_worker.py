@@ -35,7 +35,7 @@ from local_engine import (
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.messages import WIRE, EngineLoad, EngineState, ModelInfo, TokenizeRequest, read_ended
+from local_engine.messages import WIRE, EngineLoad, EngineState, ModelInfo, TokenizeCall, read_ended
 from local_engine.process.thread import EngineThread, Replies
 from local_engine.process.worker import EngineServer
 from local_engine.runner import ModelRunner
@@ -116,15 +116,15 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
     asked = [{"role": "user", "content": "the quick <|im_end|> fox 東京"}]
     async with worker.generate(request(random_prompt(2, 20), 200)) as generation:
         await anext(generation)
-        found = await worker.tokenize(TokenizeRequest(prompt="a quick 東京 fox", has_special=True, wants_texts=True))
+        found = await worker.tokenize(TokenizeCall(prompt="a quick 東京 fox", has_special=True, wants_texts=True))
         assert found.token_ids == tokenizer.encode("a quick 東京 fox")
         assert found.texts == [tokenizer.token(id) for id in found.token_ids]
-        chat = await worker.tokenize(TokenizeRequest(messages=asked, has_special=False))
+        chat = await worker.tokenize(TokenizeCall(messages=asked, has_special=False))
         assert (chat.token_ids, chat.texts) == (tokenizer.encode_chat(asked, None), None)
         async with worker.generate(GenerateRequest(messages=asked, sampling=greedy(1))) as counted:
             usage = usage_of(await rest_of(counted))
         assert usage.prompt_tokens == len(chat.token_ids)
-        closed = await worker.tokenize(TokenizeRequest(messages=asked, has_special=False, opens_answer=False))
+        closed = await worker.tokenize(TokenizeCall(messages=asked, has_special=False, opens_answer=False))
         assert chat.token_ids[: len(closed.token_ids)] == closed.token_ids
         assert len(closed.token_ids) < len(chat.token_ids)
         text = await worker.detokenize(chat.token_ids)
@@ -133,7 +133,7 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
             with pytest.raises(InvalidRequest, match=rf"there is no token {wrong}"):
                 await worker.detokenize([wrong])
         with pytest.raises(InvalidRequest, match="must not be empty"):
-            await worker.tokenize(TokenizeRequest(messages=[], has_special=False))
+            await worker.tokenize(TokenizeCall(messages=[], has_special=False))
     await idle(worker)
 
 
@@ -156,7 +156,7 @@ async def test_a_dead_engine_answers_no_question_for_tokens(checkpoint: Folder) 
     with worker_process(checkpoint("llama")) as running:
         async with connected(running.socket_path) as engine:
             running.process.send_signal(signal.SIGSTOP)
-            asked = asyncio.create_task(engine.tokenize(TokenizeRequest(prompt="x", has_special=True)))
+            asked = asyncio.create_task(engine.tokenize(TokenizeCall(prompt="x", has_special=True)))
             await asyncio.sleep(0)
             running.process.kill()
             with pytest.raises(EngineUnavailable):
@@ -423,7 +423,7 @@ def test_a_process_that_is_killed_fails_what_comes_next(tmp_path: Path) -> None:
                 with pytest.raises(EngineUnavailable):
                     await rest_of(engine.generate(request([1, 2, 3], 1)))
                 with pytest.raises(EngineUnavailable):
-                    await engine.tokenize(TokenizeRequest(prompt="x", has_special=False))
+                    await engine.tokenize(TokenizeCall(prompt="x", has_special=False))
 
             await asyncio.gather(*map(late, range(60)))
 

@@ -20,7 +20,7 @@ from gateway.backends.refusals import error_body
 from gateway.wire.types import CHAT, Chunk
 from ipc import ReplyStream
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Output
-from local_engine.messages import TokenizeRequest
+from local_engine.messages import TokenizeCall
 from policies.durations import duration_s
 
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ class LocalBackend:
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
-        tokenize = TokenizeRequest(
+        tokenize = TokenizeCall(
             prompt=prompt,
             messages=messages,
             has_special=has_special,

@@ -71,7 +71,7 @@ class Wire(Generic[CallT, ReplyT]):
             raise self.unsendable(f"a message of {len(data)} bytes is sent, of at most {self.bytes_max}")
         return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
-    def told(self, error: Exception) -> ErrorFrame:
+    def error_frame(self, error: Exception) -> ErrorFrame:
         """An error as it is sent. One that is none of `errors` is a bug, and logged."""
         if not isinstance(error, self.errors):
             _log.error("a call failed", exc_info=error)
@@ -86,7 +86,7 @@ class Wire(Generic[CallT, ReplyT]):
         return revived
 
 
-class Channel(asyncio.Protocol, Generic[T]):
+class FrameProtocol(asyncio.Protocol, Generic[T]):
     """Gives each message that arrives to `receive`."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], receive: Callable[[T], object], bytes_max: int) -> None:
