@@ -28,6 +28,7 @@ from local_engine.messages import (
     EngineLoad,
     EngineLoading,
     EngineUnavailable,
+    EngineUsage,
     FinishReason,
     GenerateRequest,
     Grammar,
@@ -38,7 +39,6 @@ from local_engine.messages import (
     PromptTooLong,
     SamplingParams,
     TokenLogprob,
-    Usage,
 )
 from local_engine.process.client import AsyncEngine
 
@@ -46,9 +46,25 @@ if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 __all__ = [
-    "AsyncEngine", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
-    "EngineLoading", "EngineUnavailable", "FinishReason", "GenerateRequest", "Grammar",
-    "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob", "Usage",
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "EngineFailed",
+    "EngineLoad",
+    "EngineLoading",
+    "EngineUnavailable",
+    "EngineUsage",
+    "FinishReason",
+    "GenerateRequest",
+    "Grammar",
+    "InvalidRequest",
+    "ModelInfo",
+    "Output",
+    "Overloaded",
+    "PromptTooLong",
+    "SamplingParams",
+    "TokenLogprob",
 ]  # fmt: skip
 
 

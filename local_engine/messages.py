@@ -208,10 +208,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     stop_token: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: EngineUsage | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of tokens over all choices. `cached_tokens`: prompt tokens with reused KV, counted
     once. `drafted_tokens`, `accepted_tokens`: guesses, and those that were right, by their source
     (text, reference, model). `reasoning_tokens`: those of thinking blocks."""
@@ -224,7 +224,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: dict[str, int] = {}
 
 
-def together(usages: Iterable[Usage]) -> Usage:
+def together(usages: Iterable[EngineUsage]) -> EngineUsage:
     """The sum of each count, of one usage at least."""
     total: dict[str, Any] = {}
     for name, count in itertools.chain.from_iterable(msgspec.structs.asdict(usage).items() for usage in usages):
@@ -233,7 +233,7 @@ def together(usages: Iterable[Usage]) -> Usage:
         else:
             before = total.get(name, {})
             total[name] = {**before, **{source: before.get(source, 0) + more for source, more in count.items()}}
-    return Usage(**total)
+    return EngineUsage(**total)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

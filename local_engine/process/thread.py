@@ -48,7 +48,7 @@ class RunningRequest(Generic[Key]):
     n: int
     wants_logprobs: bool
     held: dict[int, list[wire.Output]] | None = None
-    ended: dict[int, wire.Usage] = field(default_factory=dict)
+    ended: dict[int, wire.EngineUsage] = field(default_factory=dict)
 
 
 class EngineThread(threading.Thread, Generic[Key]):
@@ -232,7 +232,7 @@ class EngineThread(threading.Thread, Generic[Key]):
         output = step.output
         if not (output.text or output.token_ids or output.prompt_logprobs or output.finish_reason):
             return
-        usage: wire.Usage | None = None
+        usage: wire.EngineUsage | None = None
         if step.usage is not None:
             running.ended[step.id] = step.usage
             if len(running.ended) == len(running.sequences):

@@ -34,6 +34,7 @@ from ipc import IncomingCall, RpcServer
 from local_engine import (
     EngineFailed,
     EngineLoad,
+    EngineUsage,
     GenerateRequest,
     Grammar,
     InvalidRequest,
@@ -41,7 +42,6 @@ from local_engine import (
     Output,
     TokenLogprob,
 )
-from local_engine import Usage as EngineUsage
 from local_engine.messages import (
     WIRE,
     CallPart,

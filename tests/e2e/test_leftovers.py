@@ -28,8 +28,7 @@ from cache.worker import messages as cache_wire
 from gateway.journey import attempt
 from gateway.settings import Settings
 from ipc import IncomingCall, RpcServer
-from local_engine import Output
-from local_engine import Usage as EngineUsage
+from local_engine import EngineUsage, Output
 from local_engine.messages import EngineError, EngineFailed, PromptTooLong
 from policies import WindowKind
 from tests.backends.test_local import ScriptedEngine

@@ -25,13 +25,13 @@ from local_engine import (
     EngineError,
     EngineLoading,
     EngineUnavailable,
+    EngineUsage,
     GenerateRequest,
     InvalidRequest,
     Output,
     Overloaded,
     PromptTooLong,
     SamplingParams,
-    Usage,
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
@@ -66,7 +66,7 @@ async def rest_of(generation: ReplyStream[Output]) -> list[Output]:
     return [output async for output in generation]
 
 
-def usage_of(outputs: list[Output]) -> Usage:
+def usage_of(outputs: list[Output]) -> EngineUsage:
     """The counts, which come with the last output and no other."""
     (usage,) = [output.usage for output in outputs if output.usage is not None]
     assert usage is outputs[-1].usage

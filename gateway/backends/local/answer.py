@@ -48,7 +48,7 @@ class Writer(ABC):
     def chunks(self, output: Output, index: int) -> list[Chunk]:
         """The chunks of one piece of one choice."""
 
-    def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
+    def usage(self, of_prompts: Sequence[local_engine.EngineUsage]) -> Chunk:
         """The last chunk: the usage of all prompts and their answers."""
         total = together(of_prompts)
         found = Usage(
@@ -182,7 +182,7 @@ class TextWriter(Writer):
         data = b'%b,"choices":[%b]}' % (self.head, _encode(choice))
         return [Chunk(data, has_content=bool(text), finish_reasons=(finish_reason,) if finish_reason else ())]
 
-    def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
+    def usage(self, of_prompts: Sequence[local_engine.EngineUsage]) -> Chunk:
         if self._is_silent:
             of_prompts = [msgspec.structs.replace(usage, completion_tokens=0) for usage in of_prompts]
         return super().usage(of_prompts)

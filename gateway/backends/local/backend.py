@@ -132,7 +132,7 @@ class LocalStream:
         self._waiting: deque[GenerateRequest] = deque()  # prompts
         # of earlier prompts; the first one is being read
         self._generations: deque[ReplyStream[Output]] = deque()
-        self._usages: list[local_engine.Usage] = []  # of the finished prompts
+        self._usages: list[local_engine.EngineUsage] = []  # of the finished prompts
         self._ready: list[Chunk] = []
         self._writer: Writer | None = None
         self._quarantine_key: bytes | None = None
