@@ -23,11 +23,11 @@ _SILENT_LOOKS_MAX = 10  # a server that works sends its state every second
 
 
 class ReplyStream(Generic[ReplyT]):
-    """One call: iterate for its replies, `aclose` to cancel it. Not an async generator on purpose: an async
-    generator that was never started runs no `finally`, and would leak the work it stands for.
+    """The replies to one call: iterate to read them, `aclose` to cancel the call.
 
-    Raises the call's error from `__anext__`, after the replies before it; iteration then stays
-    ended.
+    It is no async generator: one that was never started runs no `finally`, and its call would go
+    on. `__anext__` raises the call's error after the replies that came before it; later calls of it
+    raise StopAsyncIteration.
     """
 
     def __init__(self, cancel: Callable[[], object] = lambda: None) -> None:
@@ -57,7 +57,7 @@ class ReplyStream(Generic[ReplyT]):
         return self._replies.pop(0)
 
     async def only(self, timeout_s: float | None = None) -> ReplyT:
-        """The first reply; others are not waited for. Raises the call's error, or TimeoutError."""
+        """Return the first reply and cancel the rest. Raises the call's error, or TimeoutError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await anext(self)
@@ -65,7 +65,9 @@ class ReplyStream(Generic[ReplyT]):
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel in the server what has not ended; safe to call at any time, any number of times."""
+        """Cancel the call in the server, unless it has ended. It can be called at any time, and
+        again.
+        """
         if not self._is_over:
             self._cancel()
         self._replies.clear()
@@ -84,7 +86,7 @@ class ReplyStream(Generic[ReplyT]):
         self._notify()
 
     def end(self, error: Exception | None = None) -> None:
-        """No reply follows."""
+        """End the iteration after the replies so far, by `error` if there is one."""
         if not self._is_over:
             self._error, self._is_over = error, True
         self._notify()
@@ -95,10 +97,10 @@ class ReplyStream(Generic[ReplyT]):
 
 
 class RpcClient(Generic[CallT, ReplyT]):
-    """Calls the server at `socket_path`, as soon as `start` has connected to it.
+    """Calls the server at `socket_path`. It keeps itself connected from `start` to `aclose`.
 
-    `on_state` gets each state that the server tells, and None when a connection has ended or could
-    not be had. `lost` makes the error of a call without a connection from what came of that.
+    `on_state` gets each state that the server sends, and None when a connection ends or cannot be
+    opened. `lost` makes the error of a call without a connection; its argument says what happened.
     """
 
     def __init__(
@@ -110,8 +112,8 @@ class RpcClient(Generic[CallT, ReplyT]):
         lost: Callable[[str], Exception],
         look_s: float = 1.0,
     ) -> None:
-        """`look_s`: seconds between looks whether the server has sent anything; after 10 in vain it is
-        silent, and its connection ends.
+        """The client looks every `look_s` seconds for bytes from the server. After 10 looks without
+        any it closes the connection.
         """
         self.socket_path = str(socket_path)
         self._wire = wire
@@ -124,12 +126,12 @@ class RpcClient(Generic[CallT, ReplyT]):
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to connect, and keep connecting, in the background. Needs a running loop."""
+        """Begin to connect in the background. Needs a running event loop."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep_connected(), name=f"connection to {self.socket_path}")
 
     async def aclose(self) -> None:
-        """Disconnect for good: running calls end by `lost`, and the server cancels them."""
+        """Disconnect. Running calls fail by `lost`, and the server cancels them."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -140,8 +142,8 @@ class RpcClient(Generic[CallT, ReplyT]):
         return self._connection is not None and not self._connection.transport.is_closing()
 
     def call(self, body: CallT) -> ReplyStream[ReplyT]:
-        """Begin a call. Without a connection its stream fails by `lost`, and where it fits in no frame by
-        the wire's `unsendable`.
+        """Begin a call. Without a connection its stream fails by `lost`; where the message does not
+        fit in a frame, by the wire's `unsendable`.
         """
         id = next(self._ids)
         stream: ReplyStream[ReplyT] = ReplyStream(lambda: self._cancel(id))
@@ -157,7 +159,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         return stream
 
     def ask_state(self) -> None:
-        """Have the server tell its state."""
+        """Ask the server to send its state."""
         self._cancel(0)
 
     def _receive(self, reply: ReplyFrame[ReplyT]) -> None:
@@ -194,10 +196,9 @@ class RpcClient(Generic[CallT, ReplyT]):
             pause_s = min(_RECONNECT_MAX_S, pause_s * 2)
 
     async def _read(self, connection: FrameProtocol[ReplyFrame[ReplyT]]) -> None:
-        """Wait until the connection ends or the server falls silent, and fail the calls that run then.
+        """Wait until the connection ends or the server falls silent, then fail the running calls.
 
-        Silence is counted in looks, not by the clock: if this process was stopped, the server was not
-        silent.
+        Looks are counted, not seconds: while this process was stopped, the server was not silent.
         """
         self._connection = connection
         how, silent = "was left", 0

@@ -24,7 +24,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class CallFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
-    """Client to server: a call under an id that the client chose. No body: the call is cancelled."""
+    """Client to server: a call under an id that the client chose. A frame without a body cancels
+    the call.
+    """
 
     id: int
     body: T | None = None
@@ -49,10 +51,10 @@ class ReplyFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Wire(Generic[CallT, ReplyT]):
-    """What the two ends of a socket agree on.
+    """The messages, errors and limits that both ends of a socket agree on.
 
-    `errors` are the classes of errors that end calls: the first stands for any other, and
-    `unsendable` is that of a call that fits in no frame.
+    `errors` are the classes of errors that can end a call; the first replaces all others.
+    `unsendable` is the error of a message that fits in no frame.
     """
 
     calls: msgspec.msgpack.Decoder[CallFrame[CallT]]
@@ -62,7 +64,7 @@ class Wire(Generic[CallT, ReplyT]):
     bytes_max: int
 
     def encode(self, message: CallFrame[CallT] | ReplyFrame[ReplyT]) -> bytes:
-        """The frame of a message. Raises `unsendable`."""
+        """Return the frame of a message. Raises `unsendable`."""
         try:
             data = _encoder.encode(message)
         except OverflowError:
@@ -72,14 +74,14 @@ class Wire(Generic[CallT, ReplyT]):
         return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
     def error_frame(self, error: Exception) -> ErrorFrame:
-        """An error as it is sent. One that is none of `errors` is a bug, and logged."""
+        """Return an error as it is sent. An error of no class in `errors` is a bug, and is logged."""
         if not isinstance(error, self.errors):
             _log.error("a call failed", exc_info=error)
             error = self.errors[0](f"{type(error).__name__}: {error}")
         return ErrorFrame(type(error).__name__, str(error), vars(error))
 
     def revived(self, error: ErrorFrame) -> Exception:
-        """The error that was sent."""
+        """Return the error that the other end sent."""
         kind = next((kind for kind in self.errors if kind.__name__ == error.kind), self.errors[0])
         revived = kind.__new__(kind, error.message)
         vars(revived).update(error.facts)
@@ -87,7 +89,7 @@ class Wire(Generic[CallT, ReplyT]):
 
 
 class FrameProtocol(asyncio.Protocol, Generic[T]):
-    """Gives each message that arrives to `receive`."""
+    """Cuts the bytes of a connection into messages and gives each to `receive`."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], receive: Callable[[T], object], bytes_max: int) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -129,10 +131,10 @@ class FrameProtocol(asyncio.Protocol, Generic[T]):
             self.closed.set_result(None)
 
     def send(self, frame: bytes) -> bool:
-        """Whether there still is a connection to write to.
+        """Write a frame. Returns False where the connection has ended.
 
-        Its end is seen here before `connection_lost`, and uvloop's transport raises for a write after
-        it.
+        The transport knows the end before `connection_lost` is called, and uvloop's raises for a
+        write after it.
         """
         if self.transport.is_closing():
             return False

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """An option for each field of the dataclass `kind`; those without a default are required."""
+    """Add an option for each field of the dataclass `kind`. Fields without a default are required."""
     hints = get_type_hints(kind, include_extras=True)
     for field, flag in _flags(kind):
         hint, text = get_args(hints[field.name])
@@ -34,12 +34,12 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
 
 def options_from(kind: type[T], arguments: argparse.Namespace) -> T:
-    """The dataclass of a command line that was parsed. Raises what its constructor raises."""
+    """Build the dataclass `kind` from a parsed command line. Raises what its constructor raises."""
     return kind(**{field.name: getattr(arguments, field.name) for field, _ in _flags(kind)})
 
 
 def argv_of(options: Any) -> list[str]:
-    """The command line of a dataclass, without the values that are its defaults."""
+    """Return the command line of a dataclass. Fields that have their default are left out."""
     argv = []
     for field, flag in _flags(type(options)):
         value = getattr(options, field.name)

@@ -24,7 +24,7 @@ _log = logging.getLogger("ipc")
 
 
 class IncomingCall(Generic[CallT]):
-    """A call of one client, until its last reply."""
+    """A call of one client. It is open until its last reply, or until the client cancels it."""
 
     __slots__ = ("_id", "_peer", "body", "is_open")
 
@@ -35,11 +35,11 @@ class IncomingCall(Generic[CallT]):
         self._id = id
 
     def reply(self, body: Any, *, is_last: bool = True) -> None:
-        """Send a reply, unless the call has ended."""
+        """Send a reply, if the call is open."""
         self._send(ReplyFrame(self._id, body, is_last))
 
     def fail(self, error: Exception) -> None:
-        """End the call with an error, unless it has ended."""
+        """End the call with an error, if it is open."""
         self._send(ReplyFrame(self._id, error=self._peer.wire.error_frame(error)))
 
     def _send(self, reply: ReplyFrame[Any]) -> None:
@@ -52,10 +52,12 @@ class IncomingCall(Generic[CallT]):
 
 
 class RpcServer(Generic[CallT]):
-    """Gives each call to `on_call`, and one whose client does not wait any more to `on_cancel`.
+    """Gives each call to `on_call`, and each open call that its client cancels or leaves to
+    `on_cancel`.
 
-    `on_call` may return a coroutine that answers the call; what it raises is the call's error. `state`
-    is told to each client that connects, when it has changed, and every second.
+    `on_call` may return a coroutine that answers the call; an error that it raises ends the call.
+    The server sends `state()` to each new client, and to all clients when it changes and every
+    second.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class RpcServer(Generic[CallT]):
         self._pushed_at = 0.0
 
     async def serve(self, socket_path: Path, is_over: Callable[[], bool], period_s: float) -> None:
-        """Listen on a new unix socket, which is its user's alone, until `is_over`, which is asked every
-        `period_s`, or until the parent process has ended. Then close all connections, once what was
-        written to them has left. Raises OSError.
+        """Listen on a new unix socket that only this user can open. Raises OSError.
+
+        It ends when `is_over()`, which is called every `period_s`, returns true, or when the parent
+        process has ended. Then it sends what was written, and closes all connections.
         """
         parent = os.getppid()
         socket_path.unlink(missing_ok=True)
@@ -122,12 +125,12 @@ class RpcServer(Generic[CallT]):
 
     @property
     def has_calls(self) -> bool:
-        """Whether any call waits for its last reply."""
+        """Whether any call is open."""
         return any(peer.calls for peer in self.peers)
 
 
 class _Peer(FrameProtocol[CallFrame[CallT]], Generic[CallT]):
-    """A client's connection. `calls` are those that wait for their last reply."""
+    """A client's connection, with its open calls by id."""
 
     def __init__(self, server: RpcServer[CallT]) -> None:
         super().__init__(server.wire.calls, self._take, server.wire.bytes_max)

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 class SemanticClient:
-    """Ask the worker at `socket_path`. `timeout_s` bounds a lookup. Use as an async context
-    manager, or `start` and `aclose`.
+    """Asks the cache worker at `socket_path`. `timeout_s` bounds a lookup. It is an async context
+    manager; `start` and `aclose` do the same.
     """
 
     def __init__(self, socket_path: Path | str, timeout_s: float = 0.5) -> None:
@@ -56,15 +56,15 @@ class SemanticClient:
 
     @property
     def status(self) -> wire.WorkerStatus:
-        """The worker's state, a second old at most; AWAY where there is none."""
+        """The worker's state, at most a second old. Its state is AWAY without a connection."""
         return self._status
 
     async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
-        """The decision on a prompt. Without a worker, or in time, it is a Miss with UNAVAILABLE,
-        LOADING or TIMEOUT.
+        """Return the decision on a prompt. If the worker is away, loads or is late, this is a Miss
+        with UNAVAILABLE, LOADING or TIMEOUT.
 
-        While the worker is silent (its imports hold it up, or one lookup was not answered in time)
-        no other lookup waits for it. `timeout_s` may only shorten the client's.
+        After a lookup that was late, others return at once until the worker has sent anything.
+        `timeout_s` can only shorten the client's.
         """
         timeout_s = min(self._timeout_s, timeout_s) if timeout_s is not None else self._timeout_s
         if self._silent_for is not None and self.is_connected:
@@ -81,16 +81,16 @@ class SemanticClient:
         return reply.decision
 
     async def near(self, query: Query, count: int = 8) -> Neighbourhood:
-        """The decision for a prompt and its neighbours in the same partition and compat: to be
-        seen, not counted. Raises CacheWorkerUnavailable.
+        """Return the decision on a prompt with its neighbours in the same partition and compat. The
+        worker does not learn from it. Raises CacheWorkerUnavailable.
         """
         shown = msgspec.structs.replace(query, is_try=True)
         return await self._ask_or_raise(wire.AskLookup(shown, count), Neighbourhood, _NEAR_TIMEOUT_S)
 
     async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> AsyncIterator[wire.Embedded]:
-        """Unit vectors and token counts, in order, a few texts at a time: lookups and other
-        callers' texts come in between. `timeout_s` bounds the wait for each few. Raises
-        TextTooLong, or CacheWorkerUnavailable.
+        """Yield unit vectors and token counts of the texts, in order, a few texts at a time. The
+        worker answers lookups and other callers in between. `timeout_s` bounds the wait for each
+        few. Raises TextTooLong, or CacheWorkerUnavailable.
         """
         for index, text in enumerate(texts):
             if len(text) > _EMBED_CHARS_MAX:
@@ -108,9 +108,9 @@ class SemanticClient:
     async def judge(
         self, partition: Partition, compat: bytes, fresh: wire.Answered, others: Sequence[wire.Answered]
     ) -> list[Judgement]:
-        """Whether a fresh answer says what each of `others` does, in order; they are of this
-        partition and compat. The fresh one is kept to compare later ones with, as far as it is
-        stored. Raises CacheWorkerUnavailable, also where the worker has no time for it.
+        """Return for each of `others`, in order, whether it says the same as the fresh answer. All
+        are of this partition and compat. The worker keeps a sketch of a stored fresh answer, for
+        later comparisons. Raises CacheWorkerUnavailable, also where the worker has no time.
         """
         ask = wire.AskJudge(partition, compat, fresh, tuple(others))
         return list((await self._ask_or_raise(ask, wire.Judged, _JUDGE_TIMEOUT_S)).judgements)

@@ -17,7 +17,7 @@ from ipc import CallFrame, ReplyFrame, Wire
 
 
 class Embedded(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
-    """One unit vector for each text as little-endian float32, and how many tokens each text has."""
+    """A unit vector for each text, as little-endian float32, and each text's number of tokens."""
 
     vectors: tuple[bytes, ...]
     tokens: tuple[int, ...]
@@ -25,8 +25,8 @@ class Embedded(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
 
 
 class TextTooLong(CacheError):
-    """A text does not fit the encoder's window: `index` in the request, `length` of at most
-    `length_max`, which count `unit`: tokens, or characters where no token was counted.
+    """The text `index` of a request does not fit the encoder's window: it has `length` of at most
+    `length_max` units. The unit is tokens, or characters where the worker counted no tokens.
     """
 
     def __init__(self, index: int, length: int, length_max: int, unit: str = "tokens") -> None:
@@ -46,8 +46,8 @@ class WorkerState(StrEnum):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """The worker's state. `progress` is 0 to 1 of `state`; `lookups` and `batches` count since its
-    start.
+    """The worker's state. `progress` is the finished share of `state`, 0 to 1. `lookups` and
+    `batches` count since the worker's start.
     """
 
     state: WorkerState
@@ -65,25 +65,27 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
 
     @property
     def size(self) -> str:
-        """How many entries, for people."""
+        """The number of entries, for people."""
         return "1 prompt" if self.entries == 1 else f"{self.entries:,} prompts"
 
 
 class AskLookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
-    """Is there an answer for a prompt? With its `count` nearest neighbours."""
+    """Asks for the decision on a prompt, with its `count` nearest neighbours."""
 
     query: Query
     count: int = 0
 
 
 class AskEmbed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
-    """The vectors of a few texts."""
+    """Asks for the vectors of a few texts."""
 
     texts: tuple[str, ...]
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """An answer as text. `exact` and `created_at` name its entry; an empty `exact`: it has none."""
+    """An answer as text. `exact` and `created_at` name its entry; an answer without an entry has an
+    empty `exact`.
+    """
 
     exact: bytes
     created_at: float
@@ -91,7 +93,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AskJudge(msgspec.Struct, frozen=True, array_like=True, tag="judge"):
-    """Whether a fresh answer says what others of its namespace do."""
+    """Asks whether a fresh answer says the same as others of its namespace."""
 
     partition: Partition
     compat: bytes
@@ -100,7 +102,7 @@ class AskJudge(msgspec.Struct, frozen=True, array_like=True, tag="judge"):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True, tag="judged"):
-    """The rulings on the others, in order."""
+    """The rulings on the other answers, in order."""
 
     judgements: tuple[Judgement, ...]
 

@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class SpareTime:
-    """The time for work that is no lookup's: one piece at a time, when no lookup is in hand, or after
-    the piece has waited for that. So a lookup waits for one piece at most.
+    """Gives turns to work that is no lookup's: one piece at a time, when no lookup is under way or
+    the piece has waited long enough. So a lookup waits for one piece at most.
 
-    While lookups are about, the work rests after a piece for twice as long as that took: it has a
-    third of the time at most.
+    While lookups come, the work rests after each piece for twice the piece's time: it gets a third
+    of the time at most.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class SpareTime:
         self._rests_until = 0.0
 
     def lookup(self) -> None:
-        """A lookup came; `has_no_lookup` is set after its answer."""
+        """Note that a lookup came. The caller sets `has_no_lookup` after its answer."""
         self.has_no_lookup.clear()
         self._looked_up_at = time.monotonic()
 
     async def do(self, piece: Callable[[], Awaitable[T]]) -> T:
-        """The result of a piece, in its turn."""
+        """Do a piece of work in its turn, and return its result."""
         async with self._turn:
             if time.monotonic() - self._looked_up_at < _LOOKUPS_ABOUT_S:
                 await asyncio.sleep(self._rests_until - time.monotonic())
@@ -57,6 +57,6 @@ class SpareTime:
 
 
 def fitting(lengths: Iterable[int], count_max: int, chars_max: int) -> int:
-    """How many of these texts make a batch: one at least."""
+    """Return how many of these texts make one batch; at least 1."""
     sums = itertools.accumulate(itertools.islice(lengths, count_max))
     return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= chars_max, sums)))

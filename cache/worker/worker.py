@@ -66,7 +66,7 @@ _THREADS = 2  # a short text takes two thirds of the time on two, and a tenth mo
 
 
 class Worker:
-    """One worker; `run` is its whole life."""
+    """One cache worker, from its start to its end."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
@@ -86,8 +86,8 @@ class Worker:
         self._counts = [0, 0]  # lookups, batches
 
     async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't
-        be had.
+        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError if it cannot listen on
+        the socket.
         """
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,7 +129,7 @@ class Worker:
         await self._follow(cache)
 
     def _report_failure(self, error: Exception) -> None:
-        """Keep why the embedder can't be loaded, and log it in a line the first time. It's tried
+        """Keep why the embedder cannot be loaded, and log each new reason once. The worker tries
         again: a package may be installed, and a hub come back.
         """
         failure = _why_not_loaded(error)
@@ -186,10 +186,10 @@ class Worker:
         return [(job, ask) for job, ask in lookups if job.is_open]
 
     async def _prepare(self, lookups: list[Lookup]) -> list[Lookup]:
-        """Embed the prompts while Redis is asked for new records: neither needs the other. Returns
-        the jobs that are wanted still.
+        """Embed the prompts while Redis is asked for new records. Returns the lookups whose clients
+        still wait.
 
-        If embedding fails, the lookup that follows fails too and reports it.
+        If embedding fails, the lookup that follows fails too, and reports it.
         """
         cache, follower = self._cache, self._follower
         assert cache is not None
@@ -219,7 +219,7 @@ class Worker:
             job.reply(neighbourhood)
 
     async def _embed(self, job: Job, ask: wire.AskEmbed) -> None:
-        """Answer with the vectors of a few texts: the client sends many in several asks. Raises TextTooLong."""
+        """Answer with the vectors of a few texts. Raises TextTooLong."""
         assert self._cache is not None
         info = self._cache.embedder
         for index, text in enumerate(ask.texts):
@@ -234,7 +234,7 @@ class Worker:
         job.reply(wire.Embedded(vectors, tuple(counts), info.dims))
 
     async def _judge(self, job: Job, ask: wire.AskJudge) -> None:
-        """Answer with rulings. Raises CacheWorkerUnavailable where too many wait."""
+        """Answer with rulings. Raises CacheWorkerUnavailable if too many answers wait."""
         assert self._judging is not None
         assert self._follower is not None
         if self._judgings == _JUDGINGS_MAX:
@@ -254,13 +254,15 @@ class Worker:
             self._judgings -= 1
 
     async def _piece_of(self, job: Job, work: Callable[[], T]) -> T:
-        """Do a small piece of a job between lookups. Raises CacheWorkerUnavailable if it is not wanted any more."""
+        """Do a small piece of a job between lookups. Raises CacheWorkerUnavailable if its client
+        has left.
+        """
         if not job.is_open:
             raise CacheWorkerUnavailable("its client does not wait any more")
         return await self._between_lookups(work)
 
     async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do in the cache's thread what is no lookup's."""
+        """Do a piece of work in the cache's thread, between lookups."""
         loop = asyncio.get_running_loop()
         return await self._spare.do(lambda: loop.run_in_executor(self._thread, work, *arguments))
 
@@ -302,14 +304,16 @@ class Worker:
 
 
 def _why_not_loaded(error: Exception) -> str:
-    """In one line, with what to do."""
+    """Say in one line why the embedder cannot be loaded and what to do."""
     from cache.encoder.types import PrecisionUnavailable
 
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = "faiss-cpu" if error.name == "faiss" else error.name
         return f"the package {package} is not installed (pip install {package})"
-    words = " ".join(str(error).split())
-    return words if isinstance(error, FileNotFoundError | PrecisionUnavailable) else f"{type(error).__name__}: {words}"
+    message = " ".join(str(error).split())
+    return (
+        message if isinstance(error, FileNotFoundError | PrecisionUnavailable) else f"{type(error).__name__}: {message}"
+    )
 
 
 def _describe(is_following: bool, is_up: bool) -> str:
@@ -319,8 +323,8 @@ def _describe(is_following: bool, is_up: bool) -> str:
 
 
 def _load(options: WorkerOptions) -> tuple[SemanticCache, bytes]:
-    """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's
-    thread.
+    """Load the embedder, which imports OpenVINO or torch, and an empty index, which imports FAISS.
+    Runs in the cache's thread.
     """
     from cache.decision.model import beside
     from cache.decision.prior import PRIOR

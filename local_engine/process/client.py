@@ -33,7 +33,7 @@ class AsyncEngine:
     """
 
     def __init__(self, socket_path: str | Path, *, look_s: float = 1.0) -> None:
-        """`look_s`: seconds between looks whether the worker has sent anything."""
+        """`look_s`: seconds between looks for bytes from the worker; see `RpcClient`."""
         self.info: wire.ModelInfo | None = None
         self.ended: wire.EngineEnded | None = None  # why its process ended, since it was ready last
         self.starts_failed = 0  # processes that were seen loading since then, and ended
@@ -45,29 +45,32 @@ class AsyncEngine:
         self.aclose = self._rpc.aclose
 
     async def wait_ready(self) -> wire.ModelInfo:
-        """Wait until the model is loaded; bound it with asyncio.timeout. No error of the engine ends
-        the wait."""
+        """Wait until the model is loaded; bound it with asyncio.timeout. An engine that fails does
+        not end the wait.
+        """
         while not (self._load.is_ready and self.info is not None):
             self._is_changed.clear()
             await self._is_changed.wait()
         return self.info
 
     def load(self) -> wire.EngineLoad:
-        """The last state the worker pushed; `is_connected` and `is_ready` are False when there is
-        none."""
+        """Return the last state that the worker sent. Without a connection `is_connected` and
+        `is_ready` are False.
+        """
         return self._load
 
     def generate(self, request: wire.GenerateRequest) -> ReplyStream[wire.Output]:
         """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from
-        its `__anext__`."""
+        `__anext__`.
+        """
         return cast(ReplyStream[wire.Output], self._call(request))
 
     async def tokenize(self, request: wire.TokenizeCall) -> wire.TokenIds:
-        """The tokens of a prompt or of a conversation. Raises EngineError."""
+        """Return the tokens of a prompt or of a conversation. Raises EngineError."""
         return cast(wire.TokenIds, await self._call(request).only())
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of these tokens, special ones included. Raises EngineError."""
+        """Return the text of these tokens, special ones included. Raises EngineError."""
         return cast(wire.TokensText, await self._call(wire.DetokenizeCall(token_ids)).only()).text
 
     def _call(self, request: wire.EngineRequest) -> ReplyStream[wire.EngineReply]:

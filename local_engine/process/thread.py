@@ -41,7 +41,8 @@ Replies = list[tuple[Key, wire.Output | Exception]]
 @dataclass(slots=True)
 class RunningRequest(Generic[Key]):
     """A request in the engine: its sequences, one per choice, and the usage of those that ended.
-    `held` are the outputs so far where the `n` best are chosen at the end."""
+    `held` collects outputs where the engine chooses the `n` best at the end.
+    """
 
     key: Key
     sequences: list[int]
@@ -52,8 +53,9 @@ class RunningRequest(Generic[Key]):
 
 
 class EngineThread(threading.Thread, Generic[Key]):
-    """Loads the engine, then turns commands into sequences and steps into messages. Everything here
-    but `submit`, `abort`, `stop` and the public attributes runs in the thread."""
+    """Loads the engine, then turns requests into sequences and steps into replies. Any thread may
+    use `submit`, `abort`, `stop` and the public attributes; the rest runs in this thread.
+    """
 
     def __init__(self, config: EngineConfig, deliver: Callable[[Replies[Key]], object]) -> None:
         super().__init__(name="engine", daemon=True)
@@ -73,16 +75,15 @@ class EngineThread(threading.Thread, Generic[Key]):
         self._probes_failed = 0  # in a row
 
     def submit(self, key: Key, request: wire.GenerateRequest, grammar: Compiled | None = None) -> None:
-        """Start a generation under a key that no other one has, with its compiled grammar, where it has
-        one."""
+        """Start a generation. No other one has its `key`; `grammar` is its compiled grammar."""
         self._commands.put(lambda engine: self._submit(engine, key, request, grammar))
 
     def abort(self, key: Key) -> None:
-        """End a generation, if it runs, and free its blocks; no reply follows."""
+        """End a generation, if it still runs, and free its blocks. No reply follows."""
         self._commands.put(lambda engine: self._abort(engine, key))
 
     def stop(self) -> None:
-        """End the thread, after the commands before."""
+        """End the thread after the requests before."""
         self._commands.put(None)
 
     def run(self) -> None:
@@ -92,8 +93,9 @@ class EngineThread(threading.Thread, Generic[Key]):
             self.error = error
 
     def _work(self) -> None:
-        """Load the engine, then work until `stop`. Raises what ends the process: the model cannot be
-        loaded, the invariants of the blocks do not hold, or the device is broken."""
+        """Load the engine, and work until `stop`. Raises the error that must end the process: of a
+        model that cannot be loaded, a broken device, or blocks that do not add up.
+        """
         from local_engine.engine import Engine
 
         engine = Engine(self._config, progress=self._show_progress)
@@ -127,7 +129,7 @@ class EngineThread(threading.Thread, Generic[Key]):
         self.load = wire.EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
     def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None) -> None:
-        """One bad request must never end the loop: its error is its own answer."""
+        """Begin a request. Its error ends the request alone."""
         try:
             running = self._begun(engine, key, request, grammar)
         except Exception as error:
@@ -139,7 +141,7 @@ class EngineThread(threading.Thread, Generic[Key]):
     def _begun(
         self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None
     ) -> RunningRequest[Key]:
-        """The request with its sequences in the engine. Raises InvalidRequest, and what the engine raises."""
+        """Put a request's sequences into the engine. Raises EngineError."""
         if not 1 <= request.n <= CHOICES_MAX:
             raise wire.InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
         candidates = request.best_of or request.n
@@ -211,9 +213,10 @@ class EngineThread(threading.Thread, Generic[Key]):
             self._probe_device(engine, next(iter(errors.values())), has_probe=has_probe, is_alone=len(errors) == 1)
 
     def _probe_device(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
-        """After a failed step, submit a probe of one token. Where that fails too, several times and
-        alone in its step, no request is the cause but a broken device, or no memory left: that error is
-        raised, and the process is started again."""
+        """Submit a probe of one token after a failed step. If the probe fails too, three times and
+        alone in its step, the device is broken or the memory full, and no request is the cause.
+        Then this raises the step's error, which ends the process.
+        """
         if has_probe:
             self._probe = None
             self._probes_failed += is_alone
@@ -224,7 +227,7 @@ class EngineThread(threading.Thread, Generic[Key]):
                 self._probe = engine.submit([0], wire.SamplingParams(temperature=0.0, max_tokens=1))
 
     def _report(self, engine: Engine, running: RunningRequest[Key], step: StepOutput, replies: Replies[Key]) -> None:
-        """Turn one sequence's step into its request's replies, where it has any output."""
+        """Turn a sequence's step into replies to its request, if it has any output."""
         if step.error is not None:
             self._abort(engine, running.key)
             replies.append((running.key, step.error))
@@ -253,8 +256,9 @@ class EngineThread(threading.Thread, Generic[Key]):
 
 
 def _best(running: RunningRequest[Any]) -> list[wire.Output]:
-    """The outputs of the `n` likeliest candidates, best first: by the mean log probability of their
-    tokens."""
+    """Return the outputs of the `n` likeliest candidates, best first, by the mean log probability
+    of their tokens.
+    """
     held = running.held or {}
 
     def likelihood(id: int) -> float:

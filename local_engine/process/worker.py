@@ -53,12 +53,13 @@ _log = logging.getLogger("local_engine.worker")
 
 
 class EngineServer:
-    """The socket's side: requests in, replies and the engine's state out, and the end of the process."""
+    """Connects clients with the engine's thread, and decides when the process ends."""
 
     def __init__(self, config: EngineConfig, *, drain_s: float, step_s_max: float = 120.0) -> None:
-        """`drain_s`: how long running answers have after SIGTERM. A step that takes longer than
-        `step_s_max` and than 30 times what the longest one took of late never ends: the device
-        hangs. A slow machine that is busy takes less."""
+        """Running answers have `drain_s` seconds after SIGTERM. A step never ends if it takes
+        longer than `step_s_max` and than 30 times the longest step of late: the device hangs. A
+        slow machine that is busy takes less.
+        """
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread[Call] = EngineThread(
             config, lambda replies: self._loop.call_soon_threadsafe(self._deliver, replies)
@@ -76,7 +77,9 @@ class EngineServer:
         self._looks, self._steps_ended = 0, 0
 
     async def serve(self, socket_path: Path) -> int:
-        """Until SIGTERM, the parent's death or a failure to load; returns the exit status."""
+        """Serve until SIGTERM, the parent's death or a failure of the engine. Returns the exit
+        status.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._drain)
         self._thread.start()
@@ -105,7 +108,7 @@ class EngineServer:
         return None
 
     async def _convert(self, call: Call, request: wire.TokenizeCall | wire.DetokenizeCall) -> None:
-        """Answer a request for tokens or their text. Raises EngineError."""
+        """Answer with tokens or their text. Raises EngineError."""
         self._converting += 1
         try:
             if self._converting > _CONVERSIONS_MAX:
@@ -116,7 +119,9 @@ class EngineServer:
             self._converting -= 1
 
     async def _compile(self, call: Call, request: wire.GenerateRequest) -> None:
-        """Submit a request once its grammar is compiled, unless it was aborted meanwhile. Raises EngineError."""
+        """Compile the grammar of a request, then submit it, unless its client has left. Raises
+        EngineError.
+        """
         self._compiling[request.salt] += 1
         try:
             if self._compiling[request.salt] > _GRAMMARS_MAX:
@@ -156,8 +161,11 @@ class EngineServer:
         return wire.EngineState(load, self._thread.info)
 
     def _is_over(self) -> bool:
-        """Whether the process must end; prints the stages of the loading. A step that never ends is its
-        end. It is counted in looks, not by the clock: if the process was stopped, the step was too."""
+        """Whether the process must end. Prints each stage of the loading.
+
+        A step that never ends ends the process. Looks are counted, not seconds: while the process
+        was stopped, the step was too.
+        """
         thread, until = self._thread, self._drains_until
         line = f"{thread.load.stage} {10 * int(10 * thread.load.progress)}%"
         if not self._shown.startswith("ready") and line != self._shown:
@@ -173,14 +181,14 @@ class EngineServer:
         return is_drained or not thread.is_alive()
 
     def _drain(self) -> None:
-        """The first signal lets running answers finish, the second one ends."""
+        """Let running answers finish at the first signal, and end at the second."""
         self._drains_until = time.monotonic() + self._drain_s if self._drains_until is None else 0.0
 
 
 def _converted(
     tokenizer: Tokenizer, request: wire.TokenizeCall | wire.DetokenizeCall
 ) -> wire.TokenIds | wire.TokensText:
-    """The tokens or the text that a client asks for. Raises InvalidRequest."""
+    """Return the tokens or the text that a client asks for. Raises InvalidRequest."""
     if isinstance(request, wire.DetokenizeCall):
         return wire.TokensText(tokenizer.decode_all(request.token_ids))
     if request.messages is not None:
@@ -192,7 +200,7 @@ def _converted(
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
-    """Print why in one line, and write it down for the clients."""
+    """Print why in one line, and write it down for the clients. Returns the exit status."""
     # a checkpoint's own words may be of any length, and no UTF-8
     why = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:_WHY_CHARS]
     print(f"local_engine: {why}", file=sys.stderr, flush=True)

@@ -59,14 +59,16 @@ class LocalBackend:
         return f"the engine's process ended{' and is not started again' if ended.is_final else ''}"
 
     def _is_coming(self) -> bool:
-        """Whether an engine that is not ready is worth waiting for."""
+        """Whether requests should wait for an engine that is not ready."""
         engine = self.engine
         if engine.starts_failed >= _STARTS_FAILED_MAX or (engine.ended is not None and engine.ended.is_final):
             return False
         return self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S
 
     async def start(self) -> None:
-        """Connect, and reconnect for ever: a missing engine is an unready deployment."""
+        """Connect in the background, and reconnect for ever. Without an engine the deployment is
+        not ready.
+        """
         self.engine.start()
 
     async def aclose(self) -> None:
@@ -75,8 +77,8 @@ class LocalBackend:
     async def tokenize(
         self, body: dict[str, Any], *, has_special: bool, opens_answer: bool, wants_texts: bool
     ) -> tuple[list[int], list[str] | None]:
-        """The tokens of the body's `prompt`, or else of its `messages` as a generation reads them,
-        and their spellings if wanted. Raises BackendError.
+        """Return the tokens of the body's `prompt`, or else of its `messages` as a generation reads
+        them, and their spellings if wanted. Raises BackendError.
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
@@ -91,7 +93,7 @@ class LocalBackend:
         return reply.token_ids, reply.texts
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of these tokens. Raises BackendError."""
+        """Return the text of these tokens. Raises BackendError."""
         return await _within(self.engine.detokenize(token_ids))
 
     def stream(self, request: base.BackendRequest) -> "LocalStream":
@@ -173,8 +175,8 @@ class LocalStream:
             writer = ChatWriter if request.kind is CHAT else TextWriter
             self._writer = writer(request, backend.model, int(backend.wall_clock()), backend.engine.info)
         while self._waiting:
-            asked = self._waiting[0]
-            if len(self._generations) >= max(1, _ANSWERS_AT_ONCE // (asked.best_of or asked.n)):
+            prompt = self._waiting[0]
+            if len(self._generations) >= max(1, _ANSWERS_AT_ONCE // (prompt.best_of or prompt.n)):
                 break
             self._generations.append(backend.engine.generate(self._waiting.popleft()))
         generation = self._generations[0]
@@ -208,11 +210,11 @@ class LocalStream:
             backend.quarantine.forget(self._quarantine_key)
 
 
-async def _within(asked: Coroutine[Any, Any, _T]) -> _T:
-    """The answer to a request for tokens. Raises BackendError."""
+async def _within(reply: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for the reply to a request for tokens or their text. Raises BackendError."""
     try:
         async with asyncio.timeout(_CONVERTED_WITHIN_S):
-            return await asked
+            return await reply
     except TimeoutError:
         raise base.BackendTimeout(f"The local engine sent nothing within {duration_s(_CONVERTED_WITHIN_S)}") from None
     except local_engine.EngineError as error:
@@ -227,7 +229,7 @@ _WORDS_MAX = 400
 def _translated(
     error: local_engine.EngineError, prompt: str, has_output: bool, body: Mapping[str, Any] = {}
 ) -> base.BackendError:
-    """The error of base.py for one of the engine. `prompt` is the field with the prompt."""
+    """Return the error of base.py for one of the engine. `prompt` is the field with the prompt."""
     match error:
         case local_engine.PromptTooLong():
             message = (

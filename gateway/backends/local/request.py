@@ -24,7 +24,7 @@ _TOP_P_MIN = 1e-6  # OpenAI allows 0, meaning the likeliest token
 
 
 class _Parameters(msgspec.Struct):
-    """The fields that the engine uses, of chats and completions; extensions have vLLM's names."""
+    """The fields of chats and completions that the engine uses. Extensions have vLLM's names."""
 
     n: int | None = None
     best_of: int | None = None
@@ -49,10 +49,7 @@ class _Parameters(msgspec.Struct):
 
 
 def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
-    """The engine's requests for a client's.
-
-    Raises BackendRejected for unsupported fields and wrong types.
-    """
+    """Translate a client's request. Raises BackendRejected for unsupported fields and wrong types."""
     body = request.body
     try:
         parameters = msgspec.convert(body, _Parameters, str_keys=True)
@@ -91,11 +88,11 @@ def _of_chat(parameters: _Parameters) -> SamplingParams:
 
 
 def _of_text(parameters: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
-    """The parameters of a text completion.
+    """Return the parameters of a text completion.
 
-    An echo gets log probabilities where the request asks for any; an echo of token ids always,
-    since their text comes with them. The engine generates at least one token, also for `max_tokens`
-    0.
+    An echo gets log probabilities if the request asks for any. An echo of token ids always gets
+    them, since their text comes with them. The engine generates at least one token, also for
+    `max_tokens` 0.
     """
     logprobs = None if parameters.logprobs is None else int(parameters.logprobs)
     prompt_logprobs = parameters.prompt_logprobs
@@ -107,7 +104,9 @@ def _of_text(parameters: _Parameters, body: dict[str, Any], prompt: str | list[i
 def _sampling(
     parameters: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """The engine's parameters: those given, under their names, and its defaults for the others."""
+    """Return the engine's parameters: the request's values, and the engine's defaults for the
+    others.
+    """
     stop, seed, top_k, top_p = parameters.stop, parameters.seed, parameters.top_k, parameters.top_p
     fields = msgspec.structs.asdict(parameters) | {
         "top_p": max(top_p, _TOP_P_MIN) if top_p is not None else None,
@@ -123,13 +122,17 @@ def _sampling(
 
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat's messages as the engine reads them. Raises BackendRejected, also for a length that it cannot be told."""
+    """Return a chat's messages as the engine reads them. Raises BackendRejected, also for a
+    `verbosity`.
+    """
     check_verbosity(body)
     return [_message(message, i) for i, message in enumerate(body["messages"])]
 
 
 def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
-    """The tools, which of them must be called, and how often any. Raises BackendRejected."""
+    """Return the tools, which of them the model must call, and how many calls it may make. Raises
+    BackendRejected.
+    """
     for name in ("functions", "function_call"):
         if body.get(name) is not None:
             message = f"`{name}` is not supported here: send `tools` and `tool_choice`"
@@ -140,7 +143,7 @@ def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body["tools"])]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools") or {}
-        names = {(one.get("function") or {}).get("name") for one in allowed.get("tools") or ()}
+        names = {(tool.get("function") or {}).get("name") for tool in allowed.get("tools") or ()}
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = allowed.get("mode") or "auto"
     if isinstance(choice, dict):
@@ -151,7 +154,7 @@ def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A function, for templates. Raises BackendRejected."""
+    """Return a tool's function as templates read it. Raises BackendRejected."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         message = "This model calls tools of the type `function`"
@@ -164,13 +167,13 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def form_field(body: Mapping[str, Any], why: str) -> str | None:
-    """The field that the engine cannot hold the form of, by its reason."""
+    """Return the field with the form that the engine refused; `why` is the engine's reason."""
     form = next(iter(_forms(body)), None)
     return "tools" if body.get("tools") and (form is None or "in the tool " in why) else form and form[0]
 
 
 def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
-    """The form of the answer. Raises BackendRejected."""
+    """Return the form that the answer must have, if there is one. Raises BackendRejected."""
     given = _forms(body)
     if len(given) > 1:
         fields = ", ".join(field for field, _, _ in given)
@@ -179,9 +182,9 @@ def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """OpenAI's `response_format`, and the fields of vLLM: the field, the kind of grammar, its
-    value. Sources: OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises
-    BackendRejected.
+    """Return each form that a request asks for, as a field, a kind of grammar and a value: OpenAI's
+    `response_format`, and vLLM's fields. Sources: OpenAI, "Structured model outputs"; vLLM,
+    "Structured Outputs". Raises BackendRejected.
     """
     given: list[tuple[str, str, Any]] = []
     format = body.get("response_format") or {}
@@ -219,7 +222,7 @@ _GRAMMARS = {"json": "json", "json_object": "json", "regex": "regex", "choice": 
 
 def _grammar(field: str, kind: Any, value: Any) -> Grammar:
     if kind == "choice":
-        is_good = isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+        is_good = isinstance(value, list) and bool(value) and all(isinstance(choice, str) for choice in value)
         wanted = "a list of texts, and not empty"
     elif kind == "json":
         is_good, wanted = isinstance(value, dict | str), "a JSON schema"
@@ -231,7 +234,9 @@ def _grammar(field: str, kind: Any, value: Any) -> Grammar:
 
 
 def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    """A message for chat templates: a role, a text, and calls of tools or the call it answers."""
+    """Return a message as chat templates read it: a role, a text, and the calls of tools or the
+    call that it answers.
+    """
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if isinstance(content, list):
@@ -240,10 +245,10 @@ def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
                 param = f"messages[{position}].content"
                 raise rejected("This model reads text only", param, "unsupported_content")
         content = "".join(part["text"] for part in content)
-    told = {"role": role, "content": content or ""}
-    return told | {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
+    plain = {"role": role, "content": content or ""}
+    return plain | {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
 
 
 def rejected(message: str, param: str | None, code: str | None) -> BackendRejected:
-    """An error of the client, in OpenAI's shape."""
+    """Return an error of the client in OpenAI's shape."""
     return BackendRejected(message, status=400, body=error_body(message, None, param, code))
