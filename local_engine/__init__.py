@@ -46,25 +46,9 @@ if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 __all__ = [
-    "AsyncEngine",
-    "Engine",
-    "EngineConfig",
-    "EngineError",
-    "EngineFailed",
-    "EngineLoad",
-    "EngineLoading",
-    "EngineUnavailable",
-    "EngineUsage",
-    "FinishReason",
-    "GenerateRequest",
-    "Grammar",
-    "InvalidRequest",
-    "ModelInfo",
-    "Output",
-    "Overloaded",
-    "PromptTooLong",
-    "SamplingParams",
-    "TokenLogprob",
+    "AsyncEngine", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
+    "EngineLoading", "EngineUnavailable", "EngineUsage", "FinishReason", "GenerateRequest", "Grammar",
+    "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob",
 ]  # fmt: skip
 
 

@@ -66,7 +66,7 @@ CODE_LINES_MAX = {
     "gateway/learning": 1150, "gateway/reconcile": 630, "gateway/telemetry": 2180, "gateway/transport": 600,
     "gateway/wire": 1720, "cache": 950, "cache/context": 1040, "cache/decision": 2310, "cache/encoder": 400,
     "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2180,
-    "local_engine": 2340, "local_engine/apart": 320, "local_engine/checkpoints": 900, "local_engine/executors": 470,
+    "local_engine": 2330, "local_engine/apart": 320, "local_engine/checkpoints": 900, "local_engine/executors": 470,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "ipc": 420, "local_engine/speculation": 300, "local_engine/text": 1000, "local_engine/weights": 700,
 }
