@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 _SIZE_MAX = 2**31
 _DTYPES, _WEIGHTS = ("auto", "float32", "bfloat16", "float16"), ("auto", "int8", "int4", "fp8")
@@ -46,38 +46,38 @@ def require_among(found: object, supported: Iterable[object], what: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. None means: decided from the machine when the engine starts.
+    """Settings of one engine, which are its command line's options as well (see `ipc.options`). None
+    means: decided from the machine when the engine starts.
 
-    `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default.
-    `draft_model`: a smaller one with the same tokenizer, which guesses for it; None is none.
-    `dtype`: auto, float32, bfloat16 or float16. `weights`: auto (as the checkpoint has them:
-    quantised ones stay so where a kernel serves them), int8, int4 or fp8 (quantised while they are
-    read; with fp8, which is 8-bit floats, inputs are as well). `kv_blocks` overrides `kv_size_mb`.
-    `step_tokens_max` bounds the tokens of one step, decode and prefill together; `sequences_max`
-    those that run at once; `queue_max` those that wait.
-    `draft_tokens_max` bounds the guesses that are verified per sequence and step (see
-    `speculation`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last
-    bits, on what else is in the batch and how a prompt was cut. None: wherever the native kernels
-    do all the work; True: refuse to start where they do not; False: long prompts may be a tenth
-    faster and their last bits differ.
+    `weights`: quantised ones of a checkpoint stay so where a kernel serves them; int8, int4 and fp8
+    are quantised while they are read; with fp8, which is 8-bit floats, inputs are as well.
+    `kv_blocks` overrides `kv_size_mb`. `draft_tokens_max` bounds the guesses that are verified (see
+    `speculation`). `is_batch_invariant`: logits do not depend, not even in their last bits, on what
+    else is in the batch and how a prompt was cut. None: wherever the native kernels do all the work;
+    True: refuse to start where they do not; False: long prompts may be a tenth faster and their last
+    bits differ.
     """
 
-    model: str | None = None
-    draft_model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    weights: str = "auto"
-    threads: int | None = None
-    kv_size_mb: int | None = None
-    kv_blocks: int | None = None
-    block_tokens: int = 16
-    context_tokens_max: int | None = None
-    step_tokens_max: int | None = None
-    sequences_max: int | None = None
-    queue_max: int = 256
-    answer_tokens_default: int = 512
-    draft_tokens_max: int = 8
-    is_batch_invariant: bool | None = None
+    model: Annotated[str | None, "a GGUF file, a checkpoint folder or a hub name; default: the embedded model"] = None
+    draft_model: Annotated[str | None, "a smaller model with the same tokenizer, which guesses for it"] = None
+    device: Annotated[str, "auto, cpu, cuda, cuda:N"] = "auto"
+    dtype: Annotated[str, "auto, float32, bfloat16, float16"] = "auto"
+    weights: Annotated[str, "auto (as the checkpoint has them), int8, int4, fp8"] = "auto"
+    threads: Annotated[int | None, "CPU threads; default: the cores there are"] = None
+    kv_size_mb: Annotated[int | None, "memory for KV; default: by what is free"] = None
+    kv_blocks: Annotated[int | None, "the same, counted in blocks"] = None
+    block_tokens: Annotated[int, "tokens of one KV block"] = 16
+    context_tokens_max: Annotated[int | None, "a shorter context than the model's"] = None
+    step_tokens_max: Annotated[int | None, "tokens of one step, prefill and decode together"] = None
+    sequences_max: Annotated[int | None, "sequences that run at once"] = None
+    queue_max: Annotated[int, "requests that may wait"] = 256
+    answer_tokens_default: Annotated[int, "max_tokens where a request has none"] = 512
+    draft_tokens_max: Annotated[int, "tokens guessed per sequence and step; 0: none"] = 8
+    is_batch_invariant: Annotated[
+        bool | None,
+        "the same logits to the last bit in any batch: by default wherever the native kernels do all the work; "
+        "with --no- long prompts are a tenth faster",
+    ] = None
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -39,7 +39,7 @@ class StepOutput:
 
     id: int
     output: messages.Output
-    usage: messages.Usage | None = None
+    usage: messages.EngineUsage | None = None
     error: messages.EngineError | None = None
 
 

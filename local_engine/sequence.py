@@ -13,7 +13,7 @@ from enum import Enum
 from hashlib import blake2b
 
 from local_engine.grammar import Answer
-from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
+from local_engine.messages import EngineUsage, FinishReason, SamplingParams, TokenLogprob
 from local_engine.speculation.speculator import Kind, Speculation
 from local_engine.text.calls import Reader
 from local_engine.text.tokenizer import Piece, TextStream, Tokenizer
@@ -142,9 +142,9 @@ class Sequence:
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> EngineUsage:
         """Its counts of tokens."""
-        return Usage(
+        return EngineUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.answer_tokens,
             cached_tokens=self.cached_tokens or 0,
