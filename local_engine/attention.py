@@ -35,32 +35,16 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a
-    common length.
+class RowGroup:
+    """Rows of a step from `start` on: `rows` consecutive tokens of each of several sequences of similar
+    length, which are padded to a common one.
 
-    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window
-    (`KV.windows`).
+    `blocks` [sequences, blocks each]; `masks` additive, [sequences, queries per KV head * rows,
+    tokens] (one row alone: [sequences, 1, tokens]), one per window (`KV.windows`).
     """
 
     start: int
-    stop: int
-    blocks: torch.Tensor
-    masks: tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """Rows `start .. stop` of a step: consecutive tokens of one sequence, which see `tokens` tokens
-    up to their own.
-
-    `blocks` [blocks of the sequence]; `masks` additive, [queries per KV head * rows, tokens], one
-    per window.
-    """
-
-    start: int
-    stop: int
-    tokens: int
+    rows: int
     blocks: torch.Tensor
     masks: tuple[torch.Tensor, ...]
 
@@ -86,15 +70,14 @@ class StepInput:
     predict from.
 
     `slots`: where each row's KV goes, counted in tokens from the pool's start. Attention also needs
-    `decodes` and `prefills` (torch), `paged` (the native kernels) or `tiles` (the GPU's).
+    `groups` (torch), `paged` (the native kernels) or `tiles` (the GPU's).
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     logit_rows: torch.Tensor
-    decodes: tuple[DecodeGroup, ...] = ()
-    prefills: tuple[PrefillSpan, ...] = ()
+    groups: tuple[RowGroup, ...] = ()
     paged: PagedRows | None = None
     tiles: Tiles | None = None
 
@@ -226,10 +209,8 @@ class TorchKV(KV):
         queries = qk[:, : self._heads]
         self._write(layer, step.slots, qk[:, self._heads :], qkv[:, rotated:])
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        for group in step.decodes:
-            self._decode(layer, queries, output, group)
-        for span in step.prefills:
-            self._prefill(layer, queries, output, span)
+        for group in step.groups:
+            self._attend_group(layer, queries, output, group)
         return output.view(output.shape[0], -1)
 
     def _write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -238,37 +219,25 @@ class TorchKV(KV):
         pool[: self._kv_heads].index_copy_(1, slots, keys.transpose(0, 1))
         pool[self._kv_heads :].index_copy_(1, slots, values.transpose(0, 1))
 
-    def _decode(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
-        count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim
-        kv = self._gather(self.pools[layer], group.blocks).view(2 * heads, count, -1, size)
-        rows = queries[group.start : group.stop].reshape(count, heads, -1, size).transpose(0, 1)
+    def _attend_group(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: RowGroup) -> None:
+        count, heads, size = len(group.blocks), self._kv_heads, self._head_dim
+        kv = self._gather(self.pools[layer], group.blocks.flatten()).view(2 * heads, count, -1, size)
+        stop = group.start + count * group.rows
+        by_head = queries[group.start : stop].view(count, group.rows, heads, -1, size).permute(2, 0, 3, 1, 4)
+        by_head = by_head.reshape(heads, count, -1, size)
         mask = group.masks[self.window_of[layer]]
-        if self._has_slow_sdpa or self.model.attention_softcap is not None:
-            found = self._by_products(rows, kv[:heads], kv[heads:], mask).transpose(0, 1)
+        if self.model.attention_softcap is not None or (self._has_slow_sdpa and group.rows == 1):
+            attended = self._by_products(by_head, kv[:heads], kv[heads:], mask)
         else:
-            found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask.unsqueeze(1))
-        output[group.start : group.stop] = found.reshape(count, self._heads, size)
-
-    def _prefill(self, layer: int, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
-        count, heads, size = span.stop - span.start, self._kv_heads, self._head_dim
-        kv = self._gather(self.pools[layer], span.blocks).view(2 * heads, 1, -1, size)[:, :, : span.tokens]
-        rows = queries[span.start : span.stop].view(count, heads, -1, size).permute(1, 2, 0, 3)
-        rows = rows.reshape(heads, 1, -1, size)
-        mask = span.masks[self.window_of[layer]]
-        if self.model.attention_softcap is not None:
-            found = self._by_products(rows, kv[:heads], kv[heads:], mask)
-        else:
-            found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask)
-        found = found.view(heads, -1, count, size).permute(2, 0, 1, 3)
-        output[span.start : span.stop] = found.reshape(count, self._heads, size)
-
-    def _fused(self, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """torch's own kernel: rows [sequences, kv_heads, queries, head_dim], kv [sequences, 2 *
-        kv_heads, tokens, ...]."""
-        heads = self._kv_heads
-        return functional.scaled_dot_product_attention(
-            rows, kv[:, :heads], kv[:, heads:], attn_mask=mask, scale=self.model.attention_scale
-        )
+            attended = functional.scaled_dot_product_attention(
+                by_head.transpose(0, 1),
+                kv[:heads].transpose(0, 1),
+                kv[heads:].transpose(0, 1),
+                attn_mask=mask.unsqueeze(1),
+                scale=self.model.attention_scale,
+            ).transpose(0, 1)
+        by_row = attended.reshape(heads, count, -1, group.rows, size).permute(1, 3, 0, 2, 4)
+        output[group.start : stop] = by_row.reshape(-1, self._heads, size)
 
     def _by_products(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor

@@ -78,8 +78,6 @@ class Layer:
             positions=torch.tensor(positions),
             slots=torch.tensor(slots),
             logit_rows=torch.tensor([]),
-            decodes=(),
-            prefills=(),
             paged=PagedRows(
                 stop=len(positions),
                 blocks=torch.tensor([block for of, _, _ in parts for block in of.blocks]),
