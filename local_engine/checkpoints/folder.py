@@ -18,7 +18,7 @@ import torch
 from local_engine.checkpoints.checkpoint import WeightPiece, parts_of, split
 from local_engine.checkpoints.families import model_config_from_hf, token_ids
 from local_engine.config import ModelError, read_json
-from local_engine.weights.prequantised import packing_from
+from local_engine.weights.prequantised import is_beside, packing_from
 from local_engine.weights.scaled import Weights
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
@@ -97,7 +97,7 @@ class FolderCheckpoint:
             own = old.sub(new, own)
         if packing is not None and packing.module_of(name, self._tensors) is not None:
             return f"{own.rpartition('.')[0]}.weight"
-        return None if packing is not None and (packing.is_beside(name) or self._is_spare_bias(name)) else own
+        return None if packing is not None and (is_beside(name) or self._is_spare_bias(name)) else own
 
     def _is_spare_bias(self, name: str) -> bool:
         """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has
