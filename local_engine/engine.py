@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from local_engine import messages
 from local_engine.block_pool import BlockPool
@@ -23,11 +24,11 @@ from local_engine.draft_model import DraftModel, open_draft
 from local_engine.grammar import Answer, Compiled, Grammars, Masker
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
-from local_engine.sequence import Chunk, Sampled, Sequence, Status
+from local_engine.sequence import Chunk, Sampled, Sequence, Status, TokenCounts
 from local_engine.speculation.speculator import MATCH_MAX, Lookup, Source, Speculation, Speculator
 from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.step_in_flight import StepInFlight, draw, held
-from local_engine.text.tokenizer import Piece, TextStream
+from local_engine.text.tokenizer import TextStream, joined
 
 _log = logging.getLogger(__name__)
 
@@ -41,17 +42,6 @@ class StepOutput:
     output: messages.Output
     usage: messages.Usage | None = None
     error: messages.EngineError | None = None
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counted since the start."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    drafted: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
 
 
 class Engine:
@@ -96,7 +86,7 @@ class Engine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
-        self._totals = Totals()
+        self._totals = TokenCounts()
         model = checkpoint.config
         self.info = messages.ModelInfo(
             name=model.name,
@@ -184,7 +174,6 @@ class Engine:
             stop_token_ids=(frozenset() if params.ignore_eos and grammar is None else self._eos).union(stop_token_ids),
             cache_salt=salt,
             priority=priority,
-            arrival=self._submitted,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
             # a grammar reads the first token's space
             text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
@@ -326,16 +315,18 @@ class Engine:
         prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.answer_tokens == 0 else ()
         accepted = forced = 0
         try:
-            piece, reason = self._add(sequence, drawn[0])
-            while reason is None and accepted < len(chunk.draft) and sequence.tokens[-1] == chunk.draft[accepted]:
+            output = self._add(sequence, drawn[0])
+            while (
+                output.finish_reason is None
+                and accepted < len(chunk.draft)
+                and sequence.tokens[-1] == chunk.draft[accepted]
+            ):
                 accepted += 1
-                more, reason = self._add(sequence, drawn[accepted])
-                piece = piece.joined(more)
-            for token in sequence.forced() if reason is None else ():
-                more, reason = self._add(sequence, Sampled(token))
-                piece = piece.joined(more)
+                output = joined(output, self._add(sequence, drawn[accepted]))
+            for token in sequence.forced() if output.finish_reason is None else ():
+                output = joined(output, self._add(sequence, Sampled(token)))
                 forced += 1
-                if reason is not None:
+                if output.finish_reason is not None:
                     break
         except messages.InvalidRequest as error:
             return self._fail(sequence, error)
@@ -348,26 +339,19 @@ class Engine:
             self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
         if forced:
             self._count(sequence, Source.GRAMMAR, forced, forced)
-        output = messages.Output(
-            text=piece.text,
-            reasoning=piece.reasoning,
-            calls=piece.calls,
-            token_ids=piece.token_ids,
-            logprobs=piece.logprobs,
-            prompt_logprobs=prompt_logprobs,
-            stop_token=piece.stop_token,
-            finish_reason=reason,
-        )
-        if reason is not None:
-            self.abort(sequence.id)
-        return StepOutput(sequence.id, output, usage=None if reason is None else sequence.usage)
+        if prompt_logprobs:
+            output = msgspec.structs.replace(output, prompt_logprobs=prompt_logprobs)
+        if output.finish_reason is None:
+            return StepOutput(sequence.id, output)
+        self.abort(sequence.id)
+        return StepOutput(sequence.id, output, usage=sequence.usage)
 
     def _count(self, sequence: Sequence, source: Source, drafted: int, accepted: int) -> None:
-        for counted in (sequence, self._totals):
-            counted.drafted[source] += drafted
-            counted.accepted[source] += accepted
+        for counts in (sequence.counted, self._totals):
+            counts.drafted[source] += drafted
+            counts.accepted[source] += accepted
 
-    def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, messages.FinishReason | None]:
+    def _add(self, sequence: Sequence, sampled: Sampled) -> messages.Output:
         assert sampled.token_id is not None
         self._totals.answer_tokens += 1
         return sequence.add(sampled.token_id, sampled.token_logprob(self.tokenizer))
@@ -407,5 +391,5 @@ class Engine:
             while self.has_work:
                 self.step()
             self._pool.forget_all()
-        self._totals = Totals()
+        self._totals = TokenCounts()
         self._speculator.forget()

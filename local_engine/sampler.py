@@ -15,17 +15,22 @@ filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from local_engine.grammar import Masks
+from local_engine.kernels.copies import on_device
 from local_engine.kernels.cpu import native_for
 from local_engine.kernels.noise import noise
 from local_engine.messages import SamplingParams
-from local_engine.sequence import Candidate, Place, Sampled
+from local_engine.sequence import Place, Sampled
 
 _CANDIDATES = (256, 4096)
 TEMPERATURE_MIN = 1e-6  # colder is greedy anyway, and would pass what a float can hold
@@ -83,8 +88,7 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
     held = held_rows(places) if masks is not None else {}
     if changed:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
-        for row in changed:
-            _change(logits[row], places[row])
+        change_logits(logits, places)
     for rows in (drawn, sorted({*changed, *held}.difference(drawn))):
         if rows:
             own_places = [places[row] for row in rows]
@@ -124,24 +128,41 @@ def ban(logits: torch.Tensor, held: list[tuple[int, int]], masks: Masks, total: 
         total[rows] = logits[rows].logsumexp(-1, keepdim=True)
 
 
-def _change(row: torch.Tensor, place: Place) -> None:
-    """Penalties, bias and the ban on stopping too early, in place on one row of logits."""
-    sequence = place.sequence
-    params = sequence.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list(set(sequence.tokens)), device=row.device)
-        values = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if sequence.counts and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
-        answered = torch.tensor(list(sequence.counts), device=row.device)
-        counts = torch.tensor(list(sequence.counts.values()), device=row.device, dtype=row.dtype)
-        row[answered] -= params.presence_penalty + params.frequency_penalty * counts
-    if params.logit_bias:
-        biased = torch.tensor(list(params.logit_bias), device=row.device)
-        row[biased] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
-    if place.position < params.min_tokens and sequence.stop_token_ids and sequence.grammar is None:
-        row[list(sequence.stop_token_ids)] = -torch.inf
+Edits = list[tuple[int, Mapping[int, float]]]  # rows, and what is done to the logits of tokens there
+
+
+def change_logits(logits: torch.Tensor, places: Many[Place]) -> None:
+    """Penalties, bias and the ban on stopping too early, in place on float32 [places,
+    vocabulary]."""
+    factors: Edits = []
+    additions: Edits = []
+    for row, place in enumerate(places):
+        sequence, params = place.sequence, place.sequence.params
+        if params.repetition_penalty != 1.0:
+            factors.append((row, dict.fromkeys(sequence.tokens, params.repetition_penalty)))
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            penalties = {
+                token: -params.presence_penalty - params.frequency_penalty * count
+                for token, count in sequence.counts.items()
+            }
+            additions.append((row, penalties))
+        additions.append((row, params.logit_bias))
+        if place.position < params.min_tokens and sequence.grammar is None:
+            additions.append((row, dict.fromkeys(sequence.stop_token_ids, -math.inf)))
+    if factors:
+        at, factor = _flat(factors, logits.device)
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / factor, values * factor)
+    at, added = _flat(additions, logits.device)
+    logits.index_put_(at, added, accumulate=True)
+
+
+def _flat(edits: Edits, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The rows and tokens of the edits, and their values."""
+    rows = np.repeat([row for row, _ in edits], [len(values) for _, values in edits])
+    tokens = np.fromiter(itertools.chain.from_iterable(values for _, values in edits), np.int64)
+    values = np.fromiter(itertools.chain.from_iterable(values.values() for _, values in edits), np.float32)
+    return (on_device(rows, device), on_device(tokens, device)), on_device(values, device)
 
 
 def _race(logits: torch.Tensor, places: Many[Place], total: torch.Tensor) -> list[int]:
@@ -229,14 +250,14 @@ def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids, device=logits.device)].tolist()
     tops = [_likeliest(row, count) for row, count in zip(logprobs, counts, strict=True)]
-    return [Sampled(id, Candidate(id, value), top) for id, value, top in zip(ids, chosen, tops, strict=True)]
+    return [Sampled(*token) for token in zip(ids, chosen, tops, strict=True)]
 
 
-def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[Candidate, ...]:
+def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """Of equal ones the smaller ids first, as greedy decoding has it: logits in 16 bits are often
     equal."""
     if not count:
         return ()
     ids = (logprobs >= logprobs.topk(min(count, len(logprobs))).values[-1]).nonzero()[:, 0]
     values, order = logprobs[ids].sort(descending=True, stable=True)
-    return tuple(Candidate(*pair) for pair in zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))
+    return tuple(zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))

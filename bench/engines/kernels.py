@@ -93,7 +93,7 @@ def attention_cases(device: torch.device) -> Iterator[Case]:
     import torch
 
     from local_engine.kernels.gpu.attention import attend
-    from local_engine.kernels.gpu.draw import on_device
+    from local_engine.kernels.copies import on_device
     from local_engine.kernels.gpu.plan import Span, plan
     from local_engine.kernels.shared_prefixes import Prefix
 

@@ -29,8 +29,8 @@ import torch
 from local_engine.attention import KV, Angles, StepInput
 from local_engine.config import ModelConfig
 from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
+from local_engine.kernels.copies import on_device, pinned
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
-from local_engine.kernels.gpu.draw import on_device, pinned
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
 from local_engine.kernels.gpu.rows import rotate_write
 from local_engine.kernels.gpu.self_test import failures

@@ -12,12 +12,14 @@ import codecs
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from local_engine.config import ModelError
-from local_engine.messages import CallPart, GenerateRequest, Grammar, InvalidRequest, TokenLogprob
+from local_engine.messages import FinishReason, GenerateRequest, Grammar, InvalidRequest, Output, TokenLogprob
 from local_engine.text.calls import DEFAULT, MARKS, THINKING, Format, Reader, begun, calls_grammar
 from local_engine.text.chat import Chat
 
@@ -265,34 +267,16 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that is final, with the tokens that it completes; `is_stopped` when a stop string was
-    met, `stop_token` where a token ended it."""
-
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    is_stopped: bool = False
-    stop_token: TokenLogprob | None = None
-    reasoning: str = ""
-    calls: tuple[CallPart, ...] = ()
-
-    def joined(self, more: Piece) -> Piece:
-        """Both, one after the other."""
-        return replace(
-            more,
-            text=self.text + more.text,
-            token_ids=self.token_ids + more.token_ids,
-            logprobs=self.logprobs + more.logprobs,
-            reasoning=self.reasoning + more.reasoning,
-            calls=self.calls + more.calls,
-        )
-
-    def read(self, reader: Reader, *, is_last: bool) -> Piece:
-        """The same with its text in parts."""
-        said = reader.read(self.text, is_last=is_last)
-        return replace(self, text=said.text, reasoning=said.reasoning, calls=tuple(said.calls))
+def joined(output: Output, more: Output) -> Output:
+    """Both pieces of an answer as one; it ends as `more` does."""
+    return msgspec.structs.replace(
+        more,
+        text=output.text + more.text,
+        reasoning=output.reasoning + more.reasoning,
+        calls=output.calls + more.calls,
+        token_ids=output.token_ids + more.token_ids,
+        logprobs=output.logprobs + more.logprobs,
+    )
 
 
 @dataclass(slots=True)
@@ -322,8 +306,9 @@ class TextStream:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
-    def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Piece:
-        """Add a token; returns what became final. Once a piece `is_stopped`, push no more."""
+    def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Output:
+        """Add a token; returns what became final. After a piece with a `finish_reason`, which a stop
+        string gives it, push no more."""
         self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
         if id in self.shown or not self.tokenizer.is_special(id):
             data = self.tokenizer.spell(id)
@@ -334,26 +319,26 @@ class TextStream:
         if self.stop and can_stop:
             found = [at for at in (self._text.find(stop) for stop in self.stop) if at >= 0]
             if found:
-                return self._emit(min(found), is_stopped=True)
+                return self._emit(min(found), "stop")
         kept = max((begun(self._text, stop) for stop in self.stop if can_stop), default=0)
         return self._emit(len(self._text) - kept)
 
-    def finish(self) -> Piece:
+    def finish(self, reason: FinishReason) -> Output:
         """The end without a stop string: everything held is final, but for the bytes of an
         unfinished character."""
-        return self._emit(len(self._text), is_last=True)
+        return self._emit(len(self._text), reason, is_last=True)
 
-    def _emit(self, length: int, *, is_stopped: bool = False, is_last: bool = False) -> Piece:
+    def _emit(self, length: int, reason: FinishReason | None = None, *, is_last: bool = False) -> Output:
         text, self._text = self._text[:length], self._text[length:]
         self._emitted += length
         final: list[_Held] = []
         has_half, _ = self._utf8.getstate()
-        has_rest = not is_last and (self._text or has_half or is_stopped)
+        has_rest = not is_last and (self._text or has_half or reason is not None)
         while self._held and (self._held[0].start < self._emitted or not has_rest):
             final.append(self._held.popleft())
-        return Piece(
-            text,
-            tuple(held.id for held in final),
-            tuple(held.logprob for held in final if held.logprob is not None),
-            is_stopped,
+        return Output(
+            text=text,
+            token_ids=tuple(held.id for held in final),
+            logprobs=tuple(held.logprob for held in final if held.logprob is not None),
+            finish_reason=reason,
         )

@@ -64,7 +64,6 @@ class Simulation:
             stop_token_ids=frozenset(),
             cache_salt=one.salt,
             priority=one.priority,
-            arrival=self.count,
             seed=0,
             text=TextStream(TOKENIZER),
         )

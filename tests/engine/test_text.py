@@ -36,9 +36,9 @@ def pieces(stream: TextStream, ids: list[int]) -> list[str]:
         piece = stream.push(id, TokenLogprob(id, "", b"", 0.0))
         found.append(piece.text)
         assert len(piece.token_ids) == len(piece.logprobs)
-        if piece.is_stopped:
+        if piece.finish_reason:
             return found
-    return [*found, stream.finish().text]
+    return [*found, stream.finish("stop").text]
 
 
 def test_a_character_of_many_tokens_comes_whole() -> None:
@@ -85,10 +85,10 @@ def test_any_text_is_cut_at_its_first_stop_string(text: str, stops: list[str]) -
         piece = stream.push(id, None)
         emitted += piece.text
         tokens += piece.token_ids
-        if piece.is_stopped:
+        if piece.finish_reason:
             break
     else:
-        piece = stream.finish()
+        piece = stream.finish("stop")
         emitted += piece.text
         tokens += piece.token_ids
         assert tokens == ids
@@ -145,7 +145,7 @@ def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
         assert ids == (expected if text.startswith("<s>") else [1, *expected]), text
         assert ours.decode(ids) == theirs.decode(ids)
         stream = TextStream(ours)
-        assert "".join(stream.push(id, None).text for id in ids) + stream.finish().text == ours.decode(ids)
+        assert "".join(stream.push(id, None).text for id in ids) + stream.finish("stop").text == ours.decode(ids)
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

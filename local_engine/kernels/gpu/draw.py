@@ -8,9 +8,6 @@ depends on its row's logits, parameters and key alone.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -150,14 +147,3 @@ def draw(
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     _draw[(places,)](logits, rows, keys, top_ks, settings, ids, vocabulary, places, BLOCK=block, num_warps=8)
     return ids
-
-
-def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """What the device can read while the host goes on: torch keeps it until then."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" and array.size else tensor
-
-
-def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
-    return pinned(array, device).to(device, non_blocking=True)

@@ -16,6 +16,7 @@ import torch
 
 from local_engine.config import ModelError
 from local_engine.kernels import fused
+from local_engine.kernels.copies import on_device
 from local_engine.kernels.cpu import GROUP
 from local_engine.kernels.gpu import draw, rows
 from local_engine.kernels.gpu.attention import Shape, attend
@@ -140,7 +141,7 @@ def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
     qkv = torch.randn(4 + long, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device).to(dtype)
     queries = qkv[:, : shape.heads]
     step = plan(shape, spans[:2], spans[2:], [Prefix((0, 1), 2)])
-    tiles = step.on(shape, draw.on_device(step.numbers, device))
+    tiles = step.on(shape, on_device(step.numbers, device))
     for layer in {shape.windows.index(window) for window in shape.windows}:
         found = attend(shape, layer, queries, pool, positions, tiles)
         yield found, torch.cat([_by_products(shape, layer, queries, pool, positions, span) for span in spans])
