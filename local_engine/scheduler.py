@@ -172,7 +172,7 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             reusable = 0  # every token is computed
         pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, reusable)
-        reused = pool.match(sequence.keys[:reusable], sequence.tokens, sequence.cache_salt)
+        reused = pool.match(sequence.keys[:reusable])
         wanted = -(-len(sequence.tokens) // size) - len(reused)
         if self.running and wanted + pool.unused(reused) + self._growth() > pool.available:
             return None
@@ -269,9 +269,7 @@ class Scheduler:
         while sequence.registered < full:
             blocks, index = sequence.blocks, sequence.registered
             own = blocks[index]
-            if not pool.register(
-                blocks, index, sequence.keys, sequence.tokens, sequence.cache_salt, is_written=index < written
-            ):
+            if not pool.register(blocks, index, sequence.keys, is_written=index < written):
                 break
             if blocks[index] != own:  # another's, where the draft model may lack KV
                 sequence.draft_computed = min(sequence.draft_computed, index * pool.block_tokens)
