@@ -41,24 +41,23 @@ class Thinking:
     may_open: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The backend's surroundings: special tokens' spellings for templates, the chat template,
-    whether BOS is added."""
-
-    bos_token: str = ""
-    eos_token: str = ""
-    chat_template: str | None = None
-    bos_token_id_added: int | None = None
-
-
 class Tokenizer:
     """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece has a
     word's leading space in its token, and mostly decoding drops it at the very start."""
 
-    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        chat_template: str | None = None,
+        bos_token_id_added: int | None = None,
+    ) -> None:
+        """`bos_token_id_added`: the token that the backend leaves for us to put before a prompt."""
         self._backend = backend
-        self._vocabulary = vocabulary
+        self._bos_token_id_added = bos_token_id_added
+        self.eos_token_id: int | None = backend.token_to_id(eos_token)
         self._spelling: dict[int, bytes] = {}
         # the decoder's own description: that of the whole tokenizer spells out the vocabulary,
         # which takes a while
@@ -82,9 +81,9 @@ class Tokenizer:
             ((opens, closes) for opens, closes in blocks if opens and closes), None
         )
         self._chat: Chat | None = None
-        if vocabulary.chat_template is not None:
+        if chat_template is not None:
             control = tuple(token.content for token in added.values() if token.special)
-            self._chat = Chat(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token, control)
+            self._chat = Chat(chat_template, bos_token, eos_token, control)
 
     def start_chat(self) -> None:
         """Start what renders conversations, where there is a template, so that the first one need
@@ -100,11 +99,6 @@ class Tokenizer:
     def format(self) -> Format:
         """How the model writes calls of tools."""
         return DEFAULT if self._chat is None else self._chat.format
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends an answer, where the tokenizer names one."""
-        return self._backend.token_to_id(self._vocabulary.eos_token)
 
     def thinking(self, prompt: Sequence[int], *, is_continued: bool = False) -> Thinking | None:
         """Where an answer to `prompt` begins to think; None where the model has no such block.
@@ -155,7 +149,7 @@ class Tokenizer:
         them."""
         # unlike `encode` it lets other threads run meanwhile
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=not is_rendered)[0].ids
-        bos = self._vocabulary.bos_token_id_added
+        bos = self._bos_token_id_added
         if bos is not None and not is_rendered and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids

@@ -16,7 +16,7 @@ from local_engine.grammar import Answer, Grammars
 from local_engine.messages import ANY_TOOL, GenerateRequest, Grammar, InvalidRequest, SamplingParams
 from local_engine.text.calls import FORMATS, THINKING, Format, Reader, format_of
 from local_engine.text.chat import Chat
-from local_engine.text.tokenizer import Tokenizer, Vocabulary
+from local_engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import CHAT_TEMPLATE, make_tokenizer
 
 Folded = tuple[str, str, list[tuple[str, str]]]
@@ -289,7 +289,7 @@ class Model:
     def __init__(self, engine: Engine, template: str, *tokens: str, special: bool = False) -> None:
         backend = make_tokenizer(320 - len(tokens))
         backend.add_tokens([AddedToken(token, special=special) for token in tokens])
-        engine.tokenizer = Tokenizer(backend, Vocabulary("<|endoftext|>", "<|im_end|>", template))
+        engine.tokenizer = Tokenizer(backend, bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=template)
         engine.grammars = Grammars(engine.tokenizer, engine.info.vocabulary_size, frozenset({2}))
         self.engine = engine
 

@@ -20,13 +20,13 @@ from local_engine.config import ModelError
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
 from local_engine.text.chat import Chat
-from local_engine.text.tokenizer import TextStream, Tokenizer, Vocabulary
+from local_engine.text.tokenizer import TextStream, Tokenizer
 from local_engine.text.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
 from tests.engine.checkpoints import CHAT_TEMPLATE, TEXT, make_tokenizer
 from tests.engine.conftest import greedy, run_text
 
 BACKEND = make_tokenizer()
-TOKENIZER = Tokenizer(BACKEND, Vocabulary("<|endoftext|>", "<|im_end|>", CHAT_TEMPLATE, bos_token_id_added=None))
+TOKENIZER = Tokenizer(BACKEND, bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
 
 
 def pieces(stream: TextStream, ids: list[int]) -> list[str]:
@@ -250,7 +250,7 @@ def test_text_begins_as_the_decoder_has_it(decoder: Any) -> None:
     backend = Backend(models.BPE({token: id for id, token in enumerate(tokens)}, []))
     if decoder is not None:
         backend.decoder = decoder
-    ours = Tokenizer(backend, Vocabulary())
+    ours = Tokenizer(backend)
     for ids in ([0, 1, 2], [1], [2, 0, 2]):
         assert ours.decode(ids) == backend.decode(ids)
 
