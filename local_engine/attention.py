@@ -98,9 +98,10 @@ class KV(ABC):
     ) -> None:
         """`stored_tokens`: tokens that a block has room for, where it is more than `block_tokens`."""
         self.model, self.blocks, self.block_tokens = model, blocks, block_tokens
-        self.windows = tuple(dict.fromkeys(model.windows))
-        self.window_of = [self.windows.index(window) for window in model.windows]
-        shape = (2 * model.kv_heads, blocks, stored_tokens or block_tokens, model.head_dim)
+        attention = model.attention
+        self.windows = tuple(dict.fromkeys(attention.windows))
+        self.window_of = [self.windows.index(window) for window in attention.windows]
+        shape = (2 * attention.kv_heads, blocks, stored_tokens or block_tokens, attention.head_dim)
         self.pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
 
     @property
@@ -142,7 +143,7 @@ class NativeKV(KV):
             stored_tokens=_whole_tiles(block_tokens),
         )
         self.native = native
-        self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens, blocks)
+        self._sizes = (model.attention.heads, model.attention.kv_heads, model.attention.head_dim, block_tokens, blocks)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
@@ -162,7 +163,7 @@ class NativeKV(KV):
             len(qkv),
             *self._sizes,
         )
-        output = torch.empty(len(qkv), model.heads * model.head_dim, dtype=qkv.dtype)
+        output = torch.empty(len(qkv), model.attention.qkv_rows[0], dtype=qkv.dtype)
         self.native.attend(
             kind,
             qkv.data_ptr(),
@@ -170,9 +171,9 @@ class NativeKV(KV):
             rows.blocks.data_ptr(),
             rows.starts.data_ptr(),
             step.positions.data_ptr(),
-            model.windows[layer],
-            model.attention_scale,
-            model.attention_softcap or 0.0,
+            model.attention.windows[layer],
+            model.attention.scale,
+            model.attention.softcap or 0.0,
             output.data_ptr(),
             rows.stop,
             rows.work,
@@ -188,7 +189,8 @@ class TorchKV(KV):
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
-        self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
+        attention = model.attention
+        self._heads, self._kv_heads, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
@@ -226,7 +228,7 @@ class TorchKV(KV):
         by_head = queries[group.start : stop].view(count, group.rows, heads, -1, size).permute(2, 0, 3, 1, 4)
         by_head = by_head.reshape(heads, count, -1, size)
         mask = group.masks[self.window_of[layer]]
-        if self.model.attention_softcap is not None or (self._has_slow_sdpa and group.rows == 1):
+        if self.model.attention.softcap is not None or (self._has_slow_sdpa and group.rows == 1):
             attended = self._by_products(by_head, kv[:heads], kv[heads:], mask)
         else:
             attended = functional.scaled_dot_product_attention(
@@ -234,7 +236,7 @@ class TorchKV(KV):
                 kv[:heads].transpose(0, 1),
                 kv[heads:].transpose(0, 1),
                 attn_mask=mask.unsqueeze(1),
-                scale=self.model.attention_scale,
+                scale=self.model.attention.scale,
             ).transpose(0, 1)
         by_row = attended.reshape(heads, count, -1, group.rows, size).permute(1, 3, 0, 2, 4)
         output[group.start : stop] = by_row.reshape(-1, self._heads, size)
@@ -251,9 +253,9 @@ class TorchKV(KV):
         "eager" attention.
         """
         heads, count, rows, size = queries.shape
-        scaled = (queries * self.model.attention_scale).reshape(heads * count, rows, size)
+        scaled = (queries * self.model.attention.scale).reshape(heads * count, rows, size)
         scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2)).view(heads, count, rows, -1)
-        weights = softcap(scores, self.model.attention_softcap).add_(mask).softmax(-1).flatten(0, 1)
+        weights = softcap(scores, self.model.attention.softcap).add_(mask).softmax(-1).flatten(0, 1)
         return torch.bmm(weights, values.flatten(0, 1)).view(heads, count, rows, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -270,12 +272,12 @@ def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, 
     """The size of a block in all layers together."""
     native = attention_kernels(model, dtype, device)
     tokens = block_tokens if native is None else _whole_tiles(block_tokens)
-    return 2 * model.layers * model.kv_heads * model.head_dim * tokens * torch.empty(0, dtype=dtype).element_size()
+    return model.layers * sum(model.attention.qkv_rows[1:]) * tokens * dtype.itemsize
 
 
 def attention_kernels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The native kernels, where they serve heads of this size."""
-    return native_for(device, dtype) if model.head_dim <= 256 and model.head_dim % 2 == 0 else None
+    return native_for(device, dtype) if model.attention.head_dim <= 256 else None
 
 
 def _whole_tiles(tokens: int) -> int:
@@ -291,7 +293,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * torch.empty(0, dtype=dtype).element_size())
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages has none to refuse
             pages.madvise(mmap.MADV_NOHUGEPAGE)

@@ -65,24 +65,24 @@ class Engine:
         self.tokenizer = checkpoint.tokenizer
         self._eos = frozenset(checkpoint.config.eos_token_ids)
         draft = open_draft(config, checkpoint, progress)
-        self._runner = ModelRunner(config, checkpoint, progress, draft=draft)
-        self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens)
+        self.runner = ModelRunner(config, checkpoint, progress, draft=draft)
+        self._pool = BlockPool(self.runner.kv.blocks, config.block_tokens)
         # a draft model needs the last token, so there the next step waits for it
         self._is_overlapped = draft is None and (
-            self._runner.is_asynchronous if is_overlapped is None else is_overlapped
+            self.runner.is_asynchronous if is_overlapped is None else is_overlapped
         )
         self._in_flight: list[StepInFlight] = []  # launched and not yet landed, the oldest first
         self._landed, self._timing = Moment.now(), StepTiming()
-        step_tokens_max = config.step_tokens_max or default_step_tokens(self._runner.device)
+        step_tokens_max = config.step_tokens_max or default_step_tokens(self.runner.device)
         vocabulary = checkpoint.config.vocabulary_size
-        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._timing) if draft is not None else None
+        self.draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._timing) if draft is not None else None
         draft_context_tokens = draft.context_tokens if draft is not None else 0
-        self._speculator = Speculator(self._timing, config.draft_tokens_max, draft_context_tokens)
+        self.speculator = Speculator(self._timing, config.draft_tokens_max, draft_context_tokens)
         self._scheduler = Scheduler(
             self._pool,
             step_tokens_max=step_tokens_max,
-            sequences_max=config.sequences_max or default_sequences(self._runner.device),
-            speculator=self._speculator,
+            sequences_max=config.sequences_max or default_sequences(self.runner.device),
+            speculator=self.speculator,
         )
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
@@ -91,16 +91,16 @@ class Engine:
         self.info = messages.ModelInfo(
             name=model.name,
             architecture=model.architecture,
-            context_tokens=self._runner.context_tokens,
+            context_tokens=self.runner.context_tokens,
             vocabulary_size=model.vocabulary_size,
-            parameters=self._runner.decoder.parameters,
-            dtype=str(self._runner.dtype).removeprefix("torch."),
-            device=str(self._runner.device),
-            weights_size_bytes=self._runner.decoder.size_bytes,
-            kv_size_bytes=self._runner.kv.size_bytes,
+            parameters=self.runner.decoder.parameters,
+            dtype=str(self.runner.dtype).removeprefix("torch."),
+            device=str(self.runner.device),
+            weights_size_bytes=self.runner.decoder.size_bytes,
+            kv_size_bytes=self.runner.kv.size_bytes,
             has_chat_template=self.tokenizer.has_chat_template,
             may_think=self.tokenizer.thinking(()) is not None,
-            is_batch_invariant=self._runner.is_batch_invariant,
+            is_batch_invariant=self.runner.is_batch_invariant,
         )
         self.grammars = Grammars(self.tokenizer, model.vocabulary_size, self._eos)
         self._masker = Masker(model.vocabulary_size, self._eos)
@@ -261,11 +261,11 @@ class Engine:
     def _launch(self, chunks: list[Chunk], began: Moment) -> str | None:
         """Have the device compute the chunks and draw after them; returns why where that failed."""
         try:
-            if self._draft_model is not None:
-                chunks = self._draft_model.fill(chunks)
+            if self.draft_model is not None:
+                chunks = self.draft_model.fill(chunks)
                 began = Moment.now()  # those were steps of its own
             masks = self._masker.begin(held(chunks))
-            logits = self._runner.run(chunks, self._in_flight[-1] if self._in_flight else None)
+            logits = self.runner.run(chunks, self._in_flight[-1] if self._in_flight else None)
             step = draw(chunks, logits, self.tokenizer, began, masks)
         except Exception as error:
             _log.exception("a step failed; its sequences end, the engine goes on")
@@ -285,7 +285,7 @@ class Engine:
             _log.exception("a step failed on its way; its sequences end, the engine goes on")
             return self._fail_step([chunk.sequence for chunk in step.chunks], f"the step failed: {error}")
         since, self._landed = max(step.began, self._landed), Moment.now()
-        busy_s = self._landed.busy_s(since, is_device_here=not self._runner.is_asynchronous)
+        busy_s = self._landed.busy_s(since, is_device_here=not self.runner.is_asynchronous)
         is_decode = all(chunk.start >= chunk.sequence.prompt_tokens for chunk in step.chunks)
         counts = [chunk.count for chunk in step.chunks]
         self._timing.observe(counts, self._landed.wall_s - since.wall_s, busy_s, is_decode=is_decode)
@@ -336,7 +336,7 @@ class Engine:
             assert chunk.kind is not None
             assert sequence.speculation is not None
             self._count(sequence, chunk.kind.source, len(chunk.draft), accepted)
-            self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
+            self.speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
         if forced:
             self._count(sequence, Source.GRAMMAR, forced, forced)
         if prompt_logprobs:
@@ -370,9 +370,9 @@ class Engine:
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence)
         self._pool.forget_all()
-        self._runner.kv.clear()
-        if self._draft_model is not None:
-            self._draft_model.clear()
+        self.runner.kv.clear()
+        if self.draft_model is not None:
+            self.draft_model.clear()
         return failed
 
     def _warm_up(self) -> None:
@@ -382,14 +382,14 @@ class Engine:
         if length < 1 or self._pool.total * self._pool.block_tokens < length + 8:
             return
         params = messages.SamplingParams(
-            temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True
+            temperature=0.0, max_tokens=3 if self.draft_model is None else 6, ignore_eos=True
         )
         for _ in range(2):
             self._timing.forget()
-            self._speculator.forget()
+            self.speculator.forget()
             self.submit(range(length), params, salt=b"warm-up")
             while self.has_work:
                 self.step()
             self._pool.forget_all()
         self._totals = TokenCounts()
-        self._speculator.forget()
+        self.speculator.forget()

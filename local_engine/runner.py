@@ -93,7 +93,7 @@ class ModelRunner:
             draft._open_executor(config, self.kv.blocks)
         self.is_batch_invariant = (
             config.is_batch_invariant is not False
-            and isinstance(self._executor, NativeExecutor)
+            and isinstance(self.executor, NativeExecutor)
             and self.decoder.is_batch_invariant
         )
         if config.is_batch_invariant and not self.is_batch_invariant:
@@ -106,30 +106,31 @@ class ModelRunner:
 
     def _read(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Every weight into its place. Raises ModelError with the file and the tensor."""
+        names = checkpoint.names()
         try:
-            self.decoder.expect(checkpoint.names())
+            self.decoder.expect(names)
         except ModelError as error:
             raise ModelError(f"{checkpoint.place}: {error}") from None
-        for piece in checkpoint.weights():
+        for number, piece in enumerate(checkpoint.weights(), 1):
             try:
                 self.decoder.load(piece.name, piece.tensor)
             except ModelError as error:
                 raise ModelError(f"{piece.file}: {error}") from None
-            progress(0.05 + 0.85 * piece.share, "reading weights")
+            progress(0.05 + 0.85 * number / len(names), "reading weights")
 
     def run(self, chunks: Many[Chunk], before: StepInFlight | None = None) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the
         order of the chunks, valid until the next call. Tokens that are not known yet are taken from
         the draws of the step `before`, on the device."""
-        return self._executor.run(chunks, before)
+        return self.executor.run(chunks, before)
 
     def _open_executor(self, config: EngineConfig, blocks: int) -> None:
         """Finish the weights, make the pools of KV, and choose what runs the steps."""
         self.context_tokens = min(self.context_tokens, blocks * config.block_tokens)
         with torch.inference_mode():
             self.decoder.finish(self.context_tokens)
-            self._executor = self._chosen(config, blocks)
-        self.kv = self._executor.kv
+            self.executor = self._chosen(config, blocks)
+        self.kv = self.executor.kv
 
     def _chosen(self, config: EngineConfig, blocks: int) -> TorchExecutor | NativeExecutor | GpuExecutor:
         """Triton's kernels where they serve the device, else the native ones, else torch."""
@@ -171,7 +172,7 @@ class ModelRunner:
         layer's gathered KV."""
         model = self.decoder.config
         rows = config.step_tokens_max or default_step_tokens(self.device)
-        wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.heads * model.head_dim
+        wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.attention.qkv_rows[0]
         logits = (config.sequences_max or default_sequences(self.device)) * model.vocabulary_size * 12
         return rows * wide * 4 + logits + (1 << 29)
 

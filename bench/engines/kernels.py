@@ -33,11 +33,17 @@ def shape_named(name: str) -> Shape:
     """The attention of Qwen3-8B, of SmolLM2-135M, and of a Gemma 2 with its window and cap."""
     from local_engine.kernels.gpu.attention import Shape
 
-    if name == "8b":
-        return Shape(32, 8, 128, 16, 128**-0.5, None, (0,))
-    if name == "135m":
-        return Shape(9, 3, 64, 16, 64**-0.5, None, (0,))
-    return Shape(8, 4, 256, 16, 256**-0.5, 50.0, (0, 24))
+    heads, kv_heads, head_dim = {"8b": (32, 8, 128), "135m": (9, 3, 64)}.get(name, (8, 4, 256))
+    is_gemma = head_dim == 256
+    return Shape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=(0, 24) if is_gemma else (0,),
+        scale=head_dim**-0.5,
+        softcap=50.0 if is_gemma else None,
+        block_tokens=16,
+    )
 
 
 def check(name: str, dtype: torch.dtype, device: torch.device) -> list[Failure]:
@@ -92,8 +98,8 @@ def attention_cases(device: torch.device) -> Iterator[Case]:
     """Decodes of several batches and lengths, 64 sequences over one prefix, and prompts."""
     import torch
 
-    from local_engine.kernels.gpu.attention import attend
     from local_engine.kernels.copies import on_device
+    from local_engine.kernels.gpu.attention import attend
     from local_engine.kernels.gpu.plan import Span, plan
     from local_engine.kernels.shared_prefixes import Prefix
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConfig, require_among
+from local_engine.config import AttentionConfig, ExpertsConfig, ModelConfig, ModelError, RopeConfig, require_among
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -174,9 +174,14 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
         name=name,
         hidden_size=hidden_size,
         layers=layers,
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
+        attention=AttentionConfig(
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            windows=windows,
+            scale=float(config.get("attention_multiplier") or float(score_divisor) ** -0.5),
+            softcap=softcap(config.get("attn_logit_softcapping")) if family.has_attention_softcap else None,
+        ),
         intermediate_size=int(require(config, family.mlp_size, source)),
         vocabulary_size=int(require(config, "vocab_size", source)),
         context_tokens=_context_tokens(config, rope),
@@ -189,11 +194,8 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
         has_output_bias=has_bias and family.has_qkv_bias is None,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=windows,
         experts=_experts(config, layers, source) if family.has_experts else None,
         activation=_activation(config, family, source),
-        attention_scale=float(config.get("attention_multiplier") or float(score_divisor) ** -0.5),
-        attention_softcap=softcap(config.get("attn_logit_softcapping")) if family.has_attention_softcap else None,
         logit_softcap=softcap(config.get("final_logit_softcapping")),
         logit_divisor=float(config.get("logits_scaling") or 1.0),
         embedding_scale=float(

@@ -72,7 +72,7 @@ class FolderCheckpoint:
                     continue
                 value, path = self._value(name), tensors.path_of(name)
                 for piece, part in split(own, value, self.config):
-                    yield WeightPiece(piece, part, tensors.share_read, path)
+                    yield WeightPiece(piece, part, path)
                 del value
                 tensors.forget()
         finally:
@@ -117,8 +117,7 @@ class SafetensorsFiles:
     def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        self._read_bytes = self._mapped_bytes = 0
-        self._size_bytes = sum(path.stat().st_size for path in paths)
+        self._mapped_bytes = 0
         for path in paths:
             for name in self._file(path).offset_keys():
                 self._paths[name] = path
@@ -127,10 +126,6 @@ class SafetensorsFiles:
 
     def __contains__(self, name: object) -> bool:
         return name in self._paths
-
-    @property
-    def share_read(self) -> float:
-        return min(1.0, self._read_bytes / max(1, self._size_bytes))
 
     def path_of(self, name: str) -> Path:
         return self._paths[name]
@@ -146,7 +141,6 @@ class SafetensorsFiles:
             tensor: torch.Tensor = self._file(path).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from None
-        self._read_bytes += tensor.nbytes
         self._mapped_bytes += tensor.nbytes
         return tensor
 

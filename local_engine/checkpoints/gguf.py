@@ -94,20 +94,16 @@ class GgufCheckpoint:
         return frozenset(piece for name in names for piece in parts_of(self._name(name), self.config))
 
     def weights(self) -> Iterator[WeightPiece]:
-        total_bytes = sum(file.size_bytes for file in self._files)
-        before_bytes = 0
         for file in self._files:
             try:
                 for name in [name for name in file.tensors if name not in _UNUSED]:
                     values = self._read(file, name)
-                    share = (before_bytes + file.end_of(name)) / total_bytes
                     for piece, own in split(self._name(name), values, self.config):
-                        yield WeightPiece(piece, own, share, file.path)
+                        yield WeightPiece(piece, own, file.path)
                     del values
                     file.forget(name)
             finally:
                 file.close()
-            before_bytes += file.size_bytes
 
     def _read(self, file: GgufFile, name: str) -> Weights:
         kept = file.read_quantised(name)
@@ -117,7 +113,7 @@ class GgufCheckpoint:
         layer = _LAYER.fullmatch(name)
         if layer is None or not self._is_permuted or layer[2] not in ("attn_q", "attn_k"):
             return values
-        heads = self.config.heads if layer[2] == "attn_q" else self.config.kv_heads
+        heads = self.config.attention.heads if layer[2] == "attn_q" else self.config.attention.kv_heads
         if values.shape[0] % (2 * heads):
             raise ModelError(f"{file.path}: tensor {name!r} has {values.shape[0]} rows, which are not {heads} heads")
         return rows_of(values, self._unpermuted(values.shape[0], heads))

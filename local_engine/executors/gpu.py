@@ -14,8 +14,8 @@ it; keys that no tile covers are never read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -28,7 +28,17 @@ import torch
 
 from local_engine.attention import KV, Angles, StepInput
 from local_engine.config import ModelConfig
-from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
+from local_engine.executors.rows import (
+    POSITIONS,
+    SLOTS,
+    SOURCES,
+    TOKENS,
+    Longs,
+    fill_rows,
+    known_tokens,
+    logit_rows,
+    step_input,
+)
 from local_engine.kernels.copies import on_device, pinned
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
@@ -44,21 +54,13 @@ _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 _SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
 _PREFIXES_MAX = 8  # in a captured graph
 _GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another kernel while recording
-_SOURCES, _LOGITS = 3, 4  # beside tokens, positions and slots
+_LOGITS = 4  # beside the rows that every step has
 _log = logging.getLogger(__name__)
 
 
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
-    """This model's parameters of attention."""
-    return Shape(
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        block_tokens=block_tokens,
-        scale=model.attention_scale,
-        softcap=model.attention_softcap,
-        windows=model.windows,
-    )
+    """This model's attention over blocks of so many tokens."""
+    return Shape(**dataclasses.asdict(model.attention), block_tokens=block_tokens)
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -117,7 +119,7 @@ class GpuExecutor:
         self._decoder, self._device = decoder, decoder.device
         sizes = [size for size in _GRAPH_ROWS if size < rows_max]
         self._sizes = [*sizes, min(rows_max, _GRAPH_ROWS[-1])] if rows_max and decoder.has_one_way else []
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self.graphs: dict[tuple[int, bool], _Graph] = {}
         self._aside: Any = None  # the stream on which graphs are captured
         self._memory: Any = None  # one pool for all graphs: only one runs at a time
         largest = self._sizes[-1] if self._sizes else 0
@@ -147,27 +149,17 @@ class GpuExecutor:
         rows = next((size for size in self._sizes if size >= len(chunks)), 0)
         if is_decode and rows and len(known) <= len(self._latest):
             return self._replay(chunks, order, rows, known, places)
-        longs = self._fill(order.chunks, sum(chunk.count for chunk in chunks), places)
-        rows_there = on_device(longs, self._device)
-        tokens = rows_there[TOKENS]
-        if (longs[_SOURCES] >= 0).any():
-            tokens = _known(tokens, rows_there[_SOURCES], known)
         made = plan(self.kv.shape, *_spans(order), order.prefixes)
-        step = StepInput(
-            token_ids=tokens,
-            positions=rows_there[POSITIONS],
-            slots=rows_there[SLOTS],
-            logit_rows=on_device(logit_rows(chunks, order.chunks), self._device),
-            tiles=made.on(self.kv.shape, on_device(made.numbers, self._device)),
-        )
-        return self._decoder(step, self.kv)
+        tiles = made.on(self.kv.shape, on_device(made.numbers, self._device))
+        return self._decoder(step_input(chunks, order.chunks, before, self.kv, tiles=tiles), self.kv)
 
     def _replay(
         self, chunks: Many[Chunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
     ) -> torch.Tensor:
         has_shared = bool(order.prefixes)
         made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
-        longs = self._fill(order.chunks, rows, places)
+        longs = np.zeros((5, rows), np.int64)
+        fill_rows(longs, order.chunks, self.kv.block_tokens, places)
         longs[_LOGITS, : len(chunks)] = logit_rows(chunks, order.chunks)
         self._put(longs, made)
         self._latest[: len(known)].copy_(known, non_blocking=True)
@@ -186,8 +178,8 @@ class GpuExecutor:
         except RuntimeError as error:
             _log.error("SLOW: decodes run without CUDA graphs on %s: %s", self._device, error)
             self._sizes = []
-            self._graphs.clear()
-        _log.info("%d graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started_s)
+            self.graphs.clear()
+        _log.info("%d graphs captured in %.1f s", len(self.graphs), time.perf_counter() - started_s)
 
     def _check(self, rows: int, has_shared: bool) -> None:
         """A replay of one token in each of some blocks beside the same computed unrecorded. Raises
@@ -196,7 +188,7 @@ class GpuExecutor:
         spans = [Span(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
         longs[TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
-        longs[SLOTS] = longs[_SOURCES] = -1
+        longs[SLOTS] = longs[SOURCES] = -1
         longs[SLOTS, :count] = np.arange(count) * self.kv.block_tokens
         longs[_LOGITS] = np.arange(rows)
         self._put(longs, self._padded(spans, [], rows, has_shared))
@@ -223,7 +215,7 @@ class GpuExecutor:
     def _graph(self, rows: int, has_shared: bool) -> _Graph:
         """The decode of `rows` rows as a graph, captured where it is not yet; the content of the
         buffers does not matter."""
-        found = self._graphs.get((rows, has_shared))
+        found = self.graphs.get((rows, has_shared))
         if found is not None:
             return found
         skeleton = self._padded([], [], rows, has_shared)
@@ -231,7 +223,7 @@ class GpuExecutor:
         def compute() -> None:
             longs = self._longs[: 5 * rows].view(5, rows)
             step = StepInput(
-                token_ids=_known(longs[TOKENS], longs[_SOURCES], self._latest),
+                token_ids=known_tokens(longs, self._latest),
                 positions=longs[POSITIONS],
                 slots=longs[SLOTS],
                 logit_rows=longs[_LOGITS],
@@ -239,10 +231,10 @@ class GpuExecutor:
             )
             self._logits[:rows].copy_(self._decoder(step, self.kv))
 
-        made = self._graphs[rows, has_shared] = _Graph(compute, self._recorded(compute))
+        made = self.graphs[rows, has_shared] = _Graph(compute, self.recorded(compute))
         return made
 
-    def _recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
+    def recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
         """A function that replays `compute`."""
         if self._device.type != "cuda":
             return compute
@@ -281,24 +273,8 @@ class GpuExecutor:
         long = [chunk for chunk in chunks if chunk.count > SHORT_ROWS_MAX]
         return _Order([*(short[index] for index in [*members, *alone]), *long], len(short), prefixes)
 
-    def _fill(self, chunks: Many[Chunk], rows: int, places: dict[int, int]) -> Longs:
-        """int64 [5, rows]: tokens, positions, slots, and where in the latest draws a token is;
-        logit rows are left 0."""
-        longs = np.zeros((5, rows), np.int64)
-        longs[SLOTS] = longs[_SOURCES] = -1
-        fill_rows(longs, chunks, self.kv.block_tokens)
-        for at, chunk in zip(itertools.accumulate((c.count for c in chunks), initial=0), chunks, strict=False):
-            if chunk.sequence.in_flight:  # its first row is the decode of that token
-                longs[_SOURCES, at] = places[chunk.sequence.id]
-        return longs
-
     def _shared_tiles(self, rows: int) -> int:
         return -(-rows // self.kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
-
-
-def _known(tokens: torch.Tensor, sources: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """Tokens, but where a row has a source the one that was drawn there."""
-    return torch.where(sources >= 0, latest[sources.clamp_min(0)], tokens)
 
 
 def _spans(order: _Order) -> tuple[list[Span], list[Span]]:

@@ -99,14 +99,14 @@ class NativeStep:
             kind=kind_of(decoder.dtype),
             head_kind=products[0].kind,
             hidden=config.hidden_size,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            size=config.head_dim,
+            heads=config.attention.heads,
+            kv_heads=config.attention.kv_heads,
+            size=config.attention.head_dim,
             block_tokens=kv.block_tokens,
             is_gelu=config.activation == "gelu_tanh",
             epsilon=config.rms_epsilon,
-            scale=config.attention_scale,
-            cap=config.attention_softcap or 0.0,
+            scale=config.attention.scale,
+            cap=config.attention.softcap or 0.0,
         )
 
     def __call__(self, step: StepInput) -> torch.Tensor:

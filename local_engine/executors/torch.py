@@ -27,7 +27,7 @@ class TorchExecutor:
         model = decoder.config
         self.kv = TorchKV(model, blocks=blocks, block_tokens=block_tokens, dtype=decoder.dtype, device=decoder.device)
         self._decoder, self._device = decoder, decoder.device
-        self._queries_per_head = model.heads // model.kv_heads
+        self._queries_per_head = model.attention.heads // model.attention.kv_heads
 
     @torch.inference_mode()
     def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:

@@ -40,9 +40,9 @@ def test_a_lookup_proposes_what_followed_last_time() -> None:
 
 def pace(base_ms: float = 8.0, row_ms: float = 2.0, model_step_ms: float | None = None) -> StepTiming:
     """One of a machine whose steps take so long with one row, and so much more with each other."""
-    measured = StepTiming(steps=FixedLine(row_ms=row_ms, _count=1, _rows=1.0, _ms=base_ms))
+    measured = StepTiming(steps=FixedLine(row_ms=row_ms, count=1, mean_rows=1.0, mean_ms=base_ms))
     if model_step_ms is not None:
-        measured.draft_steps = FixedLine(_count=1, _ms=model_step_ms)
+        measured.draft_steps = FixedLine(count=1, mean_ms=model_step_ms)
     return measured
 
 

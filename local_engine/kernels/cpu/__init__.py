@@ -27,7 +27,7 @@ PANEL = 16  # output rows that are computed together
 GROUP = 32  # inputs that share a scale and a minimum; 16 share one where codes have 6 bits
 TILE = 16  # tokens of a block that attention looks at together
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
@@ -107,19 +107,19 @@ def why_no_kernels() -> str | None:
 
 def _unable() -> str | None:
     """Why they can't be compiled here."""
-    if missing := sorted(_NEEDED - cpu_flags()):
+    if missing := sorted(NEEDED_FLAGS - cpu_flags()):
         return f"the processor lacks {', '.join(missing)}"
-    return None if _compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
+    return None if find_compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
     return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
 
 
 def compile_kernels() -> str:
     """Compile for this machine unless that was done before; returns the result as a line of
     text."""
-    path, compiler = _library(), _compiler()
+    path, compiler = _library(), find_compiler()
     if path.is_file():
         return f"native kernels: {path}"
     if (unable := _unable()) is not None or compiler is None:

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from local_engine.config import AttentionConfig
 from local_engine.kernels.supports import is_interpreted, multiprocessors
 
 TILE_FIELDS = 5  # first row, rows, where its table begins, first key, end of the keys
@@ -194,17 +195,11 @@ class Tiles:
     partials: Partials | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model's parameters of attention. `windows` per layer, 0 is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(AttentionConfig):
+    """A model's attention over blocks of so many tokens."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     block_tokens: int
-    scale: float
-    softcap: float | None
-    windows: tuple[int, ...]
 
     @property
     def group(self) -> int:

@@ -200,10 +200,10 @@ def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
         x = torch.randn(count, 64, device=device).to(dtype)
         chosen = torch.stack((torch.arange(count, device=device) % 3, torch.full((count,), 4, device=device)), 1)
         shares = torch.rand(count, 2, device=device).to(dtype)
-        yield grouped(x, chosen, shares), _one_by_one(x, gate_up, down, chosen, shares)
+        yield grouped(x, chosen, shares), expert_by_expert(x, gate_up, down, chosen, shares)
 
 
-def _one_by_one(
+def expert_by_expert(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
     """The result of experts when each pair is computed by itself."""

@@ -16,9 +16,24 @@ from local_engine.weights.quantised import QuantisedProduct, quantise
 from tests.engine.gpu.sequences import sequence
 
 
+def make_shape(
+    heads: int, kv_heads: int, head_dim: int, softcap: float | None = None, windows: tuple[int, ...] = (0,)
+) -> Shape:
+    """Blocks of 16 tokens."""
+    return Shape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=windows,
+        scale=head_dim**-0.5,
+        softcap=softcap,
+        block_tokens=16,
+    )
+
+
 def launch_all() -> None:
     for head_dim, heads, kv_heads, window, softcap in ((128, 32, 8, 0, None), (80, 9, 3, 64, 50.0)):
-        _attention(Shape(heads, kv_heads, head_dim, 16, 0.1, softcap, (window,)))
+        _attention(make_shape(heads, kv_heads, head_dim, softcap, (window,)))
         _rows(head_dim, heads, kv_heads)
     _draw()
     _experts()

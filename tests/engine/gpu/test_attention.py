@@ -118,7 +118,7 @@ def test_tiles_give_what_the_book_gives(case: Case, is_cascaded: bool, dtype: to
 def test_wide_heads_and_long_rows_are_cut_right(head_dim: int) -> None:
     """A prompt longer than a tile, and many rows over one prefix, with the widest heads that are served."""
     case = Case([(1, 64, 3)] * 3 + [(150, 3, 0)], 4, 1, head_dim, 16, 0, None, 0)
-    shape = Shape(4, 1, head_dim, 16, 0.3, None, (0,))
+    shape = Shape(heads=4, kv_heads=1, head_dim=head_dim, windows=(0,), scale=0.3, block_tokens=16)
     spans = spans_of(case)
     assert spans[1].blocks[:3] == spans[0].blocks[:3]
     torch.manual_seed(1)
