@@ -22,7 +22,7 @@ from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.runner import ModelRunner, Progress
 from local_engine.sampler import draw
-from local_engine.sequence import Chunk, Place, Sequence
+from local_engine.sequence import Place, Sequence, TokenChunk
 from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.text.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ class DraftModel:
         self._whole.clear()
         self._runner.kv.clear()
 
-    def fill(self, chunks: list[Chunk]) -> list[Chunk]:
+    def fill(self, chunks: list[TokenChunk]) -> list[TokenChunk]:
         """The chunks with their guesses, or with none where it has to catch up first."""
         if not any(chunk.wanted for chunk in chunks):
             return chunks
@@ -76,7 +76,7 @@ class DraftModel:
             chunk.with_draft(tuple(guesses.get(chunk.sequence.id, ()))) if chunk.wanted else chunk for chunk in chunks
         ]
 
-    def _guess(self, asked: Many[Chunk]) -> dict[int, list[int]]:
+    def _guess(self, asked: Many[TokenChunk]) -> dict[int, list[int]]:
         """Token after token, all sequences at once; each until it has enough guesses or would
         end."""
         guesses: dict[int, list[int]] = {}
@@ -98,10 +98,10 @@ class DraftModel:
                 if id is not None:
                     guesses.setdefault(sequence.id, []).append(id)
                     if ahead < wanted[sequence.id] and id not in sequence.stop_token_ids:
-                        chunks.append(Chunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
+                        chunks.append(TokenChunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
         return guesses
 
-    def _catch_up(self, sequences: Many[Sequence]) -> list[Chunk]:
+    def _catch_up(self, sequences: Many[Sequence]) -> list[TokenChunk]:
         """The sequences' tokens that it has not seen yet, as many as one step takes; logits for
         those that are then even."""
         chunks = []
@@ -110,7 +110,9 @@ class DraftModel:
             self._reuse(sequence)
             count = min(sequence.pending_draft, budget)
             if count > 0:
-                chunks.append(Chunk(sequence, sequence.draft_computed, count, int(count == sequence.pending_draft)))
+                chunks.append(
+                    TokenChunk(sequence, sequence.draft_computed, count, int(count == sequence.pending_draft))
+                )
                 budget -= count
         return chunks
 
@@ -123,7 +125,7 @@ class DraftModel:
                 return
             sequence.draft_computed += size
 
-    def _note(self, chunk: Chunk) -> None:
+    def _note(self, chunk: TokenChunk) -> None:
         """Note the blocks that a chunk has written."""
         sequence, size = chunk.sequence, self._runner.kv.block_tokens
         sequence.draft_computed = chunk.end

@@ -21,11 +21,11 @@ from local_engine.block_pool import BlockPool
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
 from local_engine.draft_model import DraftModel, open_draft
-from local_engine.grammar import Answer, Compiled, Grammars, Masker
+from local_engine.grammar import Compiled, Grammars, GrammarState, Masker
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
-from local_engine.sequence import Chunk, Sampled, Sequence, Status, TokenCounts
-from local_engine.speculation.speculator import MATCH_MAX, Lookup, Source, Speculation, Speculator
+from local_engine.sequence import Sampled, Sequence, SequenceStatus, TokenChunk, TokenCounts
+from local_engine.speculation.speculator import MATCH_MAX, DraftSource, PromptLookup, Speculation, Speculator
 from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.step_in_flight import StepInFlight, draw, held
 from local_engine.text.tokenizer import TextStream, joined
@@ -179,12 +179,12 @@ class Engine:
             text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
             reader=reader,
             prompt_logprobs=known,
-            grammar=Answer(grammar, thinking) if grammar is not None else None,
+            grammar=GrammarState(grammar, thinking) if grammar is not None else None,
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
             text = [*tokens[-MATCH_MAX:], *reference] if reference else []
-            sequence.speculation = Speculation(Lookup(text))
+            sequence.speculation = Speculation(PromptLookup(text))
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         return sequence.id
@@ -258,7 +258,7 @@ class Engine:
                 context_tokens=context,
             )
 
-    def _launch(self, chunks: list[Chunk], began: Moment) -> str | None:
+    def _launch(self, chunks: list[TokenChunk], began: Moment) -> str | None:
         """Have the device compute the chunks and draw after them; returns why where that failed."""
         try:
             if self.draft_model is not None:
@@ -291,11 +291,11 @@ class Engine:
         self._timing.observe(counts, self._landed.wall_s - since.wall_s, busy_s, is_decode=is_decode)
         return self._postprocess(step.chunks, sampled)
 
-    def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
+    def _postprocess(self, chunks: Many[TokenChunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
         ending = [
             (chunk, drawn)
             for chunk, drawn in zip(chunks, sampled, strict=True)
-            if drawn and chunk.sequence.status is not Status.FINISHED
+            if drawn and chunk.sequence.status is not SequenceStatus.FINISHED
         ]
         for chunk, _ in ending:
             chunk.sequence.in_flight -= 1
@@ -305,7 +305,7 @@ class Engine:
             outputs += self._fail_step(broken, "the model's output is not finite")
         return outputs
 
-    def _advance(self, chunk: Chunk, drawn: Many[Sampled]) -> StepOutput:
+    def _advance(self, chunk: TokenChunk, drawn: Many[Sampled]) -> StepOutput:
         """Add the drawn tokens as far as the draft was right, and decide whether the answer ends;
         returns the final text."""
         sequence = chunk.sequence
@@ -338,7 +338,7 @@ class Engine:
             self._count(sequence, chunk.kind.source, len(chunk.draft), accepted)
             self.speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
         if forced:
-            self._count(sequence, Source.GRAMMAR, forced, forced)
+            self._count(sequence, DraftSource.GRAMMAR, forced, forced)
         if prompt_logprobs:
             output = msgspec.structs.replace(output, prompt_logprobs=prompt_logprobs)
         if output.finish_reason is None:
@@ -346,7 +346,7 @@ class Engine:
         self.abort(sequence.id)
         return StepOutput(sequence.id, output, usage=sequence.usage)
 
-    def _count(self, sequence: Sequence, source: Source, drafted: int, accepted: int) -> None:
+    def _count(self, sequence: Sequence, source: DraftSource, drafted: int, accepted: int) -> None:
         for counts in (sequence.counted, self._totals):
             counts.drafted[source] += drafted
             counts.accepted[source] += accepted
@@ -364,7 +364,9 @@ class Engine:
         """After a failed step any KV may be wrong: end these, recompute all others, forget
         everything."""
         self._in_flight.clear()
-        failed = [self._fail(s, messages.EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
+        failed = [
+            self._fail(s, messages.EngineFailed(why)) for s in sequences if s.status is not SequenceStatus.FINISHED
+        ]
         for sequence in self._sequences.values():
             sequence.in_flight = 0
         for sequence in list(self._scheduler.running):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from local_engine.apart.process import AT_ONCE, Apart, Refusal
+from local_engine.apart.process import AT_ONCE, Apart, ProgramRefusal
 from local_engine.messages import Grammar, InvalidRequest
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _AT_ONCE_S = 2e-4  # masks that take less are made before the model runs: a thre
 _FORCED_BYTES = 1 << 9  # made tokens at a time: a literal is read again at each step
 
 
-class Answer:
+class GrammarState:
     """How far one answer is in its grammar. `thinks`: it is inside a thinking block, which the
     grammar leaves alone; `may_think`: it may begin with one."""
 
@@ -152,9 +152,9 @@ class Grammars:
         size_bytes = len(wanted.text.encode())
         try:
             if size_bytes > SIZE_MAX_BYTES:
-                raise Refusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
+                raise ProgramRefusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
             if not self._eos:
-                raise Refusal("the model has no token that ends an answer")
+                raise ProgramRefusal("the model has no token that ends an answer")
             trial = self._trials.get()
             try:
                 grammar = trial.ask({"kind": wanted.kind, "text": wanted.text, "ids": self._tokenizer.marks})
@@ -163,8 +163,8 @@ class Grammars:
             limits = LLParserLimits(**_LIMITS, verbose_errors=False)
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
             if matcher.is_error():
-                raise Refusal(matcher.get_error())
-        except Refusal as error:
+                raise ProgramRefusal(matcher.get_error())
+        except ProgramRefusal as error:
             name = _KINDS.get(wanted.kind, wanted.kind)
             why = f"the {name} cannot be held: {_brief(str(error))}; simplify it, or send the request to another model"
             return InvalidRequest(why, param="grammar")
@@ -226,7 +226,7 @@ class Masker:
         self._threads = ThreadPoolExecutor(1, "masks")
         self._latest_s = 0.0  # of CPU time
 
-    def begin(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> Masks | None:
+    def begin(self, held: Many[tuple[GrammarState, tuple[int, ...]]]) -> Masks | None:
         """Begin on the places after each answer's last token and after each of its draft."""
         if not held:
             return None
@@ -235,7 +235,7 @@ class Masker:
         bits = self._allowed(held)
         return lambda: bits
 
-    def _allowed(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
+    def _allowed(self, held: Many[tuple[GrammarState, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
         began_s = time.thread_time()
         bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)
         at = 0

@@ -23,7 +23,7 @@ from local_engine.executors.torch import TorchExecutor
 from local_engine.kernels.cpu import native_for, why_no_kernels
 from local_engine.kernels.supports import PARTS, has_triton, supports
 from local_engine.models.decoder import Decoder
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.weights import scaled
 from local_engine.weights.linear import LinearOptions
@@ -118,7 +118,7 @@ class ModelRunner:
                 raise ModelError(f"{piece.file}: {error}") from None
             progress(0.05 + 0.85 * number / len(names), "reading weights")
 
-    def run(self, chunks: Many[Chunk], before: StepInFlight | None = None) -> torch.Tensor:
+    def run(self, chunks: Many[TokenChunk], before: StepInFlight | None = None) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the
         order of the chunks, valid until the next call. Tokens that are not known yet are taken from
         the draws of the step `before`, on the device."""

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import Overloaded
-from local_engine.sequence import Chunk, Sequence, Status
+from local_engine.sequence import Sequence, SequenceStatus, TokenChunk
 from local_engine.speculation.speculator import Draft, DraftRequest, Speculator
 
 
@@ -76,19 +76,19 @@ class Scheduler:
             sequence.turn = max(self._now, self._turn_ends.get(flow, 0.0))
             # decision: fair-by-tokens
             self._turn_ends[flow] = sequence.turn + len(sequence.tokens) + sequence.answer_tokens_max
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: Sequence) -> None:
         """Take it out, wherever it is, and give its blocks back."""
-        if sequence.status is Status.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.status is Status.RUNNING:
+        elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
             known = self.answer_tokens_expected or sequence.answer_tokens
             self.answer_tokens_expected = known + 0.1 * (sequence.answer_tokens - known)
-        sequence.status = Status.FINISHED
+        sequence.status = SequenceStatus.FINISHED
         if not self.has_work:
             self._now, self._turn_ends = 0.0, {}
 
@@ -99,10 +99,10 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> list[TokenChunk]:
         """The chunks of the next step, in order of priority and decodes first; empty when there is
         no work."""
-        chunks: list[Chunk] = []
+        chunks: list[TokenChunk] = []
         budget, has_preempted = self.step_tokens_max, False
         # a sequence that loses its place in this step is none
         candidates = set(map(id, self.waiting))
@@ -139,13 +139,13 @@ class Scheduler:
         assert len(queued) == len(set(map(id, queued))), "a sequence is queued twice"
         assert {sequence.id for sequence in queued} == set(live), "a sequence is lost"
         for sequence in self.waiting:
-            assert sequence.status is Status.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
+            assert sequence.status is SequenceStatus.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
             assert not sequence.blocks, f"sequence {sequence.id} waits and holds blocks"
             assert sequence.computed == sequence.draft_computed == 0, (
                 f"sequence {sequence.id} waits with computed tokens"
             )
         for sequence in self.running:
-            assert sequence.status is Status.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
+            assert sequence.status is SequenceStatus.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
             assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
             assert sequence.draft_computed <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
@@ -186,7 +186,7 @@ class Scheduler:
         self.pool.hold(reused)
         self.waiting.remove(sequence)
         self._now = max(self._now, sequence.turn)
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         sequence.blocks = reused
         sequence.registered = len(reused)
         sequence.computed = len(reused) * self.pool.block_tokens
@@ -261,7 +261,7 @@ class Scheduler:
         self.preempt(victim)
         return True
 
-    def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> Chunk:
+    def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> TokenChunk:
         pool, start = self.pool, sequence.computed
         written, full = start // pool.block_tokens, min(start + count, len(sequence.tokens)) // pool.block_tokens
         if sequence.registered < full:
@@ -278,9 +278,9 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             logit_rows = count
         if draft is None:
-            return Chunk(sequence, start, count, logit_rows)
+            return TokenChunk(sequence, start, count, logit_rows)
         more = len(draft.tokens)
-        return Chunk(
+        return TokenChunk(
             sequence, start, count + more, logit_rows + more, draft=draft.tokens, kind=draft.kind, wanted=draft.wanted
         )
 

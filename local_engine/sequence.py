@@ -14,14 +14,14 @@ from hashlib import blake2b
 
 import msgspec
 
-from local_engine.grammar import Answer
+from local_engine.grammar import GrammarState
 from local_engine.messages import Output, SamplingParams, TokenLogprob, Usage
-from local_engine.speculation.speculator import Kind, Speculation
-from local_engine.text.calls import Reader
+from local_engine.speculation.speculator import DraftKind, Speculation
+from local_engine.text.calls import AnswerReader
 from local_engine.text.tokenizer import TextStream, Tokenizer, joined
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -71,7 +71,7 @@ class Sequence:
     turn: float = -1.0
     speculation: Speculation | None = None
     draft_computed: int = 0
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     registered: int = 0
@@ -81,8 +81,8 @@ class Sequence:
     counted: TokenCounts = field(default_factory=TokenCounts)
     counts: Counter[int] = field(default_factory=Counter)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    grammar: Answer | None = None
-    reader: Reader | None = None
+    grammar: GrammarState | None = None
+    reader: AnswerReader | None = None
 
     @property
     def answer_tokens(self) -> int:
@@ -175,7 +175,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the
     last of them are `draft`, guesses of a `kind` at the next tokens. `wanted`: how many guesses
     there is room for that the draft model is yet to make. `logit_rows`: how many of the last tokens
@@ -186,7 +186,7 @@ class Chunk:
     count: int
     logit_rows: int
     draft: tuple[int, ...] = ()
-    kind: Kind | None = None
+    kind: DraftKind | None = None
     wanted: int = 0
 
     @property
@@ -204,7 +204,7 @@ class Chunk:
         known = self.sequence.tokens[self.start : self.end - len(self.draft)]
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
-    def with_draft(self, draft: tuple[int, ...]) -> Chunk:
+    def with_draft(self, draft: tuple[int, ...]) -> TokenChunk:
         """The same with the draft model's guesses, as far as its grammar allows them."""
         draft = self.sequence.grammar.part(draft) if self.sequence.grammar is not None else draft
         count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)

@@ -31,7 +31,7 @@ _STACK_BYTES = 1 << 21  # below that of a thread: what fits here, fits there
 _LENGTH_BYTES = 8
 
 
-class Refusal(Exception):
+class ProgramRefusal(Exception):
     """The program did not answer; the message says why."""
 
 
@@ -52,7 +52,7 @@ class Apart:
             self._started()
 
     def ask(self, values: Mapping[str, Any]) -> str:
-        """The text that the program makes of JSON values. Raises Refusal."""
+        """The text that the program makes of JSON values. Raises ProgramRefusal."""
         with self._lock:
             try:
                 process = self._started()
@@ -63,12 +63,12 @@ class Apart:
                 waiting.register(process.stdout, select.POLLIN)
                 reply = _read(process.stdout) if waiting.poll(1_000 * _WALL_S) else None
             except OSError as error:
-                raise Refusal(f"its process cannot be used: {error}") from None
+                raise ProgramRefusal(f"its process cannot be used: {error}") from None
             if reply is None:
                 self._finalizer()  # the next `ask` starts another process
-                raise Refusal(_why_ended(process.returncode))
+                raise ProgramRefusal(_why_ended(process.returncode))
         if "refusal" in reply:
-            raise Refusal(reply["refusal"])
+            raise ProgramRefusal(reply["refusal"])
         return str(reply["text"])
 
     def _started(self) -> subprocess.Popen[bytes]:

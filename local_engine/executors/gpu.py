@@ -41,13 +41,13 @@ from local_engine.executors.rows import (
 )
 from local_engine.kernels.copies import on_device, pinned
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
-from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, RowSpan, plan
 from local_engine.kernels.gpu.rows import rotate_write
 from local_engine.kernels.gpu.self_test import failures
 from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
 from local_engine.kernels.supports import leave_alone
 from local_engine.models.decoder import Decoder
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
@@ -95,7 +95,7 @@ class _Order:
     """A step's chunks in the order of their rows: the short ones first. `prefixes` are of indices
     of the short ones."""
 
-    chunks: list[Chunk]
+    chunks: list[TokenChunk]
     short: int
     prefixes: list[Prefix]
 
@@ -138,7 +138,7 @@ class GpuExecutor:
             self.warm_up()
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self, chunks: Many[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the
         next call. Tokens that are not known yet are taken from the draws of the step `before`, on
         the device."""
@@ -154,7 +154,7 @@ class GpuExecutor:
         return self._decoder(step_input(chunks, order.chunks, before, self.kv, tiles=tiles), self.kv)
 
     def _replay(
-        self, chunks: Many[Chunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
+        self, chunks: Many[TokenChunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
     ) -> torch.Tensor:
         has_shared = bool(order.prefixes)
         made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
@@ -185,7 +185,7 @@ class GpuExecutor:
         """A replay of one token in each of some blocks beside the same computed unrecorded. Raises
         RuntimeError."""
         count = min(rows, self.kv.blocks)
-        spans = [Span(row, 1, 0, [row]) for row in range(count)]
+        spans = [RowSpan(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
         longs[TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
         longs[SLOTS] = longs[SOURCES] = -1
@@ -201,7 +201,7 @@ class GpuExecutor:
         if not error <= _GRAPH_ERROR_MAX * wanted.abs().max().item():
             raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
 
-    def _padded(self, short: list[Span], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
+    def _padded(self, short: list[RowSpan], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
         """The tiles of a decode as the graph of so many rows has them."""
         shared_tiles = self._shared_tiles(rows) if has_shared else 0
         shape = self.kv.shape
@@ -254,7 +254,7 @@ class GpuExecutor:
             compute()
         return graph.replay
 
-    def _order(self, chunks: Many[Chunk]) -> _Order:
+    def _order(self, chunks: Many[TokenChunk]) -> _Order:
         """Sequences that share a prefix side by side. Prefixes are searched when other sequences
         run than in the step before: a running sequence's first blocks do not change, and a sequence
         that is admitted anew has another list."""
@@ -277,9 +277,9 @@ class GpuExecutor:
         return -(-rows // self.kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
 
 
-def _spans(order: _Order) -> tuple[list[Span], list[Span]]:
+def _spans(order: _Order) -> tuple[list[RowSpan], list[RowSpan]]:
     spans, at = [], 0
     for chunk in order.chunks:
-        spans.append(Span(at, chunk.count, chunk.start, chunk.sequence.blocks))
+        spans.append(RowSpan(at, chunk.count, chunk.start, chunk.sequence.blocks))
         at += chunk.count
     return spans[: order.short], spans[order.short :]

@@ -16,14 +16,14 @@ import torch
 
 from local_engine.attention import KV, StepInput
 from local_engine.kernels.copies import on_device
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 TOKENS, POSITIONS, SLOTS, SOURCES = range(4)
 
 
-def fill_rows(longs: Longs, chunks: Many[Chunk], block_tokens: int, drawn_at: Mapping[int, int]) -> None:
+def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, drawn_at: Mapping[int, int]) -> None:
     """Fill the rows' `TOKENS`, `POSITIONS`, `SLOTS` and `SOURCES` in int64 [4 or more, rows]. A token
     that a step under way will give is 0; its source is its place among the draws of that step, which
     `drawn_at` has by the sequence's id. All other sources are -1, and where rows are left over their
@@ -50,7 +50,7 @@ def known_tokens(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return torch.where(sources >= 0, drawn[sources.clamp_min(0)], rows[TOKENS])
 
 
-def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
+def logit_rows(chunks: Many[TokenChunk], ordered: Many[TokenChunk]) -> Longs:
     """The rows to predict from, in the order of `chunks`; `ordered`: the same chunks in the order
     of their rows."""
     stops = itertools.accumulate(chunk.count for chunk in ordered)
@@ -60,7 +60,7 @@ def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
 
 
 def step_input(
-    chunks: Many[Chunk], ordered: Many[Chunk], before: StepInFlight | None, kv: KV, **attention: Any
+    chunks: Many[TokenChunk], ordered: Many[TokenChunk], before: StepInFlight | None, kv: KV, **attention: Any
 ) -> StepInput:
     """The step of `chunks`, whose rows are in the order of `ordered`, on the device of `kv`, with
     what `attention` needs. Tokens that are not known yet are the draws of the step `before`."""

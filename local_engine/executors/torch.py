@@ -16,7 +16,7 @@ import torch
 from local_engine.attention import RowGroup, TorchKV
 from local_engine.executors.rows import Longs, step_input
 from local_engine.models.decoder import Decoder
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 
 
@@ -30,15 +30,15 @@ class TorchExecutor:
         self._queries_per_head = model.attention.heads // model.attention.kv_heads
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self, chunks: Many[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
         # single rows first, those of the longest sequences before others
         ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, -len(chunk.sequence.blocks)))
         return self._decoder(step_input(chunks, ordered, before, self.kv, groups=self._groups(ordered)), self.kv)
 
-    def _groups(self, chunks: Many[Chunk]) -> tuple[RowGroup, ...]:
+    def _groups(self, chunks: Many[TokenChunk]) -> tuple[RowGroup, ...]:
         """Decodes in groups in which padding at most doubles the work of each; other chunks alone."""
-        runs: list[list[Chunk]] = []
+        runs: list[list[TokenChunk]] = []
         for chunk in chunks:
             first = runs[-1][0] if runs else None
             is_alike = first is not None and 2 * len(chunk.sequence.blocks) >= len(first.sequence.blocks)
@@ -49,7 +49,7 @@ class TorchExecutor:
         starts = itertools.accumulate((sum(chunk.count for chunk in run) for run in runs), initial=0)
         return tuple(self._group(run, start) for run, start in zip(runs, starts, strict=False))
 
-    def _group(self, chunks: list[Chunk], start: int) -> RowGroup:
+    def _group(self, chunks: list[TokenChunk], start: int) -> RowGroup:
         size, rows = self.kv.block_tokens, chunks[0].count
         width = max(-(-chunk.end // size) for chunk in chunks)
         blocks = np.zeros((len(chunks), width), np.int64)

@@ -35,7 +35,7 @@ _PLAIN_EVERY = 64  # steps: the time of a plain one has to be measured, too
 _MODEL_STEPS = 32  # at most, among which the price of catching up is divided
 
 
-class Source(StrEnum):
+class DraftSource(StrEnum):
     """Where a draft comes from."""
 
     TEXT = "text"
@@ -45,11 +45,11 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DraftKind:
     """A class of drafts with about the same chance to be right: of one source, after about as many
     tokens that agree."""
 
-    source: Source
+    source: DraftSource
     match: int = 0
 
 
@@ -57,7 +57,7 @@ class Kind:
 class Draft:
     """Tokens to verify; for the draft model only how many are `wanted`."""
 
-    kind: Kind
+    kind: DraftKind
     tokens: tuple[int, ...] = ()
     wanted: int = 0
 
@@ -67,7 +67,7 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Lookup:
+class PromptLookup:
     """Where each pair of tokens ended, over `reference` and then the sequence; grows as the
     sequence does. `_before[end]` is where the pair that ends there ended the time before (LZ77's
     hash chains)."""
@@ -116,7 +116,7 @@ class Lookup:
 
 
 @dataclass(slots=True)
-class Tally:
+class GuessRate:
     """How often guesses of one kind were right where those before them were. Counts fade, to an
     assumption that is worth a try: so a kind that lost is tried again, the later the more often it
     lost."""
@@ -154,8 +154,10 @@ class RateCorrection:
 class Speculation:
     """The state of speculation for one sequence."""
 
-    lookup: Lookup
-    corrections: dict[Source, RateCorrection] = field(default_factory=lambda: {s: RateCorrection() for s in Source})
+    lookup: PromptLookup
+    corrections: dict[DraftSource, RateCorrection] = field(
+        default_factory=lambda: {s: RateCorrection() for s in DraftSource}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +180,14 @@ class Offer:
     where those before it are; `place` is where they are looked up."""
 
     request: DraftRequest
-    kind: Kind
+    kind: DraftKind
     rate: float
     room: int
     place: int = 0
 
     def draft(self, count: int) -> Draft:
         """The first `count` of it."""
-        if self.kind.source is Source.MODEL:
+        if self.kind.source is DraftSource.MODEL:
             return Draft(self.kind, wanted=count)
         ahead = self.request.in_flight
         return Draft(self.kind, self.request.speculation.lookup.follow(self.place, ahead + count)[ahead:])
@@ -199,7 +201,7 @@ class DraftPlan:
     tokens: float
     ms: float
     counts: list[tuple[Offer, int]] = field(default_factory=list)
-    spent_ms: dict[Source, float] = field(default_factory=lambda: dict.fromkeys(Source, 0.0))
+    spent_ms: dict[DraftSource, float] = field(default_factory=lambda: dict.fromkeys(DraftSource, 0.0))
 
     @property
     def speed(self) -> float:
@@ -214,8 +216,8 @@ class Speculator:
         self.timing = timing
         self._tokens_max = tokens_max
         self._model_context_tokens = model_context_tokens
-        self._tallies: dict[Kind, Tally] = {}
-        self._credit_ms: dict[Source, float] = {}
+        self._tallies: dict[DraftKind, GuessRate] = {}
+        self._credit_ms: dict[DraftSource, float] = {}
         self._token_ms = 0.0  # milliseconds of a token without drafts
         self._now = self._plain_at = 0
 
@@ -227,7 +229,7 @@ class Speculator:
             self._plain_at = self._now
             return {}
         self._token_ms = plain_ms / rows
-        for source in Source:
+        for source in DraftSource:
             credit_ms = self._credit_ms.get(source, _CREDIT_AT_FIRST * plain_ms) + _ALLOWANCE * plain_ms
             self._credit_ms[source] = min(credit_ms, _CREDIT_MAX * plain_ms)
         found = [offer for request in requests if (offer := self._of_lookup(request)) is not None]
@@ -247,10 +249,10 @@ class Speculator:
             self._credit_ms[source] -= ms
         return {offer.request.id: offer.draft(count) for offer, count in plan.counts}
 
-    def observe(self, speculation: Speculation, kind: Kind, drafted: int, accepted: int) -> None:
+    def observe(self, speculation: Speculation, kind: DraftKind, drafted: int, accepted: int) -> None:
         """Learn from a verified draft."""
         tried = min(accepted + 1, drafted)
-        tally = self._tallies.setdefault(kind, Tally())
+        tally = self._tallies.setdefault(kind, GuessRate())
         speculation.corrections[kind.source].add(accepted, tried * tally.rate(self._now))
         tally.add(accepted, tried, self._now)
         self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
@@ -260,8 +262,8 @@ class Speculator:
         self._tallies.clear()
         self._credit_ms.clear()
 
-    def _rate(self, request: DraftRequest, kind: Kind) -> float:
-        tally = self._tallies.get(kind) or Tally()
+    def _rate(self, request: DraftRequest, kind: DraftKind) -> float:
+        tally = self._tallies.get(kind) or GuessRate()
         return min(_RATE_MAX, request.speculation.corrections[kind.source].factor * tally.rate(self._now))
 
     def _of_lookup(self, request: DraftRequest) -> Offer | None:
@@ -269,12 +271,12 @@ class Speculator:
         if found is None:
             return None
         place, match = found
-        source = Source.REFERENCE if place < len(request.speculation.lookup.reference) else Source.TEXT
-        kind = Kind(source, (match - 1).bit_length())
+        source = DraftSource.REFERENCE if place < len(request.speculation.lookup.reference) else DraftSource.TEXT
+        kind = DraftKind(source, (match - 1).bit_length())
         return Offer(request, kind, self._rate(request, kind), min(request.room, self._tokens_max), place)
 
     def _of_model(self, request: DraftRequest) -> Offer:
-        kind = Kind(Source.MODEL)
+        kind = DraftKind(DraftSource.MODEL)
         room = min(request.room, self._tokens_max, self._model_context_tokens - len(request.tokens))
         return Offer(request, kind, self._rate(request, kind), room)
 
@@ -305,7 +307,7 @@ class Speculator:
     def _modelled(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
         """The plan with drafts of the model, each as deep as its guesses are worth their rows, and
         all as deep as is worth the model's steps."""
-        timing, credit_ms = self.timing, self._credit_ms[Source.MODEL]
+        timing, credit_ms = self.timing, self._credit_ms[DraftSource.MODEL]
         best, spent_ms = plan, 0.0
         tokens, ms = plan.tokens, plan.ms
         going = []
@@ -330,5 +332,5 @@ class Speculator:
             depths |= dict.fromkeys(map(id, going), depth)
             if tokens / ms > best.speed:
                 counts = [(offer, depths[id(offer)]) for offer in offers if id(offer) in depths]
-                best = DraftPlan(tokens, ms, counts, plan.spent_ms | {Source.MODEL: spent_ms})
+                best = DraftPlan(tokens, ms, counts, plan.spent_ms | {DraftSource.MODEL: spent_ms})
         return best

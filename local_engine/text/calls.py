@@ -133,7 +133,7 @@ _read_calls = msgspec.json.Decoder(_Call | list[_Call]).decode
 
 
 @dataclass(slots=True)
-class Parts:
+class AnswerParts:
     """What a piece of text adds to an answer."""
 
     text: str = ""
@@ -141,7 +141,7 @@ class Parts:
     calls: list[CallPart] = field(default_factory=list)
 
 
-class Reader:
+class AnswerReader:
     """Reads one answer piece by piece. `thinking`: the marks of the model's thinking block, which
     is open already where the answer `thinks`. `format` and `names`: of the tools. `is_held`: a
     grammar keeps calls in their frame, so they leave before they are complete. `is_forced`: it lets
@@ -186,10 +186,10 @@ class Reader:
         """Whether the last call that may be made is complete."""
         return 0 < self._calls_max <= self._calls and not self.is_framed
 
-    def read(self, text: str, *, is_last: bool = False) -> Parts:
+    def read(self, text: str, *, is_last: bool = False) -> AnswerParts:
         """The parts that are certain by now; with `is_last` all of them."""
         self._rest += text
-        said = Parts()
+        said = AnswerParts()
         while self._state(said, is_last):
             pass
         if self._is_forced:
@@ -198,7 +198,7 @@ class Reader:
 
     # -- each state takes what it can from the rest; false: it needs more text
 
-    def _begin(self, said: Parts, is_last: bool) -> bool:
+    def _begin(self, said: AnswerParts, is_last: bool) -> bool:
         """Before any text: a thinking block may open, or a call without a mark begin."""
         text = self._rest.lstrip()
         opens = self._thinking[0] if self._thinking is not None and not self._strips else None
@@ -214,7 +214,7 @@ class Reader:
             self._state = self._text
         return True
 
-    def _think(self, said: Parts, is_last: bool) -> bool:
+    def _think(self, said: AnswerParts, is_last: bool) -> bool:
         assert self._thinking is not None
         before, found, after = self._rest.partition(self._thinking[1])
         if self._strips:
@@ -227,7 +227,7 @@ class Reader:
             self._state, self._strips = self._begin, True
         return bool(found)
 
-    def _text(self, said: Parts, is_last: bool) -> bool:
+    def _text(self, said: AnswerParts, is_last: bool) -> bool:
         opens = self._format.opens if self._format is not None and self._broken < _BROKEN_MAX else ""
         if self._is_alone and not self._calls and opens:
             text = self._rest.lstrip() if self._strips else self._rest
@@ -248,7 +248,7 @@ class Reader:
         self._rest, self._frame, self._state = rest, frame, self._call
         self._at, self._depth, self._quote = 0, 0, ""
 
-    def _call(self, said: Parts, is_last: bool) -> bool:
+    def _call(self, said: AnswerParts, is_last: bool) -> bool:
         """Read calls: JSON, or Python, or a name and JSON."""
         if self._is_held and (head := _HEAD.match(self._rest)) and (head[1] or head[2]) in self._names:
             said.calls.append(CallPart(self._calls, head[1] or head[2]))
@@ -280,7 +280,7 @@ class Reader:
             self._state, self._strips = self._text, False
         return True
 
-    def _after(self, said: Parts, is_last: bool) -> bool:
+    def _after(self, said: AnswerParts, is_last: bool) -> bool:
         """After a call: its frame closes, another call follows in it, or text."""
         assert self._format is not None
         closes, self._rest = self._format.closes, self._rest.lstrip(" \t\r\n" if self._format.opens else " \t\r\n;")
@@ -299,7 +299,7 @@ class Reader:
             self._state = self._text
         return True
 
-    def _arguments(self, said: Parts, is_last: bool) -> bool:
+    def _arguments(self, said: AnswerParts, is_last: bool) -> bool:
         """Pass on the arguments of a call that a grammar holds, as they come."""
         end = self._end()
         sure = self._rest[: end or self._at]
@@ -310,7 +310,7 @@ class Reader:
             self._state = self._tail
         return end > 0
 
-    def _tail(self, said: Parts, is_last: bool) -> bool:
+    def _tail(self, said: AnswerParts, is_last: bool) -> bool:
         """After such a call: the next one begins, or the frame ends."""
         assert self._format is not None
         more, last = self._format.tail + self._format.between, self._format.tail + self._format.last

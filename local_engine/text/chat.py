@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from local_engine.apart.process import Apart, Refusal
+from local_engine.apart.process import Apart, ProgramRefusal
 from local_engine.messages import InvalidRequest
 from local_engine.text.calls import DEFAULT, THINKING, Format, format_of
 
@@ -36,7 +36,7 @@ _PROBE = {"type": "function", "function": {"name": "sameway_probe", "description
 _CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them out of all text
 
 
-class Chat:
+class ChatTemplate:
     """One model's template. `control`: the spellings of its control tokens."""
 
     def __init__(self, template: str, bos_token: str, eos_token: str, control: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class Chat:
             ("apart", [asked], [_PROBE]),
             ("in system", [{"role": "system", "content": "", "tools": json.dumps([_PROBE])}, asked], None),
         ):
-            with contextlib.suppress(Refusal):
+            with contextlib.suppress(ProgramRefusal):
                 if "sameway_probe" in self._ask(messages, tools, opens_answer=True):
                     return place
         return ""
@@ -71,7 +71,7 @@ class Chat:
         return self._format if self._format is not None and self._reads_tools else DEFAULT
 
     def _ask(self, messages: Any, tools: Any, *, opens_answer: bool) -> str:
-        """Raises Refusal."""
+        """Raises ProgramRefusal."""
         return self._template.ask(
             {
                 "messages": messages,
@@ -110,7 +110,7 @@ class Chat:
             closes = [closes for opens, closes in THINKING if prefix and text.rstrip().endswith(opens)]
             text += "".join(f"{mark}\n\n" for mark in closes) + str(self._cut(prefix, cut))
             text.encode()  # a tool call's arguments can spell what is no character
-        except Refusal as error:
+        except ProgramRefusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         except RecursionError:
             raise InvalidRequest("messages, tool calls or tools are nested too deeply", param="messages") from None

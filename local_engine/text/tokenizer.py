@@ -20,8 +20,8 @@ import msgspec
 
 from local_engine.config import ModelError
 from local_engine.messages import FinishReason, GenerateRequest, Grammar, InvalidRequest, Output, TokenLogprob
-from local_engine.text.calls import DEFAULT, MARKS, THINKING, Format, Reader, begun, calls_grammar
-from local_engine.text.chat import Chat
+from local_engine.text.calls import DEFAULT, MARKS, THINKING, AnswerReader, Format, begun, calls_grammar
+from local_engine.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -80,10 +80,10 @@ class Tokenizer:
         self._block: tuple[int, int] | None = next(
             ((opens, closes) for opens, closes in blocks if opens and closes), None
         )
-        self._chat: Chat | None = None
+        self._chat: ChatTemplate | None = None
         if chat_template is not None:
             control = tuple(token.content for token in added.values() if token.special)
-            self._chat = Chat(chat_template, bos_token, eos_token, control)
+            self._chat = ChatTemplate(chat_template, bos_token, eos_token, control)
 
     def start_chat(self) -> None:
         """Start what renders conversations, where there is a template, so that the first one need
@@ -121,13 +121,13 @@ class Tokenizer:
 
     def reader(
         self, request: GenerateRequest, thinking: Thinking | None, *, is_held: bool
-    ) -> tuple[Reader | None, frozenset[int]]:
+    ) -> tuple[AnswerReader | None, frozenset[int]]:
         """What reads an answer to `request`, and the control tokens that it reads; None where
         text is all that there may be. `is_held`: a grammar keeps calls in their frame."""
         if request.messages is None or (thinking is None and not request.tools):
             return None, frozenset()
         block = None if thinking is None else thinking.block
-        reader = Reader(
+        reader = AnswerReader(
             None if block is None else (self.token(block[0]), self.token(block[1])),
             thinks=thinking is not None and thinking.is_open,
             format=self.format if request.tools else None,
@@ -274,7 +274,7 @@ def joined(output: Output, more: Output) -> Output:
 
 
 @dataclass(slots=True)
-class _Held:
+class HeldToken:
     """A token not emitted yet. `start`: where its text begins, in characters of the whole
     answer."""
 
@@ -293,7 +293,7 @@ class TextStream:
     stop: tuple[str, ...] = ()
     is_at_start: bool = True
     shown: frozenset[int] = frozenset()
-    _held: deque[_Held] = field(default_factory=deque)
+    _held: deque[HeldToken] = field(default_factory=deque)
     _text: str = ""
     _emitted: int = 0
     _utf8: codecs.IncrementalDecoder = field(
@@ -303,7 +303,7 @@ class TextStream:
     def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Output:
         """Add a token; returns what became final. After a piece with a `finish_reason`, which a stop
         string gives it, push no more."""
-        self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
+        self._held.append(HeldToken(id, logprob, self._emitted + len(self._text)))
         if id in self.shown or not self.tokenizer.is_special(id):
             data = self.tokenizer.spell(id)
             if self.is_at_start and data:
@@ -325,7 +325,7 @@ class TextStream:
     def _emit(self, length: int, reason: FinishReason | None = None, *, is_last: bool = False) -> Output:
         text, self._text = self._text[:length], self._text[length:]
         self._emitted += length
-        final: list[_Held] = []
+        final: list[HeldToken] = []
         has_half, _ = self._utf8.getstate()
         has_rest = not is_last and (self._text or has_half or reason is not None)
         while self._held and (self._held[0].start < self._emitted or not has_rest):

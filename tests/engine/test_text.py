@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from local_engine.config import ModelError
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
-from local_engine.text.chat import Chat
+from local_engine.text.chat import ChatTemplate
 from local_engine.text.tokenizer import TextStream, Tokenizer
 from local_engine.text.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
 from tests.engine.checkpoints import CHAT_TEMPLATE, TEXT, make_tokenizer
@@ -378,7 +378,7 @@ def test_no_text_becomes_a_control_token(field: str) -> None:
 def test_a_template_ends_whatever_it_does(template: str, words: str) -> None:
     """Loops in loops, numbers and texts without end, and errors of all kinds: the request is refused with the reason, and the
     next is rendered."""
-    chat = Chat("{% if messages[0].role == 'good' %}fine{% else %}" + template + "{% endif %}", "", "", ())
+    chat = ChatTemplate("{% if messages[0].role == 'good' %}fine{% else %}" + template + "{% endif %}", "", "", ())
     if "if %}" not in template:
         assert chat.render([{"role": "good", "content": ""}], None) == ["fine"]
     with pytest.raises(InvalidRequest, match=words):
@@ -400,7 +400,7 @@ def test_a_template_ends_whatever_it_does(template: str, words: str) -> None:
 )
 def test_a_tool_call_that_cannot_be_laid_out_is_the_request_s_fault(arguments: str, words: str) -> None:
     """A caller's arguments are JSON inside JSON, which no check in front has read; they are no failure of the engine."""
-    chat = Chat(
+    chat = ChatTemplate(
         "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}", "", "", ()
     )
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -410,7 +410,7 @@ def test_a_tool_call_that_cannot_be_laid_out_is_the_request_s_fault(arguments: s
 
 def test_a_template_s_process_ends_with_its_chat_and_comes_back() -> None:
     """Killed between two conversations it is started anew; without its chat none is left."""
-    chat = Chat("{{ messages[0].content }}", "", "", ())
+    chat = ChatTemplate("{{ messages[0].content }}", "", "", ())
     before = set(psutil.Process().children())
     assert chat.render([{"role": "user", "content": "one"}], None) == ["one"]
     (child,) = set(psutil.Process().children()) - before

@@ -26,7 +26,7 @@ Tile = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Rows `first .. first + rows` of a step: a sequence's tokens from `position` on, with their KV
     in `blocks`."""
 
@@ -74,8 +74,8 @@ class Plan:
 
 def plan(
     shape: Shape,
-    short: Many[Span],
-    long: Many[Span],
+    short: Many[RowSpan],
+    long: Many[RowSpan],
     prefixes: Many[Prefix] = (),
     *,
     own_tiles: int = 0,

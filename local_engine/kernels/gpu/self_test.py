@@ -21,7 +21,7 @@ from local_engine.kernels.cpu import GROUP
 from local_engine.kernels.gpu import draw, rows
 from local_engine.kernels.gpu.attention import Shape, attend
 from local_engine.kernels.gpu.experts import GroupedExperts
-from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, RowSpan, plan
 from local_engine.kernels.gpu.product import BITS, halves, product
 from local_engine.kernels.noise import noise
 from local_engine.kernels.shared_prefixes import Prefix
@@ -132,9 +132,9 @@ def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
     drafted = range(4, 6 + -(-3 // size))
     own = range(drafted.stop, drafted.stop + 2 + -(-long // size))
     spans = [
-        Span(0, 1, 3 * size, [0, 1, 2, 3]),
-        Span(1, 3, 2 * size + 1, [0, 1, *drafted]),
-        Span(4, long, size, list(own)),
+        RowSpan(0, 1, 3 * size, [0, 1, 2, 3]),
+        RowSpan(1, 3, 2 * size + 1, [0, 1, *drafted]),
+        RowSpan(4, long, size, list(own)),
     ]
     positions = torch.tensor([span.position + row for span in spans for row in range(span.rows)], device=device)
     pool = torch.randn(2 * shape.kv_heads, own.stop, size, shape.head_dim, device=device).to(dtype)
@@ -148,7 +148,7 @@ def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
 
 
 def _by_products(
-    shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor, span: Span
+    shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor, span: RowSpan
 ) -> torch.Tensor:
     """One span's attention from whole score matrices, [rows, heads * head_dim]."""
     kv = pool[:, span.blocks].flatten(1, 2)[:, : span.end].float().repeat_interleave(shape.group, 0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine.kernels.gpu.attention import Shape, attend
-from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, RowSpan, plan
 from local_engine.kernels.shared_prefixes import shared_prefixes
 
 
@@ -45,22 +45,22 @@ cases = st.builds(
 )
 
 
-def spans_of(case: Case) -> list[Span]:
+def spans_of(case: Case) -> list[RowSpan]:
     """Short spans first, as the runner orders them; each in blocks of its own but for what it shares with the first."""
     rows_sorted = sorted(case.spans, key=lambda span: span[0] > SHORT_ROWS_MAX)
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     first, fresh = 0, 0
     for rows, before, shared in rows_sorted:
         needed = -(-(before + rows) // case.block_tokens)
         common = spans[0].blocks[: min(shared, before // case.block_tokens)] if spans else []
         blocks = common + list(range(fresh, fresh + needed - len(common)))
         fresh += needed - len(common)
-        spans.append(Span(first, rows, before, blocks))
+        spans.append(RowSpan(first, rows, before, blocks))
         first += rows
     return spans
 
 
-def by_the_book(case: Case, spans: list[Span], queries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+def by_the_book(case: Case, spans: list[RowSpan], queries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     """Every row alone, in float64."""
     out = torch.empty(queries.shape, dtype=torch.float64)
     for span in spans:
