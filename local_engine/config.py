@@ -35,11 +35,11 @@ def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
     return content
 
 
-def require_among(found: object, supported: Iterable[object], what: str) -> None:
-    """Raises ModelError with the list where `found`, the value of `what`, is none of those
+def require_among(value: object, supported: Iterable[object], what: str) -> None:
+    """Raises ModelError with the list where `value`, the value of `what`, is none of those
     `supported`."""
-    if found not in supported:
-        raise ModelError(f"{what} {found!r} is not supported; supported: {', '.join(map(str, supported))}")
+    if value not in supported:
+        raise ModelError(f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,12 @@ def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> Mo
     `main`. Raises ModelError."""
     if config.draft_model is None:
         return None
-    own = open_checkpoint(config.draft_model)
-    check_tokenizers(own.tokenizer, main.tokenizer, own.config.name, main.config.name)
+    checkpoint = open_checkpoint(config.draft_model)
+    check_tokenizers(checkpoint.tokenizer, main.tokenizer, checkpoint.config.name, main.config.name)
     config = dataclasses.replace(config, is_batch_invariant=False)
-    return ModelRunner(config, own, lambda fraction, stage: progress(0.0, "reading the draft model"), is_draft=True)
+    return ModelRunner(
+        config, checkpoint, lambda fraction, stage: progress(0.0, "reading the draft model"), is_draft=True
+    )
 
 
 class DraftModel:
@@ -76,12 +78,12 @@ class DraftModel:
             chunk.with_draft(tuple(guesses.get(chunk.sequence.id, ()))) if chunk.wanted else chunk for chunk in chunks
         ]
 
-    def _guess(self, asked: Many[TokenChunk]) -> dict[int, list[int]]:
+    def _guess(self, wanting: Many[TokenChunk]) -> dict[int, list[int]]:
         """Token after token, all sequences at once; each until it has enough guesses or would
         end."""
         guesses: dict[int, list[int]] = {}
-        wanted = {chunk.sequence.id: chunk.wanted for chunk in asked}
-        chunks = self._catch_up([chunk.sequence for chunk in asked])
+        wanted = {chunk.sequence.id: chunk.wanted for chunk in wanting}
+        chunks = self._catch_up([chunk.sequence for chunk in wanting])
         ahead = 0
         while chunks:
             ready = [chunk.sequence for chunk in chunks if chunk.logit_rows]

@@ -49,34 +49,34 @@ class DeviceDrawn:
 def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place], masks: Masks | None = None) -> DeviceDrawn:
     """The token at each place from logits[rows[place]]; on the device alone."""
     device = logits.device
-    params = [place.sequence.params for place in places]
-    own = on_device(np.array(rows, np.int64), device)
-    plain, plain_rows = logits, own
-    if masks is not None or any(place.changes_logits for place in places):
-        logits = logits[own].float()
+    params = [drawing.sequence.params for drawing in places]
+    row_of = on_device(np.array(rows, np.int64), device)
+    plain, plain_rows = logits, row_of
+    if masks is not None or any(drawing.changes_logits for drawing in places):
+        logits = logits[row_of].float()
         change_logits(logits, places)
         if masks is not None:
             ban(logits, list(held_rows(places).items()), masks)
-        own = torch.arange(len(places), device=device)
-    keys = [place.sequence.noise_key(place.position) for place in places]
+        row_of = torch.arange(len(places), device=device)
+    keys = [drawing.sequence.noise_key(drawing.position) for drawing in places]
     temperatures = [p.temperature and max(p.temperature, TEMPERATURE_MIN) for p in params]
     settings = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
     ids = draw(
         logits,
-        own,
+        row_of,
         on_device(np.array(keys, np.int64), device),
         on_device(np.array([p.top_k for p in params], np.int64), device),
         on_device(np.array(settings, np.float32), device),
     )
     with_logprobs = [index for index, p in enumerate(params) if p.logprobs is not None]
     counts = [params[index].logprobs or 0 for index in with_logprobs]
-    found: tuple[torch.Tensor, ...] = (ids,)
+    results: tuple[torch.Tensor, ...] = (ids,)
     if with_logprobs:
         at = on_device(np.array(with_logprobs, np.int64), device)
         logprobs = plain[plain_rows[at]].float().log_softmax(-1)
         chosen = logprobs.gather(1, ids[at].clamp_min(0).unsqueeze(1)).squeeze(1)
-        found = (ids, chosen, *logprobs.topk(max(1, *counts), -1))
-    return DeviceDrawn(ids, *_on_their_way(found), with_logprobs, counts)
+        results = (ids, chosen, *logprobs.topk(max(1, *counts), -1))
+    return DeviceDrawn(ids, *_on_their_way(results), with_logprobs, counts)
 
 
 def _on_their_way(tensors: Many[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event | None]:

@@ -118,15 +118,15 @@ class Grammars:
     def compiled(self, wanted: Grammar, salt: bytes) -> Compiled:
         """The grammar, compiled now or lately; takes milliseconds, and up to seconds, in which
         others are compiled too. Raises InvalidRequest where it cannot be held."""
-        found = self.kept(wanted, salt) or self._made(wanted)
+        result = self.kept(wanted, salt) or self._made(wanted)
         if len(wanted.text) <= SIZE_MAX_BYTES:
             with self._lock:
-                self._kept[salt, wanted] = found
+                self._kept[salt, wanted] = result
                 self._kept.move_to_end((salt, wanted))
                 self._make_room()
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(str(found), param=found.param)
-        return found
+        if isinstance(result, InvalidRequest):
+            raise InvalidRequest(str(result), param=result.param)
+        return result
 
     def kept(self, wanted: Grammar, salt: bytes) -> Compiled | InvalidRequest | None:
         """The grammar, or why it cannot be held, if it was compiled lately."""

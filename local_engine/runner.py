@@ -78,7 +78,7 @@ class ModelRunner:
             # torch has no type of its own for an allocation that fails
             except (RuntimeError, MemoryError) as error:
                 said = str(error).partition("\n")[0]
-                raise ModelError(f"{checkpoint.place}: no memory for the weights that are described: {said}") from None
+                raise ModelError(f"{checkpoint.path}: no memory for the weights that are described: {said}") from None
             self._read(checkpoint, progress)
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
@@ -110,7 +110,7 @@ class ModelRunner:
         try:
             self.decoder.expect(names)
         except ModelError as error:
-            raise ModelError(f"{checkpoint.place}: {error}") from None
+            raise ModelError(f"{checkpoint.path}: {error}") from None
         for number, piece in enumerate(checkpoint.weights(), 1):
             try:
                 self.decoder.load(piece.name, piece.tensor)

@@ -71,9 +71,9 @@ def sample(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None
     with_logprobs = [row for row in with_logprobs if ids[row] is not None]
     if with_logprobs:
         wanted = [places[row].sequence.params.logprobs or 0 for row in with_logprobs]
-        found = candidates(logits[with_logprobs], [ids[row] or 0 for row in with_logprobs], wanted)
-        for row, own in zip(with_logprobs, found, strict=True):
-            sampled[row] = own
+        logprobs = candidates(logits[with_logprobs], [ids[row] or 0 for row in with_logprobs], wanted)
+        for row, token in zip(with_logprobs, logprobs, strict=True):
+            sampled[row] = token
     return sampled
 
 
@@ -91,18 +91,20 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
         change_logits(logits, places)
     for rows in (drawn, sorted({*changed, *held}.difference(drawn))):
         if rows:
-            own_places = [places[row] for row in rows]
-            temperatures = [place.sequence.params.temperature for place in own_places]
-            own = logits if len(rows) == len(places) else logits[rows]
-            own = own / torch.tensor([[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=own.device)
-            own_held = [(index, held[row]) for index, row in enumerate(rows) if row in held]
-            total = own.new_empty(len(rows), 1) if rows is drawn else None
-            if total is not None and len(own_held) < len(rows):
-                total = own.logsumexp(-1, keepdim=True)
+            row_places = [places[row] for row in rows]
+            temperatures = [drawing.sequence.params.temperature for drawing in row_places]
+            scores = logits if len(rows) == len(places) else logits[rows]
+            scores = scores / torch.tensor(
+                [[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=scores.device
+            )
+            row_masks = [(index, held[row]) for index, row in enumerate(rows) if row in held]
+            total = scores.new_empty(len(rows), 1) if rows is drawn else None
+            if total is not None and len(row_masks) < len(rows):
+                total = scores.logsumexp(-1, keepdim=True)
             if masks is not None:
-                ban(own, own_held, masks, total)
-            found: list[int] = own.argmax(-1).tolist() if total is None else _race(own, own_places, total)
-            ids |= zip(rows, found, strict=True)
+                ban(scores, row_masks, masks, total)
+            tokens: list[int] = scores.argmax(-1).tolist() if total is None else _race(scores, row_places, total)
+            ids |= zip(rows, tokens, strict=True)
     return [id if good else None for id, good in zip(ids.values(), is_finite, strict=True)]
 
 
@@ -136,8 +138,8 @@ def change_logits(logits: torch.Tensor, places: Many[Place]) -> None:
     vocabulary]."""
     factors: Edits = []
     additions: Edits = []
-    for row, place in enumerate(places):
-        sequence, params = place.sequence, place.sequence.params
+    for row, drawing in enumerate(places):
+        sequence, params = drawing.sequence, drawing.sequence.params
         if params.repetition_penalty != 1.0:
             factors.append((row, dict.fromkeys(sequence.tokens, params.repetition_penalty)))
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
@@ -147,7 +149,7 @@ def change_logits(logits: torch.Tensor, places: Many[Place]) -> None:
             }
             additions.append((row, penalties))
         additions.append((row, params.logit_bias))
-        if place.position < params.min_tokens and sequence.grammar is None:
+        if drawing.position < params.min_tokens and sequence.grammar is None:
             additions.append((row, dict.fromkeys(sequence.stop_token_ids, -math.inf)))
     if factors:
         at, factor = _flat(factors, logits.device)
@@ -173,11 +175,11 @@ def _race(logits: torch.Tensor, places: Many[Place], total: torch.Tensor) -> lis
     rest = list(range(len(places)))
     for width in (*_CANDIDATES, logits.shape[-1]):
         if rest:
-            own = _Rows(logits[rest], keys[rest], total[rest], [params[row] for row in rest])
-            found = _first(own, min(width, logits.shape[-1]))
-            for row, id in zip(rest, found, strict=True):
+            race = _Rows(logits[rest], keys[rest], total[rest], [params[row] for row in rest])
+            winners = _first(race, min(width, logits.shape[-1]))
+            for row, id in zip(rest, winners, strict=True):
                 ids[row] = id
-            rest = [row for row, id in zip(rest, found, strict=True) if id < 0]
+            rest = [row for row, id in zip(rest, winners, strict=True) if id < 0]
     return ids
 
 

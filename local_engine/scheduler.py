@@ -252,12 +252,12 @@ class Scheduler:
 
     def _make_way(self, order: tuple[float, ...], *others: list[Sequence]) -> bool:
         """Preempt the last of `others`, if it comes after `order`."""
-        victim = max((s for some in others for s in some if s.order > order), key=lambda s: s.order, default=None)
+        victim = max((s for queue in others for s in queue if s.order > order), key=lambda s: s.order, default=None)
         if victim is None:
             return False
-        for some in others:
-            if victim in some:
-                some.remove(victim)
+        for queue in others:
+            if victim in queue:
+                queue.remove(victim)
         self.preempt(victim)
         return True
 
@@ -268,10 +268,10 @@ class Scheduler:
             pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, full)
         while sequence.registered < full:
             blocks, index = sequence.blocks, sequence.registered
-            own = blocks[index]
+            block = blocks[index]
             if not pool.register(blocks, index, sequence.keys, is_written=index < written):
                 break
-            if blocks[index] != own:  # another's, where the draft model may lack KV
+            if blocks[index] != block:  # another's, where the draft model may lack KV
                 sequence.draft_computed = min(sequence.draft_computed, index * pool.block_tokens)
             sequence.registered += 1
         logit_rows = 1 if count == sequence.pending else 0

@@ -81,10 +81,10 @@ def draw(
         stop = at + chunk.logit_rows
         if chunk.sequence.wants_prompt_logprobs:
             chunk.sequence.prompt_logprobs += _prompt_logprobs(chunk, logits[at:stop], tokenizer)
-        own = range(len(chunk.draft) + 1 if chunk.is_last else 0)
-        places += [Place(chunk.sequence, ahead) for ahead in own]
-        rows += range(stop - len(own), stop)
-        counts.append(len(own))
+        ahead_of_last = range(len(chunk.draft) + 1 if chunk.is_last else 0)
+        places += [Place(chunk.sequence, ahead) for ahead in ahead_of_last]
+        rows += range(stop - len(ahead_of_last), stop)
+        counts.append(len(ahead_of_last))
         at = stop
     return StepInFlight(chunks, counts, _drawn(logits, rows, places, masks), began)
 

@@ -72,7 +72,7 @@ class MadeCheckpoint:
         backend = Backend(models.BPE({"a": 0}, []))
         backend.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
         self.tokenizer = Tokenizer(backend)
-        self.place = Path(shape)
+        self.path = Path(shape)
         self._device = device
 
     def names(self) -> frozenset[str]:
@@ -81,7 +81,7 @@ class MadeCheckpoint:
     def weights(self) -> Iterator[WeightPiece]:
         for tensor in self._tensors():
             made = torch.randn(tensor.size, dtype=torch.bfloat16, device=self._device).mul_(0.02)
-            yield WeightPiece(tensor.name, made if len(tensor.size) > 1 else torch.ones_like(made), self.place)
+            yield WeightPiece(tensor.name, made if len(tensor.size) > 1 else torch.ones_like(made), self.path)
 
     def _tensors(self) -> Iterator[_Tensor]:
         model = self.config

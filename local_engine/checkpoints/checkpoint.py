@@ -29,12 +29,12 @@ class WeightPiece:
 
 
 class Checkpoint(Protocol):
-    """A model on disk: at `place`, a file or a folder. `form` names the format of its weights in a
+    """A model on disk: at `path`, a file or a folder. `form` names the format of its weights in a
     few words."""
 
     config: ModelConfig
     tokenizer: Tokenizer
-    place: Path
+    path: Path
     form: str
 
     def names(self) -> frozenset[str]:

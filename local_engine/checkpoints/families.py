@@ -279,15 +279,15 @@ def windows_of(config: Mapping[str, Any], family: Family, layers: int, source: s
     unknown = set(types) - _LAYER_TYPES.keys()
     if unknown:
         raise ModelError(f"{source}: layer_types {sorted(unknown)} are not supported; supported: {FULL}, {SLIDING}")
-    told = tuple(window if kind == SLIDING else 0 for kind in types)
-    if told and family.has_layer_types:
-        return told
+    by_type = tuple(window if kind == SLIDING else 0 for kind in types)
+    if by_type and family.has_layer_types:
+        return by_type
     if not family.has_windows:
         window = 0
     period = int(config.get("sliding_window_pattern") or family.window_period)
     first = 0 if family.has_experts else int(config.get("max_window_layers") or 0)
     windows = tuple(window if ((layer + 1) % period if period else layer >= first) else 0 for layer in range(layers))
-    if SLIDING in types and told != windows:
+    if SLIDING in types and by_type != windows:
         raise ModelError(f"{source}: layer_types of several kinds are not supported in a {family.hf}")
     return windows
 

@@ -177,12 +177,12 @@ class GgufFile:
 
     def _strings(self, count: int) -> list[str]:
         """A vocabulary. Most of a header's time goes into this loop, so it is kept tight."""
-        length_of, at, file, found = struct.Struct("<Q").unpack_from, self._at, self._map, []
+        length_of, at, file, strings = struct.Struct("<Q").unpack_from, self._at, self._map, []
         for _ in range(count):
             start = at + 8
             at = start + length_of(file, at)[0]
-            found.append(file[start:at])
+            strings.append(file[start:at])
         if at > len(file):
             raise IndexError("a string lies past its end")
         self._at = at
-        return [text.decode("utf-8", "surrogateescape") for text in found]
+        return [text.decode("utf-8", "surrogateescape") for text in strings]

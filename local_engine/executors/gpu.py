@@ -157,11 +157,11 @@ class GpuExecutor:
         self, chunks: Many[TokenChunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
     ) -> torch.Tensor:
         has_shared = bool(order.prefixes)
-        made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
+        padded = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
         longs = np.zeros((5, rows), np.int64)
         fill_rows(longs, order.chunks, self.kv.block_tokens, places)
         longs[_LOGITS, : len(chunks)] = logit_rows(chunks, order.chunks)
-        self._put(longs, made)
+        self._put(longs, padded)
         self._latest[: len(known)].copy_(known, non_blocking=True)
         self._graph(rows, has_shared).replay()
         return self._logits[: len(chunks)]
@@ -205,12 +205,12 @@ class GpuExecutor:
         """The tiles of a decode as the graph of so many rows has them."""
         shared_tiles = self._shared_tiles(rows) if has_shared else 0
         shape = self.kv.shape
-        return plan(shape, short, [], prefixes, own_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
+        return plan(shape, short, [], prefixes, separate_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
 
-    def _put(self, longs: Longs, made: Plan) -> None:
+    def _put(self, longs: Longs, tiles: Plan) -> None:
         """Into the buffers that graphs read."""
         self._longs[: longs.size].copy_(pinned(longs.reshape(-1), self._device), non_blocking=True)
-        self._numbers[: len(made.numbers)].copy_(pinned(made.numbers, self._device), non_blocking=True)
+        self._numbers[: len(tiles.numbers)].copy_(pinned(tiles.numbers, self._device), non_blocking=True)
 
     def _graph(self, rows: int, has_shared: bool) -> _Graph:
         """The decode of `rows` rows as a graph, captured where it is not yet; the content of the

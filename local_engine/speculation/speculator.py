@@ -90,29 +90,29 @@ class PromptLookup:
             pair = (text[end - 2], text[end - 1])
             before.append(self._last.get(pair, 0))
             self._last[pair] = end
-        place = self._last.get((text[-2], text[-1]), 0) if len(text) > 2 else 0
+        position = self._last.get((text[-2], text[-1]), 0) if len(text) > 2 else 0
         best, match = 0, 0
         for _ in range(_CHAIN_MAX):
-            if not place or match == MATCH_MAX:
+            if not position or match == MATCH_MAX:
                 break
-            alike = self._alike(place)
+            alike = self._alike(position)
             if alike > match:
-                best, match = place, alike
-            place = before[place]
+                best, match = position, alike
+            position = before[position]
         return (best, match) if best else None
 
-    def follow(self, place: int, count: int) -> tuple[int, ...]:
+    def follow(self, position: int, count: int) -> tuple[int, ...]:
         """The `count` tokens from there on."""
         text = self._text
-        period = len(text) - place  # a loop is assumed to go on
-        return tuple(text[place + index % period] for index in range(count))
+        period = len(text) - position  # a loop is assumed to go on
+        return tuple(text[position + index % period] for index in range(count))
 
-    def _alike(self, place: int) -> int:
+    def _alike(self, position: int) -> int:
         text, size = self._text, len(self._text)
-        for back in range(2, min(MATCH_MAX, place)):
-            if text[place - 1 - back] != text[size - 1 - back]:
+        for back in range(2, min(MATCH_MAX, position)):
+            if text[position - 1 - back] != text[size - 1 - back]:
                 return back
-        return min(MATCH_MAX, place)
+        return min(MATCH_MAX, position)
 
 
 @dataclass(slots=True)
@@ -177,20 +177,20 @@ class DraftRequest:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A possible draft for `request`: at most `room` tokens, each right with probability `rate`
-    where those before it are; `place` is where they are looked up."""
+    where those before it are; `position` is where they are looked up."""
 
     request: DraftRequest
     kind: DraftKind
     rate: float
     room: int
-    place: int = 0
+    position: int = 0
 
     def draft(self, count: int) -> Draft:
         """The first `count` of it."""
         if self.kind.source is DraftSource.MODEL:
             return Draft(self.kind, wanted=count)
         ahead = self.request.in_flight
-        return Draft(self.kind, self.request.speculation.lookup.follow(self.place, ahead + count)[ahead:])
+        return Draft(self.kind, self.request.speculation.lookup.follow(self.position, ahead + count)[ahead:])
 
 
 @dataclass(slots=True)
@@ -232,16 +232,16 @@ class Speculator:
         for source in DraftSource:
             credit_ms = self._credit_ms.get(source, _CREDIT_AT_FIRST * plain_ms) + _ALLOWANCE * plain_ms
             self._credit_ms[source] = min(credit_ms, _CREDIT_MAX * plain_ms)
-        found = [offer for request in requests if (offer := self._of_lookup(request)) is not None]
-        plan = self._extended(DraftPlan(rows, plain_ms), found)
+        looked_up = [offer for request in requests if (offer := self._of_lookup(request)) is not None]
+        plan = self._extended(DraftPlan(rows, plain_ms), looked_up)
         if self._model_context_tokens:
-            rates = {offer.request.id: offer.rate for offer in found}
-            asked = [
+            rates = {offer.request.id: offer.rate for offer in looked_up}
+            likelier = [
                 offer for request in requests if (offer := self._of_model(request)).rate > rates.get(request.id, 0.0)
             ]
-            modelled = self._modelled(DraftPlan(rows, plain_ms), asked)
+            modelled = self._modelled(DraftPlan(rows, plain_ms), likelier)
             theirs = {offer.request.id for offer, _ in modelled.counts}
-            rest = [offer for offer in found if offer.request.id not in theirs]
+            rest = [offer for offer in looked_up if offer.request.id not in theirs]
             plan = max(plan, self._extended(modelled, rest), key=lambda one: one.speed)
         if not plan.counts:
             self._plain_at = self._now
@@ -267,13 +267,13 @@ class Speculator:
         return min(_RATE_MAX, request.speculation.corrections[kind.source].factor * tally.rate(self._now))
 
     def _of_lookup(self, request: DraftRequest) -> Offer | None:
-        found = request.speculation.lookup.find(request.tokens)
-        if found is None:
+        match_at = request.speculation.lookup.find(request.tokens)
+        if match_at is None:
             return None
-        place, match = found
-        source = DraftSource.REFERENCE if place < len(request.speculation.lookup.reference) else DraftSource.TEXT
+        position, match = match_at
+        source = DraftSource.REFERENCE if position < len(request.speculation.lookup.reference) else DraftSource.TEXT
         kind = DraftKind(source, (match - 1).bit_length())
-        return Offer(request, kind, self._rate(request, kind), min(request.room, self._tokens_max), place)
+        return Offer(request, kind, self._rate(request, kind), min(request.room, self._tokens_max), position)
 
     def _of_model(self, request: DraftRequest) -> Offer:
         kind = DraftKind(DraftSource.MODEL)

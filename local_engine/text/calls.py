@@ -216,16 +216,16 @@ class AnswerReader:
 
     def _think(self, said: AnswerParts, is_last: bool) -> bool:
         assert self._thinking is not None
-        before, found, after = self._rest.partition(self._thinking[1])
+        before, mark, after = self._rest.partition(self._thinking[1])
         if self._strips:
             before = before.lstrip()
-        sure = before.rstrip() if found or is_last else _sure(before, self._thinking[1])
+        sure = before.rstrip() if mark or is_last else _sure(before, self._thinking[1])
         said.reasoning += sure
         self._strips = self._strips and not sure
-        self._rest = after if found else before[len(sure) :]
-        if found:
+        self._rest = after if mark else before[len(sure) :]
+        if mark:
             self._state, self._strips = self._begin, True
-        return bool(found)
+        return bool(mark)
 
     def _text(self, said: AnswerParts, is_last: bool) -> bool:
         opens = self._format.opens if self._format is not None and self._broken < _BROKEN_MAX else ""
@@ -233,16 +233,16 @@ class AnswerReader:
             text = self._rest.lstrip() if self._strips else self._rest
             if not opens.startswith(text[: len(opens)]):
                 self._broken, opens = _BROKEN_MAX, ""
-        before, found, after = self._rest.partition(opens) if opens else (self._rest, "", "")
+        before, mark, after = self._rest.partition(opens) if opens else (self._rest, "", "")
         if self._strips:
             before = before.lstrip()
-        sure = before.rstrip() if found else before if is_last or not opens else _sure(before, opens)
+        sure = before.rstrip() if mark else before if is_last or not opens else _sure(before, opens)
         said.text += sure
         self._strips = self._strips and not sure
         self._rest = before[len(sure) :]
-        if found:
+        if mark:
             self._open(after, frame=self._rest + opens)
-        return bool(found)
+        return bool(mark)
 
     def _open(self, rest: str, frame: str = "") -> None:
         self._rest, self._frame, self._state = rest, frame, self._call
@@ -326,10 +326,10 @@ class AnswerReader:
 
     def _end(self) -> int:
         """Where the brackets that open first are closed; 0: not yet."""
-        for found in _BRACKET.finditer(self._rest, self._at):
-            mark = found[0]
+        for bracket in _BRACKET.finditer(self._rest, self._at):
+            mark = bracket[0]
             if mark == "\\":  # what it escapes has not come
-                self._at = found.start()
+                self._at = bracket.start()
                 return 0
             if self._quote:
                 self._quote = "" if mark == self._quote else self._quote
@@ -338,7 +338,7 @@ class AnswerReader:
             elif mark in "}])":
                 self._depth -= 1
                 if self._depth <= 0:
-                    return found.end()
+                    return bracket.end()
             elif mark in "\"'":
                 self._quote = mark
         self._at = len(self._rest)

@@ -55,14 +55,14 @@ class ChatTemplate:
     def _reads_tools(self) -> str:
         """Where the template takes tools from: `apart`, a value of their own, `in system`, JSON in the
         system's message (Phi-4-mini), or nowhere."""
-        asked = {"role": "user", "content": "?"}
-        for place, messages, tools in (
-            ("apart", [asked], [_PROBE]),
-            ("in system", [{"role": "system", "content": "", "tools": json.dumps([_PROBE])}, asked], None),
+        question = {"role": "user", "content": "?"}
+        for way, messages, tools in (
+            ("apart", [question], [_PROBE]),
+            ("in system", [{"role": "system", "content": "", "tools": json.dumps([_PROBE])}, question], None),
         ):
             with contextlib.suppress(ProgramRefusal):
                 if "sameway_probe" in self._ask(messages, tools, opens_answer=True):
-                    return place
+                    return way
         return ""
 
     @property
@@ -187,25 +187,25 @@ def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -
             messages = [{"role": "system", "content": _WITH_TOOLS}, *messages]
         text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
         messages = [{**messages[0], "tools": text}, *messages[1:]]
-    found = []
+    laid_out = []
     for message in messages:
         calls = _calls_of(message)
         text = json.dumps(calls)
         content = f"{message['content']}{format.opens}{text}{format.closes}" if calls else message["content"]
-        found.append({**message, "content": content})
-    return found
+        laid_out.append({**message, "content": content})
+    return laid_out
 
 
 def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """The conversation for a template without tools: the tools in the system's message, calls in
     the assistant's and their results, together, in a user's. The frames are those of Hermes."""
-    found: list[dict[str, Any]] = []
+    laid_out: list[dict[str, Any]] = []
     if tools:
         text = _TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if messages[0]["role"] == "system":
             text = f"{messages[0]['content']}\n\n{text}"
             messages = messages[1:]
-        found.append({"role": "system", "content": text})
+        laid_out.append({"role": "system", "content": text})
     is_result = False
     for message in messages:
         role, content = message["role"], message["content"]
@@ -217,7 +217,7 @@ def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, An
             content += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
         content = content.lstrip("\n") if calls else content
         if is_result and was_result:
-            found[-1]["content"] += "\n" + content
+            laid_out[-1]["content"] += "\n" + content
         else:
-            found.append({**message, "role": role, "content": content})
-    return found
+            laid_out.append({**message, "role": role, "content": content})
+    return laid_out

@@ -206,14 +206,14 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy:
 def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
     """BPE by scores: the merges are all pairs of tokens that join to a token, best score first."""
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
     for id, token in enumerate(tokens):
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[id], left, right, (token[:cut], token[cut:])))
-    found.sort()
-    return BPE(vocabulary, [pair for *_, pair in found], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+                merges.append((-scores[id], left, right, (token[:cut], token[cut:])))
+    merges.sort()
+    return BPE(vocabulary, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _add_marked_tokens(

@@ -350,7 +350,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     x = torch.randn(3, 64, generator=generator).to(dtype)
     try:
         repacked = _operators()._reorder_linear_weight(weight, _ROWS_HINT)
-        found = _operators()._linear_pointwise(x, repacked, None, "none", [], "")
+        product = _operators()._linear_pointwise(x, repacked, None, "none", [], "")
     except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
         return False
-    return torch.allclose(found, functional.linear(x, weight), rtol=1e-2, atol=1e-2)
+    return torch.allclose(product, functional.linear(x, weight), rtol=1e-2, atol=1e-2)

@@ -114,14 +114,14 @@ class Packing:
         tensor = tensors.read(f"{module}.{kind}")
         return tensor.T if self.is_transposed and tensor.dim() == 2 else tensor
 
-    def _bits(self, module: str, words: torch.Tensor, columns: int) -> int:
+    def _bits(self, module: str, codes: torch.Tensor, columns: int) -> int:
         """A module's own bits, which may differ from the config's. Raises ModelError for others
         than are supported."""
         for bits in _PACKED_BITS:
-            if words.shape[1] == -(-columns * bits // 32):
+            if codes.shape[1] == -(-columns * bits // 32):
                 return bits
         raise ModelError(
-            f"tensor '{module}.{self.codes}' has shape {tuple(words.shape)}, which holds no codes of {_PACKED_BITS} bits "
+            f"tensor '{module}.{self.codes}' has shape {tuple(codes.shape)}, which holds no codes of {_PACKED_BITS} bits "
             f"for {columns} inputs"
         )
 
@@ -223,10 +223,10 @@ def _scaled(
     raise ModelError(f"tensor {name!r} has shape {tuple(scales.shape)}, which fits no weight of {rows} x {columns}")
 
 
-def _unpacked(words: torch.Tensor, bits: int, axis: int, order: tuple[int, ...] | None) -> torch.Tensor:
+def _unpacked(packed_codes: torch.Tensor, bits: int, axis: int, order: tuple[int, ...] | None) -> torch.Tensor:
     """int32 to uint8, 32 / bits times as long along `axis`: the lowest bits come first, or each
     word's codes in the `order`."""
-    octets = words.movedim(axis, -1).contiguous().view(torch.uint8)
+    octets = packed_codes.movedim(axis, -1).contiguous().view(torch.uint8)
     mask = 2**bits - 1
     codes = torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)
     if order is not None:

@@ -87,16 +87,16 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
     )
     # in float32 a large matrix would be many times what comes of it
     for start in range(0, rows, _ROWS_AT_ONCE):
-        some = slice(start, start + _ROWS_AT_ONCE)
-        groups = values[some].float().view(-1, columns // GROUP, GROUP)
+        batch = slice(start, start + _ROWS_AT_ONCE)
+        groups = values[batch].float().view(-1, columns // GROUP, GROUP)
         if bits == 8:
-            own_scales = (groups.abs().amax(-1) / 127).half()
-            own_minimums = (own_scales.float() * -128).half()
-            own = _nearest(groups, own_scales, 0.0).clamp_(-127, 127).add_(128)
+            row_scales = (groups.abs().amax(-1) / 127).half()
+            row_minimums = (row_scales.float() * -128).half()
+            row_codes = _nearest(groups, row_scales, 0.0).clamp_(-127, 127).add_(128)
         else:
-            own_scales, own_minimums = _fitted(groups)
-            own = _nearest(groups, own_scales, own_minimums.float().unsqueeze(-1)).clamp_(0, 15)
-        codes[some], scales[some], minimums[some] = own.view(-1, columns), own_scales, own_minimums
+            row_scales, row_minimums = _fitted(groups)
+            row_codes = _nearest(groups, row_scales, row_minimums.float().unsqueeze(-1)).clamp_(0, 15)
+        codes[batch], scales[batch], minimums[batch] = row_codes.view(-1, columns), row_scales, row_minimums
     return Quantised(codes, scales, minimums, bits)
 
 

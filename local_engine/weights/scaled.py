@@ -107,9 +107,9 @@ def multiplies_fp8(device: torch.device) -> bool:
     weight, x = (torch.randn(rows, 64, generator=generator).to(device) for rows in (48, 3))
     matrix = to_scaled(weight)
     try:
-        found = ScaledProduct(matrix)(x)
+        product = ScaledProduct(matrix)(x)
     except (RuntimeError, AttributeError, TypeError) as error:
         _log.warning("8-bit floats are not multiplied on %s: %s", device, error)
         return False
     wanted = to_scaled(x).dequantised() @ matrix.dequantised().T
-    return bool((found - wanted).abs().max() <= 0.02 * wanted.abs().max())
+    return bool((product - wanted).abs().max() <= 0.02 * wanted.abs().max())

@@ -105,7 +105,7 @@ def test_tiles_give_what_the_book_gives(case: Case, is_cascaded: bool, dtype: to
     prefixes = shared_prefixes([span.blocks for span in short], 1) if is_cascaded else []
     order = [index for prefix in prefixes for index in prefix.members]
     if order == sorted(order) and all(p.members == tuple(range(p.members[0], p.members[-1] + 1)) for p in prefixes):
-        step = plan(shape, short, spans[len(short) :], prefixes, own_tiles=5, shared_tiles=4)
+        step = plan(shape, short, spans[len(short) :], prefixes, separate_tiles=5, shared_tiles=4)
     else:
         step = plan(shape, short, spans[len(short) :])
     found = attend(shape, 0, queries, pool, positions, step.on(shape, torch.from_numpy(step.numbers)))
@@ -128,7 +128,7 @@ def test_wide_heads_and_long_rows_are_cut_right(head_dim: int) -> None:
     prefixes = shared_prefixes([span.blocks for span in spans[:3]], 1)
     assert prefixes
     step = plan(shape, spans[:3], spans[3:], prefixes)
-    assert (step.own, step.shared) == (3, 1)
+    assert (step.separate, step.shared) == (3, 1)
     assert step.whole == -(-150 // shape.tile_rows) > 1
     found = attend(shape, 0, queries, pool, positions, step.on(shape, torch.from_numpy(step.numbers)))
     torch.testing.assert_close(
