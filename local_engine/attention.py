@@ -195,7 +195,7 @@ class TorchKV(KV):
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> Angles:
-        """Those of these positions, [rows, 1, head_dim]."""
+        """The rows of the tables at these positions, [rows, 1, head_dim]."""
         return cos[positions], sin[positions]
 
     def attend(

@@ -85,7 +85,8 @@ class BlockPool:
         return blocks
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of these have no holder: holding them takes that many from `available`."""
+        """The number of these blocks that have no holder: holding them takes that many from
+        `available`."""
         return sum(self._blocks[id].references == 0 for id in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -113,8 +114,8 @@ class BlockPool:
         return id
 
     def register(self, blocks: list[int], index: int, keys: Sequence[bytes], *, is_written: bool) -> bool:
-        """Make `blocks[index]`, a sequence's full block, findable; returns whether what is there
-        now is.
+        """Make `blocks[index]`, a sequence's full block, findable. Returns False where it stays
+        private.
 
         Where the same content is registered already, `blocks[index]` becomes that block and the
         duplicate is freed, but only once it `is_written`: a shared block is never written again.

@@ -36,8 +36,8 @@ def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
 
 
 def require_among(value: object, supported: Iterable[object], what: str) -> None:
-    """Raises ModelError with the list where `value`, the value of `what`, is none of those
-    `supported`."""
+    """Raises ModelError with the list of the `supported` values where `value` is not among them.
+    `what` names it."""
     if value not in supported:
         raise ModelError(f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
 

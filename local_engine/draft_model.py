@@ -70,7 +70,8 @@ class DraftModel:
         self._runner.kv.clear()
 
     def fill(self, chunks: list[TokenChunk]) -> list[TokenChunk]:
-        """The chunks with their guesses, or with none where it has to catch up first."""
+        """The chunks with their guesses. A sequence that the draft model has yet to catch up with
+        gets an empty draft."""
         if not any(chunk.wanted for chunk in chunks):
             return chunks
         guesses = self._guess([chunk for chunk in chunks if chunk.wanted])

@@ -37,7 +37,7 @@ _FORCED_BYTES = 1 << 9  # made tokens at a time: a literal is read again at each
 
 
 class GrammarState:
-    """How far one answer is in its grammar. `thinks`: it is inside a thinking block, which the
+    """The state of one answer in its grammar. `thinks`: it is inside a thinking block, which the
     grammar leaves alone; `may_think`: it may begin with one."""
 
     def __init__(self, compiled: Compiled, thinking: Thinking | None) -> None:
@@ -103,8 +103,8 @@ class Compiled:
 
 
 class Grammars:
-    """The grammars of one model; those of late are kept by their caller's salt. Safe to use from
-    several threads."""
+    """The compiled grammars of one model. It keeps the latest of each caller's salt. Safe to use
+    from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos: frozenset[int]) -> None:
         self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
@@ -129,7 +129,7 @@ class Grammars:
         return result
 
     def kept(self, wanted: Grammar, salt: bytes) -> Compiled | InvalidRequest | None:
-        """The grammar, or why it cannot be held, if it was compiled lately."""
+        """The compiled grammar, or the error that refused it, while it is still kept."""
         with self._lock:
             found = self._kept.get((salt, wanted))
         return None if isinstance(found, Compiled) and found.is_spent else found

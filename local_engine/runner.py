@@ -148,8 +148,8 @@ class ModelRunner:
         return TorchExecutor(self.decoder, blocks=blocks, block_tokens=size)
 
     def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:
-        """How many blocks there is memory for, those of the draft model at their side. Raises
-        ModelError."""
+        """The number of blocks that fit in memory, with those of the draft model beside them.
+        Raises ModelError."""
         block_bytes = sum(
             block_size_bytes(one.decoder.config, config.block_tokens, one.dtype, one.device)
             for one in (self, draft)

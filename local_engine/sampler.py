@@ -49,7 +49,7 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostDrawn:
-    """Drawn and at hand."""
+    """Tokens that the host has drawn; nothing is left to wait for."""
 
     sampled: list[Sampled]
     device: torch.device
@@ -79,7 +79,8 @@ def sample(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None
 
 @torch.inference_mode()
 def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) -> list[int | None]:
-    """As `sample`, the ids alone; None where the logits were not finite."""
+    """The ids that `sample` would give, without log probabilities; None for a row whose logits are
+    not finite."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
     ids: dict[int, int] = dict(enumerate(best_ids.tolist()))
@@ -168,7 +169,8 @@ def _flat(edits: Edits, device: torch.device) -> tuple[tuple[torch.Tensor, torch
 
 
 def _race(logits: torch.Tensor, places: Many[Place], total: torch.Tensor) -> list[int]:
-    """One random token per row, of logits at its temperature and their log sums of exponentials."""
+    """One random token per row. `logits` are divided by the temperature; `total` are their log sums
+    of exponentials."""
     device, params = logits.device, [place.sequence.params for place in places]
     keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
     ids = [0] * len(places)
@@ -231,9 +233,9 @@ def _let_tail_win(
     tokens: torch.Tensor,
     winners: torch.Tensor,
 ) -> None:
-    """Where nothing is filtered, all that is not among the likeliest `tokens` races as one, by its
-    share; where it is first, one of its tokens is drawn in proportion, into `winners`. The first of
-    many exponential times is one of the summed rate."""
+    """Where nothing is filtered, the tokens beside the likeliest `tokens` race as one, by their
+    common share. Where that one is first, one of its tokens is drawn in proportion, into
+    `winners`. The minimum of many exponential times is one exponential time of the summed rate."""
     tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
     nobody = torch.full_like(rows.keys, -1)
     for row in (noise(rows.keys, nobody) / tail < times).nonzero()[:, 0].tolist():

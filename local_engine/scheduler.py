@@ -151,9 +151,9 @@ class Scheduler:
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
     def _newcomer(self, candidates: set[int], ready: list[Sequence], has_preempted: bool) -> Sequence | None:
-        """The first that waits, where it is its turn: one of a better priority than all that are
-        `ready` goes before them, any other after them and, so that nothing is admitted to what was
-        just taken away, in steps without a preemption."""
+        """The first sequence that waits, where it may be admitted now. A better priority than that
+        of all `ready` ones goes before them. Any other waits until they are scheduled, and for a
+        step without a preemption: nothing is admitted to blocks that were just taken away."""
         head = self.waiting[0] if self.waiting else None
         if head is None or id(head) not in candidates:
             return None
@@ -226,8 +226,8 @@ class Scheduler:
         return self._speculator.plan(len(decoding), requests) if requests else {}
 
     def _make_room(self, sequence: Sequence, draft: Draft | None, budget: int) -> Draft | None:
-        """As much of the draft as the budget and free blocks leave room for: a guess must cost no
-        sequence a block."""
+        """The beginning of the draft that the budget and free blocks leave room for: a guess must
+        cost no sequence a block."""
         if draft is None:
             return None
         size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
@@ -241,8 +241,8 @@ class Scheduler:
         return draft
 
     def _find_room(self, sequence: Sequence, count: int, *others: list[Sequence]) -> bool:
-        """Allocate the blocks for `count` more tokens, if need be at the cost of those of `others`
-        that come after it."""
+        """Allocate the blocks for `count` more tokens. Where blocks are short, sequences of
+        `others` that come later in order lose theirs."""
         wanted = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
         while wanted > self.pool.available:
             if not self._make_way(sequence.order, *others):

@@ -86,17 +86,17 @@ class Sequence:
 
     @property
     def answer_tokens(self) -> int:
-        """How many tokens were generated."""
+        """The number of tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def pending(self) -> int:
-        """How many tokens must be computed before the next one can be sampled."""
+        """The number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) + self.in_flight - self.computed
 
     @property
     def pending_draft(self) -> int:
-        """How many tokens the draft model has not computed."""
+        """The number of tokens that the draft model has yet to compute."""
         return len(self.tokens) - self.draft_computed
 
     @property
@@ -132,7 +132,7 @@ class Sequence:
         )
 
     def forced(self) -> tuple[int, ...]:
-        """The next tokens, as far as its grammar leaves no others; none where log probabilities are
+        """The next tokens, as far as the grammar leaves only one. Empty where log probabilities are
         wanted, which take a row of logits each."""
         return () if self.grammar is None or self.params.logprobs is not None else self.grammar.forced()
 
@@ -205,7 +205,7 @@ class TokenChunk:
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
     def with_draft(self, draft: tuple[int, ...]) -> TokenChunk:
-        """The same with the draft model's guesses, as far as its grammar allows them."""
+        """A copy with the draft model's guesses, as far as the grammar allows them."""
         draft = self.sequence.grammar.part(draft) if self.sequence.grammar is not None else draft
         count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
         return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)

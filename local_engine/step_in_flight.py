@@ -44,7 +44,7 @@ class StepInFlight:
         return any(one.has_penalties or one.grammar is not None for one in drawn) or any(c.draft for c in self.chunks)
 
     def places(self) -> dict[int, int]:
-        """Where in `drawn` the next token of each sequence is, by the sequence's id."""
+        """The index of each sequence's next token in `drawn`, by the sequence's id."""
         starts = itertools.accumulate(self.counts, initial=0)
         return {
             chunk.sequence.id: start for (chunk, count), start in zip(self._counted(), starts, strict=False) if count

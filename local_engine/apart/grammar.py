@@ -33,7 +33,8 @@ _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
-    """What answers `kind` and `text` of a grammar. Raises ValueError where it cannot be held."""
+    """A function that compiles a grammar, given by `kind` and `text`. It raises ValueError for a
+    grammar that the engine cannot hold."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -185,7 +186,7 @@ def _check(schema: Any) -> None:
 
 
 def _exact(digits: str) -> None:
-    """Raises ValueError for a number that is no exact 64-bit float."""
+    """Raises ValueError for a number that a 64-bit float does not hold exactly."""
     if abs(float(digits)) > _EXACT_MAX:
         raise ValueError(f"the engine cannot hold the number {digits[:40]} exactly: it is over 2^53 - 1")
 

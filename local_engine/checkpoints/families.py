@@ -143,7 +143,7 @@ def require(config: Mapping[str, Any], key: str, source: str) -> Any:
 
 
 def layers_of(config: Mapping[str, Any], key: str, source: str) -> int:
-    """How many layers the model has. Raises ModelError for a number that no model has."""
+    """The number of layers. Raises ModelError for a number outside 1 to 10,000."""
     layers = int(require(config, key, source))
     if not 0 < layers <= _LAYERS_MAX:
         raise ModelError(f"{source}: {key} is {layers}, expected 1 to {_LAYERS_MAX:,}")
@@ -207,7 +207,7 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
 
 
 def _rotated(config: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
-    """Of each layer, whether it rotates."""
+    """For each layer, whether it rotates."""
     given = config.get("no_rope_layers")  # which names those that do
     if given is None:
         period = int(config.get("no_rope_layer_interval") or 0)

@@ -252,7 +252,7 @@ def _experts(value_of: Callable[[str], Any], tensors: Shapes, layers: int) -> di
 
 
 def _windows(value_of: Callable[[str], Any], arch: str, family: families.Family) -> dict[str, Any]:
-    """As llama.cpp, which has windows in Gemma's and OLMo's layers alone, and as Phi 3 has them."""
+    """The windows as llama.cpp has them, in Gemma's and OLMo's layers alone, and Phi 3's."""
     window = value_of("attention.sliding_window") if family.window_period or arch == "phi3" else None
     pattern = value_of("attention.sliding_window_pattern")
     if isinstance(pattern, list) and window:

@@ -59,14 +59,14 @@ _log = logging.getLogger(__name__)
 
 
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
-    """This model's attention over blocks of so many tokens."""
+    """This model's attention over blocks of `block_tokens` tokens."""
     return Shape(**dataclasses.asdict(model.attention), block_tokens=block_tokens)
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one
-    fails or is wrong, its part is left alone on that device until the process ends. Takes seconds,
-    most of them to compile what is needed anyway."""
+    """Compare each kernel with torch in the model's shapes, before a model is loaded. Where a
+    kernel fails or is wrong, torch does its part's work on that device until the process ends.
+    Takes seconds, most of them to compile kernels that are needed anyway."""
     for one in failures(shape_of(model, block_tokens), model.hidden_size, dtype, device):
         _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
         leave_alone(device, one.part)
@@ -102,7 +102,8 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A decode of so many rows on the static buffers: computed kernel by kernel, and replayed."""
+    """A decode of a fixed number of rows on the static buffers. `compute` launches it kernel by
+    kernel, `replay` as a recorded graph."""
 
     compute: Callable[[], None]
     replay: Callable[[], object]
@@ -182,8 +183,8 @@ class GpuExecutor:
         _log.info("%d graphs captured in %.1f s", len(self.graphs), time.perf_counter() - started_s)
 
     def _check(self, rows: int, has_shared: bool) -> None:
-        """A replay of one token in each of some blocks beside the same computed unrecorded. Raises
-        RuntimeError."""
+        """Compare a replay with the same computation unrecorded, for one token in each of some
+        blocks. Raises RuntimeError where they differ."""
         count = min(rows, self.kv.blocks)
         spans = [RowSpan(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
@@ -202,7 +203,7 @@ class GpuExecutor:
             raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
 
     def _padded(self, short: list[RowSpan], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
-        """The tiles of a decode as the graph of so many rows has them."""
+        """The tiles of a decode, padded to the graph of this number of rows."""
         shared_tiles = self._shared_tiles(rows) if has_shared else 0
         shape = self.kv.shape
         return plan(shape, short, [], prefixes, separate_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)

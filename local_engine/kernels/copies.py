@@ -9,7 +9,7 @@ import torch
 
 
 def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """What the device can read while the host goes on: torch keeps it until then."""
+    """A tensor that the device can read while the host goes on: torch keeps it until then."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" and array.size else tensor
 

@@ -1,5 +1,5 @@
-"""Which sequences look at the same beginning, so that it can be attended to once for all of them
-(cascade attention).
+"""Groups sequences that begin alike, so that attention computes their common prefix once (cascade
+attention).
 
 Knows lists of block ids, no tokens and no tensors: sequences share a prefix where their block
 tables begin alike, which prefix reuse has brought about. Invariant: the groups are disjoint, and
@@ -58,7 +58,7 @@ def _saved(group: tuple[int, int, int]) -> int:
 
 
 def _common(table: list[int], other: list[int]) -> int:
-    """How many blocks two tables have in common from the start."""
+    """The number of blocks that two tables have in common from the start."""
     low, high = 0, min(len(table), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -44,7 +44,8 @@ def is_interpreted() -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; a few where there is no GPU: work is split there too."""
+    """The number of programs that run side by side. Without a GPU it is 2, so that work is split
+    there too."""
     if device.type != "cuda":
         return 2
     import torch

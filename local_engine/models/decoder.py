@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a checkpoint's tensor goes: the `index`-th rows of a Linear."""
+    """A target of a checkpoint's tensor: the `index`-th rows of a Linear."""
 
     linear: Linear
     index: int
@@ -76,8 +76,8 @@ def _normalise_wide(qkv: torch.Tensor, weight: torch.Tensor, config: ModelConfig
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
-    """Raises ModelError for types that are no weights, and for weights that are not finite: every
-    answer would be nonsense."""
+    """Raises ModelError for number types other than weights have, and for weights that are not
+    finite: every answer would be nonsense."""
     numbers = [tensor] if isinstance(tensor, torch.Tensor) else [tensor.scales]
     if isinstance(tensor, Quantised):
         numbers.append(tensor.minimums)
@@ -160,7 +160,7 @@ class Decoder:
                 raise ModelError(f"unexpected tensor {name!r} in a {self.config.architecture} checkpoint")
 
     def forms(self) -> Counter[str]:
-        """How many matrices are held as what: "4 bits", "8 bits", or a number type."""
+        """The number of matrices in each form: "4 bits", "8 bits", or a number type."""
         return Counter(form for linear in self.linears() for form in linear.forms())
 
     def _is_unused(self, name: str) -> bool:
@@ -266,8 +266,8 @@ class Decoder:
         options: LinearOptions | None = None,
         is_exact: bool = False,
     ) -> Linear:
-        """One Linear of the checkpoint's tensors of these names, one below the other. `options`: by
-        default the model's. `is_exact`: never quantised further."""
+        """One Linear of the checkpoint's tensors of these names, one below the other. `options`
+        default to the model's. `is_exact` keeps it from being quantised further."""
         bits = None if self._bits is None or is_exact else [bits_of(n, self._bits, self.config.layers) for n in names]
         linear = Linear(rows, columns, options or self._options, has_bias=has_bias, bits=bits)
         self._targets |= {f"{name}.weight": Part(linear, index) for index, name in enumerate(names)}

@@ -36,7 +36,7 @@ _MODEL_STEPS = 32  # at most, among which the price of catching up is divided
 
 
 class DraftSource(StrEnum):
-    """Where a draft comes from."""
+    """The origin of a draft."""
 
     TEXT = "text"
     REFERENCE = "reference"
@@ -68,8 +68,8 @@ class Draft:
 
 @dataclass(slots=True)
 class PromptLookup:
-    """Where each pair of tokens ended, over `reference` and then the sequence; grows as the
-    sequence does. `_before[end]` is where the pair that ends there ended the time before (LZ77's
+    """The last position of each pair of tokens, over `reference` and then the sequence; it grows as
+    the sequence does. `_before[end]` is the previous end of the pair that ends there (LZ77's
     hash chains)."""
 
     reference: list[int] = field(default_factory=list)
@@ -117,9 +117,8 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class GuessRate:
-    """How often guesses of one kind were right where those before them were. Counts fade, to an
-    assumption that is worth a try: so a kind that lost is tried again, the later the more often it
-    lost."""
+    """The share of right guesses of one kind, counted where the guesses before them were right.
+    Counts fade to an optimistic prior, so that a kind that lost is tried again, later each time."""
 
     _right: float = 0.0
     _tried: float = 0.0
@@ -136,7 +135,8 @@ class GuessRate:
 
 @dataclass(slots=True)
 class RateCorrection:
-    """How much more often one source's guesses are right in one sequence than in others."""
+    """The ratio of one source's right guesses in one sequence to those expected from all
+    sequences."""
 
     _right: float = 3.0
     _expected: float = 3.0
@@ -209,8 +209,8 @@ class DraftPlan:
 
 
 class Speculator:
-    """Decides the drafts of a step's sequences, and learns from their results. `tokens_max`: of one
-    draft; `model_context_tokens`: a draft model's context, 0 where there is none."""
+    """Decides the drafts of a step's sequences, and learns from their results. `tokens_max` bounds
+    one draft; `model_context_tokens` is the draft model's context, 0 without a draft model."""
 
     def __init__(self, timing: StepTiming, tokens_max: int, model_context_tokens: int = 0) -> None:
         self.timing = timing

@@ -48,7 +48,7 @@ class Line:
     mean_ms: float = 0.0
 
     def observe(self, rows: int, duration_s: float) -> None:
-        """Learn from a step of so many rows."""
+        """Learn from a step of `rows` rows."""
         predicted = self.at(rows)
         self.count += 1
         if predicted is None:
@@ -70,7 +70,7 @@ class Line:
         self.row_ms = self.row_ms or self.assumed_ms
 
     def at(self, rows: int) -> float | None:
-        """Milliseconds of a step of so many rows; None while nothing is measured."""
+        """Milliseconds of a step of `rows` rows; None before the first measurement."""
         if not self.count:
             return None
         return max(0.1 * self.mean_ms, self.mean_ms + self.row_ms * (rows - self.mean_rows))
@@ -78,8 +78,8 @@ class Line:
 
 @dataclass(slots=True)
 class StepTiming:
-    """`steps`: decode steps by their rows, those of drafts and forced tokens included. `draft_steps`: those of the draft
-    model, where there is one."""
+    """The speed of this engine. `steps`: decode steps by their rows, drafts and forced tokens
+    included. `draft_steps`: steps of the draft model."""
 
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0

@@ -76,9 +76,9 @@ CALLS_MAX = 16  # in one answer, where a grammar forces them
 def calls_grammar(
     format: Format, tools: Sequence[Mapping[str, Any]], choice: str, calls_max: int, answer: Grammar | None
 ) -> Grammar | None:
-    """What holds an answer to the calls that may be made: to one at least where `choice` is a
-    tool's name or `ANY_TOOL`. Otherwise it may be text, or have the form of `answer`; then a tool that
-    is not `strict` may get any arguments. None where nothing is to be held."""
+    """The grammar of an answer that may call these tools. It demands a call where `choice` is a
+    tool's name or `ANY_TOOL`. Otherwise the answer may be text, or have the form of `answer`;
+    then a tool that is not `strict` may get any arguments. None where any text is allowed."""
     functions = [tool["function"] for tool in tools if choice in ("", ANY_TOOL, tool["function"]["name"])]
     if not choice and answer is None and not any(function.get("strict") for function in functions):
         return None
@@ -134,7 +134,7 @@ _read_calls = msgspec.json.Decoder(_Call | list[_Call]).decode
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What a piece of text adds to an answer."""
+    """The text, the thinking and the calls that one piece of text adds to an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -311,7 +311,7 @@ class AnswerReader:
         return end > 0
 
     def _tail(self, said: AnswerParts, is_last: bool) -> bool:
-        """After such a call: the next one begins, or the frame ends."""
+        """After a call that a grammar holds: the next call begins, or the frame ends."""
         assert self._format is not None
         more, last = self._format.tail + self._format.between, self._format.tail + self._format.last
         if self._rest.startswith(more):
@@ -325,7 +325,7 @@ class AnswerReader:
         return True
 
     def _end(self) -> int:
-        """Where the brackets that open first are closed; 0: not yet."""
+        """The end of the brackets that open first; 0 while they are open."""
         for bracket in _BRACKET.finditer(self._rest, self._at):
             mark = bracket[0]
             if mark == "\\":  # what it escapes has not come
@@ -345,7 +345,7 @@ class AnswerReader:
         return 0
 
     def _made(self, body: str) -> list[tuple[str, str]]:
-        """The calls in `body`: names, and arguments as JSON. None where it has anything else."""
+        """The calls in `body`: names, and arguments as JSON. Empty where it has anything else."""
         named = _NAMED.match(body)
         try:
             if named is None:
@@ -364,7 +364,7 @@ def _is_part(text: str, mark: str) -> bool:
 
 
 def _sure(text: str, mark: str) -> str:
-    """Its beginning that is no white space before `mark`, nor a part of it."""
+    """The beginning of `text` that is neither white space before `mark` nor a part of `mark`."""
     return text[: len(text) - begun(text, mark)].rstrip()
 
 

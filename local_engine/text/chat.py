@@ -53,8 +53,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _reads_tools(self) -> str:
-        """Where the template takes tools from: `apart`, a value of their own, `in system`, JSON in the
-        system's message (Phi-4-mini), or nowhere."""
+        """The way in which the template takes tools: `apart`, as a value of their own; `in system`,
+        as JSON in the system's message (Phi-4-mini); or empty, where it takes none."""
         question = {"role": "user", "content": "?"}
         for way, messages, tools in (
             ("apart", [question], [_PROBE]),
@@ -67,7 +67,8 @@ class ChatTemplate:
 
     @property
     def format(self) -> Format:
-        """How the model writes calls of tools, if its template tells it of tools."""
+        """The format in which the model writes calls of tools, if its template tells it of
+        tools."""
         return self._format if self._format is not None and self._reads_tools else DEFAULT
 
     def _ask(self, messages: Any, tools: Any, *, opens_answer: bool) -> str:
@@ -119,7 +120,7 @@ class ChatTemplate:
         return text.split(cut)
 
     def _cut(self, value: Any, mark: str) -> Any:
-        """The same value with `mark` inside every control token that one of its strings spells."""
+        """A copy with `mark` inside every control token that one of its strings spells."""
         if isinstance(value, str):
             if self._control is None:
                 return value

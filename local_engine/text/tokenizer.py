@@ -97,11 +97,11 @@ class Tokenizer:
 
     @property
     def format(self) -> Format:
-        """How the model writes calls of tools."""
+        """The format in which the model writes calls of tools."""
         return DEFAULT if self._chat is None else self._chat.format
 
     def thinking(self, prompt: Sequence[int], *, is_continued: bool = False) -> Thinking | None:
-        """Where an answer to `prompt` begins to think; None where the model has no such block.
+        """The thinking block of an answer to `prompt`; None where the model has no such block.
         `is_continued`: the prompt ends with the beginning of the answer."""
         if self._block is None:
             return None
@@ -113,7 +113,8 @@ class Tokenizer:
         return Thinking(self._block, is_open=False, may_open=not is_continued)
 
     def grammar_of(self, request: GenerateRequest) -> Grammar | None:
-        """What the answer to a request must match: its own grammar, and that of its tools' calls."""
+        """The grammar that the answer to a request must match: the request's own, and that of its
+        tools' calls."""
         if not request.tools:
             return request.grammar
         choice, calls_max = request.tool_choice, request.calls_max
@@ -122,8 +123,8 @@ class Tokenizer:
     def reader(
         self, request: GenerateRequest, thinking: Thinking | None, *, is_held: bool
     ) -> tuple[AnswerReader | None, frozenset[int]]:
-        """What reads an answer to `request`, and the control tokens that it reads; None where
-        text is all that there may be. `is_held`: a grammar keeps calls in their frame."""
+        """The reader of an answer to `request`, and the control tokens that it reads; None where
+        the answer is text alone. `is_held`: a grammar keeps calls in their frame."""
         if request.messages is None or (thinking is None and not request.tools):
             return None, frozenset()
         block = None if thinking is None else thinking.block
@@ -186,7 +187,7 @@ class Tokenizer:
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, is_rendered=True)
 
     def spell(self, id: int) -> bytes:
-        """The bytes a token stands for, special tokens included; an id without a token has none."""
+        """The bytes of a token, control tokens included; empty for an id without a token."""
         if id not in self._spelling:
             self._spelling[id] = self._spell(id)
         return self._spelling[id]

@@ -49,12 +49,12 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the numbers of a quantised matrix lie: the ends of its tensors' names, of which `codes`
-    stands for the matrix and one of `scales` shows that it is quantised.
+    """The layout of a method's quantised matrices, by the ends of their tensors' names. The tensor
+    `codes` stands for the matrix, and one of `scales` shows that it is quantised.
 
-    `is_transposed`: its tensors are [inputs, outputs]. `bits` of a code, where shapes do not show
-    them. `zeros_missing` is to be added to zeros. `order`: codes are packed along the outputs, in
-    this order, and not along the inputs. `block`: the rows and columns of an 8-bit float's scale.
+    `is_transposed`: tensors are [inputs, outputs]. `bits` of a code, where shapes do not show them.
+    `zeros_missing` is added to zeros. `order`: codes are packed along the outputs, in this order,
+    and not along the inputs. `block`: the rows and columns that share the scale of 8-bit floats.
     """
 
     name: str
@@ -107,8 +107,7 @@ class Packing:
         return _matrix(module, codes, zeros, _by_row(scales, rows), bits, None if groups is None else groups.long())
 
     def _read(self, tensors: Tensors, module: str, kind: str) -> torch.Tensor | None:
-        """One of the module's tensors, its outputs first; None where the module has none of that
-        kind."""
+        """One of the module's tensors, its outputs first; None where the module lacks it."""
         if f"{module}.{kind}" not in tensors:
             return None
         tensor = tensors.read(f"{module}.{kind}")

@@ -101,9 +101,9 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
 
 
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums for codes of 4 bits, for each group those of three fits with the least
-    square error: to the codes between its ends, and with either end cut by a thirtieth a line is
-    laid through the values by least squares."""
+    """Scales and minimums for codes of 4 bits, the best of three fits for each group by their
+    square error. The fits round to codes between the group's ends, or with either end cut by a
+    thirtieth, and lay a line through the values by least squares."""
     lowest, highest = groups.aminmax(dim=-1)
     best = torch.full_like(lowest, torch.inf)
     scales, minimums = (torch.zeros_like(lowest, dtype=torch.float16) for _ in range(2))
@@ -124,7 +124,8 @@ def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(parts: list[Quantised]) -> Quantised:
-    """One below the other: parts with codes as wide, in groups of consecutive inputs."""
+    """One matrix of several, one below the other, of codes as wide in groups of consecutive
+    inputs."""
     if len(parts) == 1:
         return parts[0]
     codes, scales, minimums = (

@@ -71,7 +71,7 @@ def to_scaled(values: torch.Tensor) -> Scaled:
 
 
 def joined(parts: list[Scaled]) -> Scaled:
-    """One below the other."""
+    """One matrix of several, one below the other."""
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
     return Scaled(codes.view(torch.float8_e4m3fn), torch.cat([part.scales for part in parts]))
 

@@ -93,7 +93,7 @@ def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 
 
 def why_no_kernels() -> str | None:
-    """Why `kernels()` is None, and what to do about it; None where they are there."""
+    """The reason why `kernels()` is None, with its remedy; None where the kernels are loaded."""
     if kernels() is not None:
         return None
     if os.environ.get("SAMEWAY_NATIVE") == "0":
@@ -106,7 +106,7 @@ def why_no_kernels() -> str | None:
 
 
 def _unable() -> str | None:
-    """Why they can't be compiled here."""
+    """The reason why the kernels can't be compiled here; None where they can."""
     if missing := sorted(NEEDED_FLAGS - cpu_flags()):
         return f"the processor lacks {', '.join(missing)}"
     return None if find_compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
@@ -139,7 +139,7 @@ def compile_kernels() -> str:
 
 
 def _library() -> Path:
-    """Where the compiled file lies: with the environment it serves."""
+    """The path of the compiled file: it lies in the environment that it serves."""
     digest = blake2b(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS)), digest_size=8)
     digest.update(" ".join((*_FLAGS, *sorted(cpu_flags()))).encode())
     return Path(sys.prefix) / "lib" / "sameway" / f"kernels-{digest.hexdigest()}.so"
@@ -147,7 +147,7 @@ def _library() -> Path:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do, in the kernel's words; empty where it does not say."""
+    """The processor's features, in the kernel's words; empty where /proc/cpuinfo lists none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))

@@ -197,7 +197,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape(AttentionConfig):
-    """A model's attention over blocks of so many tokens."""
+    """A model's attention over blocks of `block_tokens` tokens."""
 
     block_tokens: int
 
@@ -215,9 +215,9 @@ class Shape(AttentionConfig):
         return max(64 if self.head_dim > 128 else 128, _power_of_2(self.group))
 
     def lanes(self, rows: int) -> int:
-        """The size of a tile of so many rows in the kernel, a power of two that tl.dot takes: for
-        decodes the smallest, for all others one, because each size is a kernel of its own to
-        compile."""
+        """The kernel's size for a tile of `rows` rows, a power of two that tl.dot takes. Decodes
+        have the smallest size and all others share one, because each size is a kernel of its own
+        to compile."""
         return 16 if rows * self.group <= 16 else self._lanes
 
     def partials(self, splits: int, rows: int, device: torch.device) -> Partials:
@@ -322,8 +322,8 @@ def _launch(
 
 
 def block_sizes(head_dim: int, lanes: int, element_size_bytes: int) -> dict[str, int]:
-    """Keys per round, and how many warps and stages they need, for tiles of so many lanes to fit a
-    multiprocessor."""
+    """Keys per round, with the warps and stages that fit a multiprocessor for tiles of `lanes`
+    lanes."""
     wide = max(16, _power_of_2(head_dim))
     key_bytes = wide * element_size_bytes
     return {

@@ -52,8 +52,8 @@ def _kth_largest(row_logits, vocabulary, temperature, top_k, low, high, BLOCK: t
 
 @triton.jit
 def _nucleus(row_logits, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.constexpr):
-    """The smallest bound of low .. high above which there is less than top_p of what is at low or
-    above."""
+    """The smallest bound of low .. high that leaves less than top_p of the mass from low on above
+    it."""
     mass = 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Plan: how the attention of one step is cut into tiles.
+"""Plan: cuts the attention of one step into tiles.
 
 Rows come in spans, each consecutive tokens of one sequence. Short spans (decodes, with their
 drafts) are split over their keys, and where several begin with the same blocks, that prefix is

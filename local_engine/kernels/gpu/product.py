@@ -101,8 +101,8 @@ def product(
     bias: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """x [rows, columns] times a matrix of codes, as `halves` packs those of 4 bits: [rows, outputs]
-    of x's type."""
+    """x [rows, columns] times a matrix of codes, of which `halves` has packed those of 4 bits.
+    Returns [rows, outputs] of x's type."""
     (rows, columns), outputs = x.shape, len(codes)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     lanes = min(64, max(16, triton.next_power_of_2(rows)))

@@ -192,8 +192,8 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Few rows and many, of which one expert gets most and one none; each row's own matrices are
-    the oracle."""
+    """Few rows and many. One expert gets most of them and one gets none. Each row's own matrices
+    are the oracle."""
     gate_up, down = (torch.randn(5, *size, device=device).to(dtype) / 8 for size in ((96, 64), (64, 48)))
     grouped = GroupedExperts(gate_up, down, "silu", None)
     for count in (2, 200):
