@@ -84,25 +84,25 @@ class StepInput:
 
 class KV(ABC):
     """Room for the KV of `blocks` blocks of `block_tokens` tokens in every layer, and attention over
-    it. `windows` are the distinct ones of the model's layers."""
+    it. `windows` are the distinct ones of the model's layers; a block has room for whole tiles of
+    `tile_tokens` tokens."""
+
+    tile_tokens = 1
 
     def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        blocks: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored_tokens: int | None = None,
+        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`stored_tokens`: tokens that a block has room for, where it is more than `block_tokens`."""
         self.model, self.blocks, self.block_tokens = model, blocks, block_tokens
         attention = model.attention
         self.windows = tuple(dict.fromkeys(attention.windows))
         self.window_of = [self.windows.index(window) for window in attention.windows]
-        shape = (2 * attention.kv_heads, blocks, stored_tokens or block_tokens, attention.head_dim)
+        shape = (2 * attention.kv_heads, blocks, self.room(block_tokens), attention.head_dim)
         self.pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
+
+    @classmethod
+    def room(cls, block_tokens: int) -> int:
+        """The tokens that a block has room for."""
+        return -(-block_tokens // cls.tile_tokens) * cls.tile_tokens
 
     @property
     def size_bytes(self) -> int:
@@ -131,19 +131,14 @@ class KV(ABC):
 class NativeKV(KV):
     """Pools in the order of the native kernels, which read pages where they lie."""
 
+    tile_tokens = TILE
+
     def __init__(
         self, native: Kernels, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(
-            model,
-            blocks=blocks,
-            block_tokens=block_tokens,
-            dtype=dtype,
-            device=torch.device("cpu"),
-            stored_tokens=_whole_tiles(block_tokens),
-        )
-        self.native = native
-        self._sizes = (model.attention.heads, model.attention.kv_heads, model.attention.head_dim, block_tokens, blocks)
+        super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=torch.device("cpu"))
+        self.native, shape = native, model.attention
+        self._sizes = (shape.heads, shape.kv_heads, shape.head_dim, block_tokens, blocks)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
@@ -270,19 +265,13 @@ class TorchKV(KV):
 
 def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     """The size of a block in all layers together."""
-    native = attention_kernels(model, dtype, device)
-    tokens = block_tokens if native is None else _whole_tiles(block_tokens)
-    return model.layers * sum(model.attention.qkv_rows[1:]) * tokens * dtype.itemsize
+    kind = TorchKV if attention_kernels(model, dtype, device) is None else NativeKV
+    return model.layers * sum(model.attention.qkv_rows[1:]) * kind.room(block_tokens) * dtype.itemsize
 
 
 def attention_kernels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The native kernels, where they serve heads of this size."""
     return native_for(device, dtype) if model.attention.head_dim <= 256 else None
-
-
-def _whole_tiles(tokens: int) -> int:
-    """Tokens that a block has room for where the native kernels use it."""
-    return -(-tokens // TILE) * TILE
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

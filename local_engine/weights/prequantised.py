@@ -246,7 +246,7 @@ def _matrix(
     zeros: torch.Tensor | None,
     scales: torch.Tensor,
     bits: int,
-    groups: torch.Tensor | None = None,
+    groups: torch.Tensor | None,
 ) -> torch.Tensor | Quantised:
     """(code - zero) * scale. codes uint8 [rows, columns]; zeros (None: the middle code) and scales
     [rows, groups]; `groups` [columns] names each column's, None: they follow one another. Raises
@@ -261,13 +261,11 @@ def _matrix(
     size = columns // count
     wide = scales.float()
     minimums = wide * (-(2 ** (bits - 1)) if zeros is None else -zeros.float())
-    order = None
-    if groups is not None and not torch.equal(groups, torch.arange(columns) // size):
-        order = torch.argsort(groups, stable=True)
-        if not torch.equal(groups[order], torch.arange(columns) // size):  # groups of several sizes
-            return codes * wide[:, groups] + minimums[:, groups]
-    if size % GROUP or not (_fits_half(wide) and _fits_half(minimums)):
-        groups = torch.arange(columns) // size if groups is None else groups
+    consecutive = torch.arange(columns) // size
+    groups = consecutive if groups is None else groups
+    order = None if torch.equal(groups, consecutive) else torch.argsort(groups, stable=True)
+    is_even = order is None or torch.equal(groups[order], consecutive)  # else groups are of several sizes
+    if not is_even or size % GROUP or not (_fits_half(wide) and _fits_half(minimums)):
         return codes * wide[:, groups] + minimums[:, groups]
     repeats = size // GROUP
     return Quantised(
