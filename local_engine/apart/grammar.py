@@ -155,13 +155,13 @@ def _subschemas(schema: Any, pointer: str = "#") -> Iterator[tuple[str, dict[str
     while waiting:
         pointer, schema = waiting.pop()
         if isinstance(schema, list):
-            waiting += [(f"{pointer}/{index}", subschema) for index, subschema in enumerate(schema)]
+            waiting += [(f"{pointer}/{index}", node) for index, node in enumerate(schema)]
         elif isinstance(schema, dict):
             yield pointer, schema
             for key, value in schema.items():
                 child = f"{pointer}/{key}"
                 if key in _NAMED and isinstance(value, dict):
-                    waiting += [(f"{child}/{name}", subschema) for name, subschema in value.items()]
+                    waiting += [(f"{child}/{name}", node) for name, node in value.items()]
                 elif key not in _LITERAL and isinstance(value, dict | list):
                     waiting.append((child, value))
 
@@ -170,17 +170,13 @@ def _check(schema: Any) -> None:
     """Raises ValueError for what the library would accept and not hold."""
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema must be an object")
-    for pointer, subschema in _subschemas(schema):
+    for pointer, node in _subschemas(schema):
         try:
-            json.loads(json.dumps([subschema.get(key) for key in _NUMERIC]), parse_int=_exact, parse_float=_exact)
-            _check_repeats(
-                subschema.get("pattern"),
-                f".{{{subschema.get('minLength')}}}",
-                *(subschema.get("patternProperties") or ()),
-            )
+            json.loads(json.dumps([node.get(key) for key in _NUMERIC]), parse_int=_exact, parse_float=_exact)
+            _check_repeats(node.get("pattern"), f".{{{node.get('minLength')}}}", *(node.get("patternProperties") or ()))
         except ValueError as error:
             raise ValueError(f"{error} ({pointer})") from None
-        least, required = subschema.get("minProperties"), subschema.get("required")
+        least, required = node.get("minProperties"), node.get("required")
         if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
             raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({pointer})")
 
@@ -219,8 +215,6 @@ def _in_place(schema: Any, reason: str) -> str:
     if lacks is None and "coerce_one_of" not in reason:
         return reason
     keys = json.loads(lacks[1]) if lacks else ["oneOf"]
-    pointer = next(
-        (f"{pointer}/{key}" for pointer, subschema in _subschemas(schema) for key in keys if key in subschema), "#"
-    )
+    pointer = next((f"{pointer}/{key}" for pointer, node in _subschemas(schema) for key in keys if key in node), "#")
     why = f"the engine cannot hold the keyword {' or '.join(keys)} ({pointer})"
     return why if lacks else f"{why}, whose branches may overlap; anyOf is held"

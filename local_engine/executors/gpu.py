@@ -144,26 +144,24 @@ class GpuExecutor:
         next call. Tokens that are not known yet are taken from the draws of the step `before`, on
         the device."""
         order = self._order(chunks)
-        known = torch.zeros(0, dtype=torch.int64, device=self._device) if before is None else before.drawn.ids
-        places = {} if before is None else before.places()
         is_decode = all(chunk.count == chunk.logit_rows == 1 for chunk in chunks)
         rows = next((size for size in self._sizes if size >= len(chunks)), 0)
-        if is_decode and rows and len(known) <= len(self._latest):
-            return self._replay(chunks, order, rows, known, places)
+        if is_decode and rows and (before is None or len(before.drawn.ids) <= len(self._latest)):
+            return self._replay(chunks, order, rows, before)
         made = plan(self.kv.shape, *_spans(order), order.prefixes)
         tiles = made.on(self.kv.shape, on_device(made.numbers, self._device))
         return self._decoder(step_input(chunks, order.chunks, before, self.kv, tiles=tiles), self.kv)
 
-    def _replay(
-        self, chunks: Many[TokenChunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
-    ) -> torch.Tensor:
+    def _replay(self, chunks: Many[TokenChunk], order: _Order, rows: int, before: StepInFlight | None) -> torch.Tensor:
         has_shared = bool(order.prefixes)
         padded = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
         longs = np.zeros((5, rows), np.int64)
-        fill_rows(longs, order.chunks, self.kv.block_tokens, places)
+        fill_rows(longs, order.chunks, self.kv.block_tokens, before)
         longs[_LOGITS, : len(chunks)] = logit_rows(chunks, order.chunks)
         self._put(longs, padded)
-        self._latest[: len(known)].copy_(known, non_blocking=True)
+        if before is not None:
+            drawn = before.drawn.ids
+            self._latest[: len(drawn)].copy_(drawn, non_blocking=True)
         self._graph(rows, has_shared).replay()
         return self._logits[: len(chunks)]
 

@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -23,11 +22,11 @@ Longs = np.ndarray[Any, np.dtype[np.int64]]
 TOKENS, POSITIONS, SLOTS, SOURCES = range(4)
 
 
-def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, drawn_at: Mapping[int, int]) -> None:
+def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, before: StepInFlight | None) -> None:
     """Fill the rows' `TOKENS`, `POSITIONS`, `SLOTS` and `SOURCES` in int64 [4 or more, rows]. A token
-    that a step under way will give is 0; its source is its place among the draws of that step, which
-    `drawn_at` has by the sequence's id. All other sources are -1, and where rows are left over their
-    slots too."""
+    that the step `before` will give is 0, and its source is its index among the draws of that step.
+    All other sources are -1, and so are the slots of rows that are left over."""
+    drawn_at = {} if before is None else before.places()
     longs[SLOTS] = longs[SOURCES] = -1
     at = 0
     for chunk in chunks:
@@ -65,7 +64,7 @@ def step_input(
     """The step of `chunks`, whose rows are in the order of `ordered`, on the device of `kv`, with
     what `attention` needs. Tokens that are not known yet are the draws of the step `before`."""
     longs = np.zeros((4, sum(chunk.count for chunk in ordered)), np.int64)
-    fill_rows(longs, ordered, kv.block_tokens, {} if before is None else before.places())
+    fill_rows(longs, ordered, kv.block_tokens, before)
     device = kv.pools[0].device
     rows = on_device(longs, device)
     tokens = rows[TOKENS]
