@@ -77,6 +77,7 @@ SMALL_FILES: dict[str, str] = {
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
+    "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
 }
 # Names that two classes of one package have, with what tells them apart.
 SAME_NAMES: dict[str, str] = {

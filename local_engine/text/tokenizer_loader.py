@@ -89,6 +89,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises
     ModelError."""
+    # not by `transformers`, which needs two more packages for it and reads unigram models as BPE
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model")
