@@ -50,8 +50,8 @@ def main() -> int:
 
 
 def _show_progress(fraction: float, stage: str) -> None:
-    """One line that is written over, and gone when the model is ready; nothing where standard error
-    is no terminal."""
+    """Write one line over itself, and erase it when the model is ready. Writes nothing where
+    standard error is not a terminal."""
     if sys.stderr.isatty():
         line = "" if fraction == 1.0 else f"{stage} {fraction:.0%}"
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

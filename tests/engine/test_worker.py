@@ -39,7 +39,7 @@ from local_engine.messages import WIRE, EngineLoad, EngineState, ModelInfo, Toke
 from local_engine.process.thread import EngineThread, Replies
 from local_engine.process.worker import EngineServer
 from local_engine.runner import ModelRunner
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.text.tokenizer_loader import tokenizer_from_folder
 from tests.engine.checkpoints import naive_greedy, random_prompt
@@ -633,7 +633,7 @@ def test_an_engine_that_can_only_fail_ends(
     thread, told = ready_thread(checkpoint)
     healthy = ModelRunner.run
 
-    def run(self: ModelRunner, chunks: list[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self: ModelRunner, chunks: list[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         if is_poison and all(13 not in chunk.sequence.tokens for chunk in chunks):
             return healthy(self, chunks, before)
         raise RuntimeError("no memory for the step")
@@ -660,7 +660,7 @@ def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
     healthy = ModelRunner.run
     shared: list[int] = []
 
-    def run(self: ModelRunner, chunks: list[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self: ModelRunner, chunks: list[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         poisoned = [13 in chunk.sequence.tokens for chunk in chunks]
         if not shared and any(poisoned):
             shared.append(0)
