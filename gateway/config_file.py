@@ -1,13 +1,14 @@
 """Reads the operator's settings: a YAML file, then the environment, then the command line's flags.
 
-Does not know what a setting means; `settings` defines that. Invariant: an error lists every wrong
-setting, with its name, the value found and the value expected.
+Does not know what a setting means; `settings` defines that. Invariant: an error lists every value
+that is wrong by itself, with its name and the value expected; or, where there is none, every name
+that refers to nothing, and all that this host lacks.
 """
 
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -25,9 +26,6 @@ from gateway.settings import (
     secret_problem,
 )
 
-_ROUNDS_MAX = 10
-_STAND_IN = {"backend": "litellm", "model": "-"}  # for a deployment with errors; it refers to nothing
-_KEPT = ("name", "engine", "api_key_env", "capabilities")  # of such a deployment: they are checked later
 _VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base URLs
 # words of other price lists, for hints
 _OTHER_WORDS = {"prompt": "input", "completion": "output"}
@@ -42,7 +40,7 @@ def load_settings(
     then flags.
 
     `overrides` are the flags; `model` is loaded by the engine named `default`.
-    Raises SettingsError naming every wrong setting.
+    Raises SettingsError with a line for each wrong setting.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     refuse_settings(wrong, weak)
@@ -57,7 +55,7 @@ def check_settings(
 
     Model files must be readable, the data directory writable and the variables of providers' keys
     set, capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Raises
-    SettingsError naming every wrong setting, and with it each of `notes`.
+    SettingsError with a line for each wrong setting, and for each of `notes`.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     noted: list[str] = []
@@ -98,9 +96,8 @@ def _shown(url: str, more: str = "") -> str:
 def _read(
     path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Settings | None, list[str], list[str]]:
-    """The settings and two lists of errors: of all but the secrets, and of secrets that can be
-    guessed. With errors, the settings lack what is wrong, for further checks; None if even that is
-    impossible.
+    """The settings, None where the document is wrong, and two lists of errors: of secrets that can
+    be guessed, and before it of all else.
     """
     values, wrong = ({}, []) if path is None else _read_yaml(path)
     wrong += [
@@ -116,9 +113,11 @@ def _read(
     problems = {name: secret_problem(name, values[name]) for name in SECRETS if name in values}
     weak = [f"SAMEWAY_{name.upper()}: {problem}" for name, problem in problems.items() if problem]
     values.update({name: value for name, value in overrides.items() if value is not None})
-    settings, invalid = _validated(values)
-    wrong += invalid
-    if settings is None or model is None:
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        return None, [*wrong, *dict.fromkeys(line for issue in error.errors() for line in _explain(issue))], weak
+    if model is None:
         return settings, wrong, weak
     if "default" not in settings.engines:
         return settings, [*wrong, "--model: there is no engine named `default` in this configuration"], weak
@@ -162,74 +161,6 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(loaded, dict):
         return {}, [f"{path}: found a {type(loaded).__name__}, expected settings by name"]
     return loaded, twice
-
-
-# -- all errors in one round -----------------------------------------------------------------------
-
-
-def _validated(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
-    """The settings in `values`, without what is wrong, and a line for each wrong one.
-
-    pydantic checks a whole only if its parts are right. So what is wrong is left out, and the rest
-    is checked again.
-    """
-    wrong: list[str] = []
-    for _ in range(_ROUNDS_MAX):
-        together: list[str] = []
-        try:
-            settings = Settings.model_validate(values, context=together)
-        except ValidationError as error:
-            issues = error.errors()
-            wrong += [line for issue in issues for line in _explain(issue)]
-            try:
-                values = _without(values, [issue["loc"] for issue in issues])
-            except RecursionError:  # YAML can refer to a part from inside of it
-                break
-        else:
-            return settings, list(dict.fromkeys([*wrong, *together]))
-    return None, list(dict.fromkeys(wrong))
-
-
-def _without(values: Mapping[str, Any], locs: Sequence[_Loc]) -> dict[str, Any]:
-    """`values` without those at `locs`; a deployment that lacks something becomes a stand-in."""
-    left: dict[str, Any] = _copied(values)
-    for loc in reversed(locs):  # later elements of a list first: the others keep their places
-        *path, last = loc
-        if last == "[key]":
-            continue  # a key that was no text: it is one in the copy
-        place: Any = left
-        for part in path:
-            place = place[part if isinstance(place, list) else str(part)]
-        if path[-1:] == ["deployments"]:
-            place[last] = _kept(place[last])
-        elif path[2:3] == ["deployments"] and last in ("engine", "model", "base_url"):
-            left["models"][str(loc[1])]["deployments"][loc[3]] = _kept({**place, last: None})
-        elif path in (["models"], ["engines"]):
-            place[str(last)] = {}  # others may refer to it
-        elif isinstance(place, dict):
-            place.pop(str(last), None)
-        else:
-            del place[last]
-    models = left.get("models", {}).values()  # one under `true` has another name in its error: the next round finds it
-    for number, model in enumerate(one for one in models if isinstance(one, dict)):
-        model["deployments"] = [
-            one if "backend" in one else {"name": f"stand-in {number}.{index}", **one, **_STAND_IN}
-            for index, one in enumerate(model.get("deployments") or [{}])
-        ]
-    return left
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a document's value, with texts as keys."""
-    if isinstance(value, Mapping):
-        return {str(key): _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _kept(deployment: Any) -> dict[str, Any]:
-    """Those values of a deployment with errors that are checked later."""
-    values = deployment if isinstance(deployment, dict) else {}
-    return {name: values[name] for name in _KEPT if values.get(name) is not None}
 
 
 # -- this host -------------------------------------------------------------------------------------

@@ -662,8 +662,7 @@ class Settings(_Section):
         return networks
 
     @model_validator(mode="after")
-    def _names_resolve(self, info: ValidationInfo) -> "Settings":
-        """With a list as context, the errors are added to it and nothing is raised."""
+    def _names_resolve(self) -> "Settings":
         seen: set[str] = set()
         wrong: list[str] = []
         for name in self.engines:
@@ -699,10 +698,7 @@ class Settings(_Section):
         if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
             wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
-        if info.context is None:
-            _refuse(wrong)
-        else:
-            info.context.extend(wrong)
+        _refuse(wrong)
         return self
 
     def _wrong_fallbacks(self) -> list[str]:
