@@ -47,7 +47,7 @@ from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
-from gateway.api.chat import Chat, Uploads
+from gateway.api.chat import AnswerEndpoint, Uploads
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
@@ -458,7 +458,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
             f"/v1{kind.path}": {
                 "POST": Uploads(parts.pipeline, settings, kind)
                 if kind.is_form
-                else Chat(parts.pipeline, settings.body_bytes_max, kind)
+                else AnswerEndpoint(parts.pipeline, settings.body_bytes_max, kind)
             }
             for kind in KINDS
         },

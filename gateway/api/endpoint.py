@@ -34,14 +34,14 @@ class Call(msgspec.Struct):
 
     identity: Identity
     arrival: Arrival
-    method: str
-    object_id: str
-    action: str
     headers: Mapping[str, str]
-    out: Headers
     scope: asgi.Scope
     body: Body
     send: asgi.Send
+    method: str = ""
+    object_id: str = ""
+    action: str = ""
+    out: Headers = []
     alias: str = ""
     asked: str = ""
 

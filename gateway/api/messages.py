@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.accounts import Identity
 from gateway.api import asgi
-from gateway.api.chat import Chat, Renderer
+from gateway.api.chat import AnswerEndpoint, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
@@ -26,7 +25,7 @@ from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
-from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import ApiError, BadRequest, BeyondChat
 from gateway.wire.requests import (
@@ -37,7 +36,7 @@ from gateway.wire.requests import (
     has_long_writes,
     prompt_tokens_max,
 )
-from gateway.wire.types import opened
+from gateway.wire.types import CHAT, opened
 
 _Content = str | list[dict[str, Any]]
 
@@ -124,27 +123,26 @@ class InAnthropicsShape:
 _OVERLOADED = 529
 
 
-class Messages(InAnthropicsShape, Chat):
+class Messages(InAnthropicsShape, AnswerEndpoint):
     """The endpoint. One instance per worker."""
 
     operation = "messages"
 
-    async def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
-    ) -> tuple[Turn, Renderer]:
-        body = decode_object(raw, model)
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        raw = await self.body(call)
+        body = decode_object(raw, asgi.model_of(call.scope))
         request: MessageRequest = convert(body, MessageRequest)
         answer = {
             "max_completion_tokens": request.max_tokens,
             "stop": request.stop_sequences or None,
             "user": request.metadata.user_id if request.metadata else None,
         }
-        marked, native = _translated(self._pipeline.fleet, request, body, raw, headers)
+        marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
         marked |= {name: value for name, value in answer.items() if value is not None}
         has_marks = b'"cache_control"' in raw or b"\\u00" in raw  # a name may have escapes
         # decision: one-shape-on-the-journey
         unmarked = _unmarked(marked) if has_marks else marked
-        turn = read_turn(msgspec.json.encode(unmarked), headers, arrival)
+        turn = turn_of(unmarked, msgspec.json.encode(unmarked), call.headers, call.arrival, CHAT)
         needs = turn.demand.needs
         if native is not None and (native.is_needed or opened(turn.body)[1]):
             needs |= {"messages"}
@@ -164,7 +162,7 @@ class Messages(InAnthropicsShape, Chat):
         kept = {**marked, "model": turn.alias} if marked != unmarked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
-        return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id, estimated)
+        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated)
 
 
 class CountTokens(InAnthropicsShape, ObjectEndpoint):

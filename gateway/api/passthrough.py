@@ -19,17 +19,17 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from cache import Controls, Entry
-from gateway.accounts import Identity
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.api import asgi
-from gateway.api.chat import Chat, DisconnectWatcher, Plain, Renderer, read_form
+from gateway.api.chat import AnswerEndpoint, DisconnectWatcher, Plain, Renderer, read_form
+from gateway.api.endpoint import Call
 from gateway.api.provider_ids import BLANK, IDS_MAX, fields_of, ids_in
 from gateway.backends.base import Passage
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.journey.bodies import Body
 from gateway.journey.flight import Reply
-from gateway.journey.turn import Arrival, Ended, Turn, labels_of
+from gateway.journey.turn import Ended, Turn, labels_of
 from gateway.pipeline import Pipeline
 from gateway.reserved import calls_of, reserved_names
 from gateway.settings import ModelSettings, Settings, reports_tokens
@@ -55,7 +55,7 @@ _CHOICES_MAX = 10_000
 _TOKENS_MAX = 1 << 20  # of a prompt, or an answer, without a bound
 
 
-class Passthrough(Chat):
+class Passthrough(AnswerEndpoint):
     """The endpoint of one deployment. One instance per worker."""
 
     operation = PASSAGE.name
@@ -69,14 +69,15 @@ class Passthrough(Chat):
         self.route = f"{PREFIX}{deployment.name}/*"
         self.methods = {rule.partition(" ")[0] for rule in self._rules}
 
-    def own(self, turn: Turn) -> Alias:
-        settings = ModelSettings.model_construct(deployments=[self._deployment.settings], is_semantic=False)
-        return Alias(turn.alias, settings, RoutingPolicy(), {self._deployment.name: self._deployment})
+    @property
+    def alias(self) -> Alias:
+        name, settings = self._deployment.name, self._deployment.settings
+        model = ModelSettings.model_construct(deployments=[settings], is_semantic=False)
+        return Alias(f"{PASSAGE.name}/{name}", model, RoutingPolicy(), {name: self._deployment})
 
-    async def take(
-        self, scope: asgi.Scope, incoming: Body, headers: Mapping[str, str], arrival: Arrival, identity: Identity
-    ) -> tuple[Turn, Renderer]:
-        name, team_id = self._deployment.name, identity.team.id
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        scope, headers = call.scope, call.headers
+        name, team_id = self._deployment.name, call.identity.team.id
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         path, rule, ids = self._path_of(scope, method)
         is_counted = reports_tokens(rule)
@@ -85,11 +86,11 @@ class Passthrough(Chat):
         body: dict[str, Any] = {}
         upload = None
         if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
-            upload, body = await read_form(incoming, boundary, self._settings)
+            upload, body = await read_form(call.body, boundary, self._settings)
             asked += _by_names(body.items())
         elif method != "GET" and not is_counted and _BYTES.fullmatch(media):
-            upload = await self._kept(incoming, media)
-        elif method != "GET" and (raw := await incoming.whole(self._body_bytes_max)):
+            upload = await self._kept(call.body, media)
+        elif method != "GET" and (raw := await call.body.whole(self._body_bytes_max)):
             if media.partition(";")[0].strip().lower() != "application/json":
                 words = "Expected a body of application/json, or of multipart/form-data with files, or sounds, images, videos"
                 raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
@@ -107,7 +108,7 @@ class Passthrough(Chat):
             self._complete(body, path, is_counted=is_counted)
             sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
             turn = Turn(
-                arrival=arrival,
+                arrival=call.arrival,
                 alias=f"{PASSAGE.name}/{name}",
                 body=body,
                 controls=Controls(no_cache=True, no_store=True),

@@ -19,13 +19,13 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.background import Background, send_events
 from gateway.api.batches import Metadata
-from gateway.api.chat import Chat, Renderer, Respond
+from gateway.api.chat import AnswerEndpoint, Renderer, Respond
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
 from gateway.api.response_events import PassedResponse, Response, in_namespace
 from gateway.api.tokens import counted
-from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, BeyondChat, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
@@ -123,7 +123,7 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning", "item_reference")
 
 
-class Responses(Chat):
+class Responses(AnswerEndpoint):
     """The endpoint. One instance per worker."""
 
     operation = "responses"
@@ -143,13 +143,12 @@ class Responses(Chat):
             return lambda scope, send: send_events(scope, send, headers, events)
         return lambda _, send: asgi.send_whole(send, 200, [JSON, *headers], body)
 
-    async def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
-    ) -> tuple[Turn, Renderer]:
-        body = decode_object(raw, model)
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        body = decode_object(await self.body(call), asgi.model_of(call.scope))
+        identity, arrival = call.identity, call.arrival
         request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline, arrival.request_id)
         # decision: one-shape-on-the-journey
-        turn = read_turn(sent, headers, arrival, kind, metadata=body.get("metadata"))
+        turn = read_turn(sent, call.headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
         keeping = Keeping(
             self._memory.is_kept(request.store, identity.team),
