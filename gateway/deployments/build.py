@@ -7,9 +7,9 @@ backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 import ipaddress
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from gateway.backends.anthropic.backend import BASE_URL, AnthropicBackend
 from gateway.backends.base import Backend
@@ -43,24 +43,29 @@ _ALWAYS = {"anthropic": frozenset({"messages"}), "litellm": frozenset({"cache_co
 _NONE: frozenset[str] = frozenset()
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """The facts of a deployment for routing and budgets, by the names that `Deployment` has for
-    them. Without a known price it is free.
-    """
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """The facts of a deployment for routing and budgets. Without a known price it is free."""
 
     price: Price
     capabilities: frozenset[str]
     context_tokens_max: int | None
     output_tokens_max: int | None
-    tiers: Mapping[str, Price] = {}  # by `service_tier`
-    allowed: frozenset[str] = frozenset()  # of `allow_fields`: those with a known price
-    factors: Mapping[str, int] = {}  # by reserved field or tool: a million times the price's factor
+    tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
+    allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send: those with a known price
+    factors: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by reserved field or tool: a million times the price's factor
     batch_factor: int = 1_000_000  # the same of a line of a batch
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     is_price_known: bool = True
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
     can_chat: bool = True
     image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
+
+    def by_name(self) -> dict[str, Any]:
+        """Each fact by its name."""
+        return {one.name: getattr(self, one.name) for one in fields(Facts)}
 
 
 def describe(deployment: DeploymentSettings) -> Facts:
@@ -99,14 +104,17 @@ def describe(deployment: DeploymentSettings) -> Facts:
 
 
 def build_backend(
-    alias: str, deployment: DeploymentSettings, settings: Settings, environ: Mapping[str, str] = os.environ
+    alias: str,
+    deployment: DeploymentSettings,
+    facts: Facts,
+    settings: Settings,
+    environ: Mapping[str, str] = os.environ,
 ) -> Backend:
     """The backend of one deployment, not started.
 
     A key whose variable `environ` lacks leaves the deployment unready; its `load` has the reason.
     """
     name = deployment_name(alias, deployment)
-    facts = describe(deployment)
     if deployment.backend == "local":
         from gateway.backends.local.backend import LocalBackend
 

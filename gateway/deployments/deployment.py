@@ -7,14 +7,14 @@ by `end`.
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from gateway.backends import base
-from gateway.deployments.build import describe
+from gateway.deployments.build import Facts, describe
 from gateway.deployments.places import Places
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
@@ -44,37 +44,28 @@ class Prompts(msgspec.Struct):
     until_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Deployment:
+@dataclass(slots=True, kw_only=True)
+class Deployment(Facts):
     """One place where an alias can be answered."""
 
     name: str
     model: str  # deployments of one model give answers of one kind
     backend: base.Backend
-    price: Price
-    capabilities: frozenset[str]
-    context_tokens_max: int | None
-    output_tokens_max: int | None
     output_tokens_default: int | None  # its own limit where a request has none
     settings: DeploymentSettings
     health: Health
     estimate: Estimate
     places: Places
-    claim: Callable[[Asker], Awaitable[bool]]  # the right to probe, among all workers and hosts
-    allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
+    claim: Callable[[Asker], Awaitable[bool]] | None = None  # the right to probe, among all workers and hosts
     ttft_timeout_min_ms: float = 5_000.0
-    is_price_known: bool = True
-    are_capabilities_assumed: bool = False
-    can_chat: bool = True
-    image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
-    prompts: dict[str, "Prompts"] = field(default_factory=dict)  # by operation and model
-    tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
-    factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
-    batch_factor: int = 1_000_000  # the same of a line of a batch
-    may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
+    prompts: dict[str, Prompts] = field(default_factory=dict)  # by operation and model
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
+    is_any_model: bool = field(init=False)  # it takes every name of a model
+
+    def __post_init__(self) -> None:
+        self.is_any_model = "*" in (self.settings.model or "")
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
         """Whose call a request's is, for the health of this deployment.
@@ -116,16 +107,11 @@ class Deployment:
             return f"{self.use} by an operator" if self.use else load.why
         return self.health.trouble[0] or ("its last request failed" if self.health.is_well is False else "")
 
-    @property
-    def is_any_model(self) -> bool:
-        """Whether it takes every name of a model."""
-        return "*" in (self.settings.model or "")
-
     def for_model(self, name: str) -> "Deployment":
         """This deployment with the price and the sizes of the model that a request names."""
         model = (self.settings.model or "").replace("*", name)
         facts = describe(self.settings.model_copy(update={"model": model}))
-        return dataclasses.replace(self, model=model, **msgspec.structs.asdict(facts))
+        return dataclasses.replace(self, model=model, **facts.by_name())
 
     def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
@@ -261,7 +247,7 @@ class Deployment:
     async def may_probe(self, asker: Asker, team: int = 0) -> bool:
         """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
         try:
-            is_first = await self.claim(asker)
+            is_first = self.claim is None or await self.claim(asker)
         except BaseException:
             self.health.cancelled(asker)
             self.end(team)

@@ -5,10 +5,9 @@ alias: itself, else the longest prefix.
 """
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable, Collection, Mapping
-
-import msgspec
 
 from cache import SemanticClient
 from gateway.backends.base import Backend
@@ -20,6 +19,7 @@ from gateway.deployments.places import Places
 from gateway.loggers import get_logger
 from gateway.settings import (
     DeploymentSettings,
+    EngineSettings,
     ModelSettings,
     PriceSettings,
     Settings,
@@ -28,7 +28,6 @@ from gateway.settings import (
 )
 from gateway.wire.errors import NotFound, shown
 from policies import Estimate, Health, RoutingPolicy
-from policies.breaker import Asker
 from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
@@ -118,9 +117,9 @@ def _embedder(settings: Settings, clock: Callable[[], float], client: SemanticCl
     # no setting names this kind of backend
     given = DeploymentSettings.model_construct(name=EMBEDDER, backend="local", model=name, price=price)
     model = ModelSettings.model_construct(deployments=[given], is_semantic=False)
-    deployment = _deployed(given, describe(given), name, EmbedderBackend(EMBEDDER, name, client), clock)
-    deployment.capabilities = deployment.backend.capabilities
-    return Alias(name, model, RoutingPolicy(), {EMBEDDER: deployment})
+    backend = EmbedderBackend(EMBEDDER, name, client)
+    facts = dataclasses.replace(describe(given), capabilities=backend.capabilities)
+    return Alias(name, model, RoutingPolicy(), {EMBEDDER: _deployed(given, facts, backend, clock)})
 
 
 def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:
@@ -128,29 +127,24 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
     if not facts.is_price_known and not is_pattern(alias):
         _log.warning("price_unknown", deployment=deployment_name(alias, deployment), consequence="counted as free")
     engine = settings.engines[deployment.engine] if deployment.engine else None
-    model = deployment.model or (engine.model if engine else "")
-    built = _deployed(deployment, facts, model, build_backend(alias, deployment, settings), clock)
-    built.output_tokens_default = engine.output_tokens_default if engine else None
-    return built
+    return _deployed(deployment, facts, build_backend(alias, deployment, facts, settings), clock, engine)
 
 
 def _deployed(
-    settings: DeploymentSettings, facts: Facts, model: str, backend: Backend, clock: Callable[[], float]
+    settings: DeploymentSettings,
+    facts: Facts,
+    backend: Backend,
+    clock: Callable[[], float],
+    engine: EngineSettings | None = None,
 ) -> Deployment:
     return Deployment(
         name=backend.name,
-        model=model,
+        model=settings.model or (engine.model if engine else ""),
         backend=backend,
-        output_tokens_default=None,
+        output_tokens_default=engine.output_tokens_default if engine else None,
         settings=settings,
         health=Health(clock, random.random),
         estimate=Estimate(clock),
         places=Places(settings.concurrency_max, settings.queue_max),
-        claim=_alone,
-        **msgspec.structs.asdict(facts),
+        **facts.by_name(),
     )
-
-
-async def _alone(_: Asker) -> bool:
-    """The claim of a worker that shares nothing."""
-    return True

@@ -52,18 +52,12 @@ _WEIGHT_MAX = 1.01 / (1.0 - KEEP_PER_OBSERVATION)
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function number(value, most)
-  if type(value) == 'number' and value == value and math.abs(value) <= most then return value end
-  return 0
-end
-local function text(value) if type(value) == 'string' then return value end return '' end
-local function table_of(value) if type(value) == 'table' then return value end return {} end
 local NOTHING = {0, false, {}, false, 0, 0, 0, '', '', '*'}
 local function merged(known, news)
-  local until_ms, version = number(known.until_ms, 1e15), number(known.version, 1e15)
+  local until_ms, version = known.until_ms or 0, known.version or 0
   if until_ms > now + tonumber(ARGV[3]) then known, until_ms, version = {}, 0, 0 end
   local is_taken = news[4] and news[1] == version
-  local state, count = {row = news[2] and {} or table_of(known.row), good = known.good == true or news[2]}, 0
+  local state, count = {row = news[2] and {} or known.row or {}, good = known.good == true or news[2]}, 0
   for unit in pairs(news[3]) do state.row[unit] = 1 end
   for _ in pairs(state.row) do count = count + 1 end
   if count > tonumber(ARGV[5]) then state.row = news[3] end
@@ -73,9 +67,9 @@ local function merged(known, news)
     state.until_ms = news[6] > 0 and now + news[6] * 1000 or 0
     state.alone_ms = news[6] > 0 and now + news[7] * 1000 or 0
   else
-    state.version, state.openings = version, number(known.openings, 1e6)
-    state.until_ms, state.alone_ms = until_ms, number(known.alone_ms, 1e15)
-    state.cause, state.denial, state.covers = text(known.cause), text(known.denial), text(known.covers)
+    state.version, state.openings = version, known.openings or 0
+    state.until_ms, state.alone_ms = until_ms, known.alone_ms or 0
+    state.cause, state.denial, state.covers = known.cause or '', known.denial or '', known.covers or ''
   end
   local rest, alone = 0, 0
   if state.until_ms > 0 then
@@ -86,28 +80,29 @@ local function merged(known, news)
     state.covers, is_taken
   }
 end
+local function exchanged(known, sent)
+  local at = known.at or 0
+  if at > now + 60000 then known, at = {}, now end
+  local sums, breakers = known.sums or {}, known.breakers or {}
+  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
+  local state, answers, count = {sums = {}, at = now, breakers = {}}, {}, 0
+  for n = 1, #sent[2] do state.sums[n] = (sums[n] or 0) * keep + sent[2][n] end
+  for path in pairs(sent[3]) do breakers[path] = breakers[path] or {} end
+  for path, breaker in pairs(breakers) do
+    if count < tonumber(ARGV[4]) or sent[3][path] then
+      count = count + 1
+      state.breakers[path], answers[path] = merged(breaker, sent[3][path] or NOTHING)
+    end
+  end
+  return cjson.encode(state), cjson.encode({state.sums, answers})
+end
 local replies = {}
 for i, key in ipairs(KEYS) do
   local sent = cjson.decode(ARGV[i + 5])
-  local raw = redis.pcall('GET', key)
-  local is_read, known = pcall(cjson.decode, raw)
-  if not is_read or type(known) ~= 'table' then known = {} end
-  local at = number(known.at, 1e15)
-  if at > now + 60000 then known, at = {}, now end
-  local sums = table_of(known.sums)
-  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
-  local state, answers, count = {sums = {}, at = now, breakers = {}}, {}, 0
-  for n = 1, #sent[2] do state.sums[n] = number(sums[n], 1e15) * keep + sent[2][n] end
-  local breakers = table_of(known.breakers)
-  for path in pairs(sent[3]) do breakers[path] = table_of(breakers[path]) end
-  for path, one in pairs(breakers) do
-    if type(one) == 'table' and (count < tonumber(ARGV[4]) or sent[3][path]) then
-      count = count + 1
-      state.breakers[path], answers[path] = merged(one, sent[3][path] or NOTHING)
-    end
-  end
-  if sent[1] ~= 1 or next(sent[3]) then redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2]) end
-  replies[i] = cjson.encode({state.sums, answers})
+  local is_sound, state, reply = pcall(function() return exchanged(cjson.decode(redis.call('GET', key)), sent) end)
+  if not is_sound then state, reply = exchanged({}, sent) end
+  if sent[1] ~= 1 or next(sent[3]) then redis.call('SET', key, state, 'PX', ARGV[2]) end
+  replies[i] = reply
 end
 return replies
 """
@@ -135,7 +130,7 @@ def _is_sound(path: str, state: News) -> bool:
     return 0 <= state.rest_s <= _REST_S_MAX and len(words) <= _WORDS_MAX and words.isprintable()
 
 
-class _Shared:
+class Exchanged:
     """A deployment's part in the exchanges: the sums that all had at the last one."""
 
     def __init__(self, deployment: Deployment, key: str, clock: Callable[[], float]) -> None:
@@ -217,8 +212,8 @@ class SharedHealth:
         self._link = link
         self._in_turn = asyncio.Lock()  # a reset exchanges beside the loop
         host = host or socket.gethostname()
-        self._shared = [_Shared(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
-        for shared in self._shared:
+        self.exchanged = [Exchanged(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
+        for shared in self.exchanged:
             shared.deployment.claim = partial(self._claim, shared)
 
     async def run(self) -> None:
@@ -227,38 +222,38 @@ class SharedHealth:
             await self.exchange()
             for _ in range(int(_EXCHANGE_EVERY_S / _SOON_S)):
                 await asyncio.sleep(_SOON_S)
-                if any(one.has_news for shared in self._shared for one in shared.deployment.health.breakers.values()):
+                if any(one.has_news for shared in self.exchanged for one in shared.deployment.health.breakers.values()):
                     break
 
     async def reset(self, deployment: Deployment) -> None:
         """Forget the failures and the estimate of a deployment, on every host. Raises RedisError."""
-        for shared in self._shared:
+        for shared in self.exchanged:
             if shared.deployment.name == deployment.name:
                 shared.reset()
         await self.exchange()
 
     async def exchange(self) -> None:
         """Send what this worker has learned, and take what all have. Raises RedisError."""
-        if self._shared:
+        if self.exchanged:
             async with self._in_turn:
                 await self._exchange()
 
     async def _exchange(self) -> None:
-        keys = [shared.key for shared in self._shared]
+        keys = [shared.key for shared in self.exchanged]
         limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000), _BREAKERS_MAX, CALLERS_MAX)
-        news = [shared.outgoing() for shared in self._shared]
+        news = [shared.outgoing() for shared in self.exchanged]
         try:
             replies = await self._link.eval(_EXCHANGE, len(keys), *keys, *limits, *news)
         except BaseException:
-            for shared in self._shared:
+            for shared in self.exchanged:
                 shared.failed()
             raise
-        for shared, reply in zip(self._shared, replies, strict=True):
+        for shared, reply in zip(self.exchanged, replies, strict=True):
             if not shared.incoming(reply):
                 shared.failed()
                 await self._link.execute_command("DEL", shared.key)
 
-    async def _claim(self, shared: _Shared, asker: Asker) -> bool:
+    async def _claim(self, shared: Exchanged, asker: Asker) -> bool:
         """Whether this worker may probe now; also while Redis is away."""
         try:
             for name in shared.deployment.health.probed(asker):
