@@ -7,7 +7,7 @@ least its tokens and units.
 """
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -59,41 +59,35 @@ class _Plain(msgspec.Struct, kw_only=True):
     messages: None = None
     own: ClassVar[frozenset[str]] = frozenset()  # fields with another meaning than the reserved ones of their names
 
-    def sizes(self) -> list[tuple[float, int]]:
-        """The expected tokens, and the most, of each input that a model reads apart. Raises BadRequest."""
+    def extent(self) -> "Extent":
+        """How much it asks for. Raises BadRequest."""
         raise NotImplementedError
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The size of a request, and the capability that a deployment needs for it. Raises BadRequest."""
-        sizes = self.sizes()
-        marks, reserved = _MARKS * len(sizes), reserved_names(body) - self.own
+        extent = self.extent()
+        marks, reserved = _MARKS * len(extent.inputs), reserved_names(body) - self.own
         return Demand(
-            prompt_tokens=int(sum(tokens for tokens, _ in sizes)) + marks,
-            output_tokens_max=self.output_tokens,
+            prompt_tokens=int(sum([tokens for tokens, _ in extent.inputs])) + marks,
+            output_tokens_max=extent.output_tokens,
             output_tokens_expected=0,
-            needs=frozenset({_OF[type(self)].name}),
+            needs=_NEEDS[type(self)],
             prompt_tokens_min=0,  # some providers cut a long text, and the others refuse it themselves
-            prompt_tokens_max=sum(most for _, most in sizes) + marks,
+            prompt_tokens_max=sum([most for _, most in extent.inputs]) + marks,
             reserved=reserved,
             calls=calls_of(body, reserved),
-            units=self.units,
-            measure=self.measure,
+            units=extent.units,
+            measure=extent.measure,
         )
 
-    @property
-    def units(self) -> int:
-        """How often a provider's price of a request is charged for it, or the most units of its `measure`."""
-        return 1
 
-    @property
-    def measure(self) -> str:
-        """The unit of its price, as `policies.Price.unit` takes it; empty: it is billed by requests and tokens."""
-        return ""
+class Extent(NamedTuple):
+    """How much a plain request asks for."""
 
-    @property
-    def output_tokens(self) -> int:
-        """The most tokens of its answer, where a provider counts them."""
-        return 0
+    inputs: list[tuple[float, int]]  # the expected tokens, and the most, of each that a model reads apart
+    units: int = 1  # how often the price of a request is charged, or the most units of the `measure`
+    measure: str = ""  # the unit as `policies.Price.unit` takes it; empty: billed by requests and tokens
+    output_tokens: int = 0  # the most of the answer, where a provider counts them
 
 
 def _size(given: Any) -> tuple[float, int]:
@@ -114,8 +108,8 @@ class EmbeddingsRequest(_Plain, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(one) for one in inputs_of(self.input)]
+    def extent(self) -> Extent:
+        return Extent([*map(_size, inputs_of(self.input))])
 
 
 def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
@@ -139,13 +133,10 @@ class RerankRequest(_Plain, kw_only=True):
     documents: Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=10_000)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
+    def extent(self) -> Extent:
         tokens, most = _size(self.query)
-        return [(tokens + one, most + other) for one, other in map(_size, self.documents)]
-
-    @property
-    def units(self) -> int:
-        return -(-len(self.documents) // _DOCUMENTS_A_UNIT)
+        pairs = [(tokens + expected, most + limit) for expected, limit in map(_size, self.documents)]
+        return Extent(pairs, units=-(-len(self.documents) // _DOCUMENTS_A_UNIT))
 
 
 class ModerationRequest(_Plain, kw_only=True):
@@ -155,8 +146,8 @@ class ModerationRequest(_Plain, kw_only=True):
     stream: Literal[False] | None = None
     input: str | Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=INPUTS_MAX)]
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(one) for one in ([self.input] if isinstance(self.input, str) else self.input)]
+    def extent(self) -> Extent:
+        return Extent([*map(_size, [self.input] if isinstance(self.input, str) else self.input)])
 
 
 class ImageRequest(_Plain, kw_only=True):
@@ -168,23 +159,17 @@ class ImageRequest(_Plain, kw_only=True):
     size: str | None = None
     quality: str | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(self.prompt)]
-
-    @property
-    def units(self) -> int:
-        return self.n or 1
-
-    @property
-    def measure(self) -> str:
+    def extent(self) -> Extent:
         # a size in the place of a quality, or the other way round, would find another price
         quality = "auto" if _SIZE.fullmatch(self.quality or "") else self.quality
         size = "auto" if self.size and not _SIZE.fullmatch(self.size) else self.size
-        return f"images/{quality or ''}/{size or ''}"
+        units, measure = self.n or 1, f"images/{quality or ''}/{size or ''}"
+        inputs = [_size(self.prompt), *[(0.0, MEDIA_TOKENS_MAX)] * self.images_read()]
+        return Extent(inputs, units, measure, output_tokens=_IMAGE_OUTPUT_TOKENS_MAX * units)
 
-    @property
-    def output_tokens(self) -> int:
-        return _IMAGE_OUTPUT_TOKENS_MAX * self.units
+    def images_read(self) -> int:
+        """The number of images that the model reads. Raises BadRequest."""
+        return 0
 
 
 class ImageEditRequest(ImageRequest, kw_only=True):
@@ -195,7 +180,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
     images_in_form: Any = msgspec.field(default=None, name="image[]")
     mask: Any = None
 
-    def sizes(self) -> list[tuple[float, int]]:
+    def images_read(self) -> int:
         several = [
             *(self.images or ()),
             *(self.images_in_form or ()),
@@ -204,7 +189,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
         given = [one for one in (self.image, self.mask, *several) if one is not None and type(one) is not list]
         if not given:
             raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
-        return [_size(self.prompt), *[(0.0, MEDIA_TOKENS_MAX)] * len(given)]
+        return len(given)
 
 
 class VariationRequest(ImageEditRequest, kw_only=True):
@@ -222,20 +207,9 @@ class SpeechRequest(_Plain, kw_only=True):
     instructions: str | None = None
     own = frozenset({"speed"})  # of the voice
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(self.input), _size(self.instructions or "")]
-
-    @property
-    def units(self) -> int:
-        return len(self.input)
-
-    @property
-    def measure(self) -> str:
-        return "characters"
-
-    @property
-    def output_tokens(self) -> int:
-        return _SPEECH_TOKENS_PER_BYTE * len(self.input.encode())
+    def extent(self) -> Extent:
+        inputs, output_tokens = [_size(self.input), _size(self.instructions or "")], len(self.input.encode())
+        return Extent(inputs, len(self.input), "characters", _SPEECH_TOKENS_PER_BYTE * output_tokens)
 
 
 class _Sound(msgspec.Struct):
@@ -250,20 +224,10 @@ class TranscriptionRequest(_Plain, kw_only=True):
     file: _Sound
     prompt: str | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(self.prompt or ""), (0.0, self.units * _SOUND_TOKENS_PER_S)]
-
-    @property
-    def units(self) -> int:
-        return 1 + self.file.bytes // _SOUND_BYTES_PER_S
-
-    @property
-    def measure(self) -> str:
-        return "seconds"
-
-    @property
-    def output_tokens(self) -> int:
-        return self.units * _SOUND_TOKENS_PER_S
+    def extent(self) -> Extent:
+        seconds = 1 + self.file.bytes // _SOUND_BYTES_PER_S
+        tokens = seconds * _SOUND_TOKENS_PER_S
+        return Extent([_size(self.prompt or ""), (0.0, tokens)], seconds, "seconds", tokens)
 
 
 class TranslationRequest(TranscriptionRequest, kw_only=True):
@@ -294,8 +258,8 @@ class PassedResponseRequest(_Plain, kw_only=True):
             tier=str(body["service_tier"])[:100] if "service_tier" in demand.reserved else "",
         )
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return []
+    def extent(self) -> Extent:
+        return Extent([])
 
 
 _OF: dict[type[_Plain], Kind] = {
@@ -310,6 +274,7 @@ _OF: dict[type[_Plain], Kind] = {
     TranscriptionRequest: TRANSCRIPTION,
     TranslationRequest: TRANSLATION,
 }
+_NEEDS = {shape: frozenset({kind.name}) for shape, kind in _OF.items()}
 PLAIN_SHAPES: dict[str, type[_Plain]] = {kind.name: shape for shape, kind in _OF.items()}
 
 
