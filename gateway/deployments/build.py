@@ -199,30 +199,14 @@ def _allowed(
 
 def _price(settings: PriceSettings) -> Price:
     characters, minute = settings.characters_usd_per_m, settings.audio_minute_usd
-    return Price(
-        input_microusd_per_mtok=microusd(settings.input_usd_per_mtok),
-        output_microusd_per_mtok=microusd(settings.output_usd_per_mtok),
-        cached_input_microusd_per_mtok=_optional(settings.cached_input_usd_per_mtok),
-        cache_write_microusd_per_mtok=_optional(settings.cache_write_usd_per_mtok),
-        cache_write_1h_microusd_per_mtok=_optional(settings.cache_write_1h_usd_per_mtok),
-        audio_input_microusd_per_mtok=_optional(settings.audio_input_usd_per_mtok),
-        cached_audio_input_microusd_per_mtok=_optional(settings.cached_audio_input_usd_per_mtok),
-        image_input_microusd_per_mtok=_optional(settings.image_input_usd_per_mtok),
-        reasoning_microusd_per_mtok=_optional(settings.reasoning_usd_per_mtok),
-        audio_output_microusd_per_mtok=_optional(settings.audio_output_usd_per_mtok),
-        image_output_microusd_per_mtok=_optional(settings.image_output_usd_per_mtok),
-        request_microusd=microusd(settings.request_usd),
-        tool_call_microusd=_optional(settings.tool_call_usd),
-        units=(
-            *[
-                (f"images/{name}".removesuffix("/default"), microusd(usd, 12))
-                for name, usd in settings.image_usd.items()
-            ],
-            *([] if characters is None else [("characters", microusd(characters))]),
-            *([] if minute is None else [("seconds", -(-microusd(minute, 12) // 60))]),
-        ),
-    )
-
-
-def _optional(usd: float | None) -> int | None:
-    return None if usd is None else microusd(usd)
+    amounts: dict[str, Any] = {
+        name.replace("usd", "microusd"): microusd(usd)
+        for name, usd in settings
+        if usd is not None and name.endswith(("_usd_per_mtok", "request_usd", "tool_call_usd"))
+    }
+    images = [
+        (f"images/{name}".removesuffix("/default"), microusd(usd, 12)) for name, usd in settings.image_usd.items()
+    ]
+    spoken = [] if characters is None else [("characters", microusd(characters))]
+    heard = [] if minute is None else [("seconds", -(-microusd(minute, 12) // 60))]
+    return Price(**amounts, units=(*images, *spoken, *heard))
