@@ -5,14 +5,14 @@ the client may know.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
 import msgspec
 
 from gateway.accounts.database import is_down, name_of
-from gateway.api.headers import JSON, Headers, base_headers
+from gateway.api.headers import Headers, error_headers
 from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
 from gateway.journey.bodies import BodyBroken, ClientGone
@@ -99,11 +99,20 @@ async def send_body(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": bytes(left) if len(body) > _PIECE_BYTES else body})
 
 
+def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
+    """`send` that adds headers to the start of a response: those that `more_of` gives for it."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *more_of(message)]}
+        await send(message)
+
+    return sent
+
+
 async def send_error(send: Send, request_id: str, error: ApiError) -> None:
     """Send an error in OpenAI's shape."""
-    headers = [JSON, *base_headers(request_id)]
-    headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
-    await send_whole(send, error.http_status, headers, error.body())
+    await send_whole(send, error.http_status, error_headers(request_id, error), error.body())
 
 
 async def fail(

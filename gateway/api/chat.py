@@ -119,7 +119,7 @@ class AnswerEndpoint:
                 caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
             )
             body = self._pipeline.bodies.of(receive, headers, identity)
-            turn, renderer = await self.read(Call(identity, arrival, headers, scope, body, send))
+            turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True

@@ -18,7 +18,7 @@ from msgspec import Meta
 from gateway.api import asgi
 from gateway.api.chat import AnswerEndpoint, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
-from gateway.api.headers import JSON, base_headers
+from gateway.api.headers import Headers, error_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
 from gateway.api.provider_ids import NamedObjects
 from gateway.api.tokens import counted
@@ -101,8 +101,7 @@ class InAnthropicsShape:
 
     @staticmethod
     async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
-        headers = [JSON, *base_headers(request_id), (b"request-id", request_id.encode())]
-        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
+        headers = [*error_headers(request_id, error), (b"request-id", request_id.encode())]
         told = {**error_fields_of(error), "request_id": request_id}
         status = _OVERLOADED if told["error"]["type"] == "overloaded_error" else error.http_status
         await asgi.send_whole(send, status, headers, msgspec.json.encode(told))
@@ -110,14 +109,13 @@ class InAnthropicsShape:
     @staticmethod
     def named(send: asgi.Send) -> asgi.Send:
         """`send` that repeats the id of an answered request in the header that Anthropic's clients read."""
+        return asgi.with_headers(send, _anthropics_id)
 
-        async def sent(message: asgi.Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
-                message = {**message, "headers": [*message["headers"], *ids]}
-            await send(message)
 
-        return sent
+def _anthropics_id(start: asgi.Message) -> Headers:
+    if start["status"] != 200:
+        return []
+    return [(b"request-id", value) for name, value in start["headers"] if name == b"x-request-id"]
 
 
 _OVERLOADED = 529

@@ -14,10 +14,9 @@ import msgspec
 
 from gateway.accounts import Identity
 from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_error, send_whole
-from gateway.api.endpoint import query_of
+from gateway.api.endpoint import limit_of, listed, query_of
 from gateway.api.headers import JSON, base_headers
 from gateway.api.messages import InAnthropicsShape
-from gateway.api.stored import listed, paging
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, is_pattern
@@ -99,7 +98,7 @@ def _anthropics(model: dict[str, Any]) -> dict[str, Any]:
 
 def _page(models: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of Anthropic's list. Raises BadRequest."""
-    limit = paging({"limit": query.get("limit", str(_LISTED))}, _LISTED, _LISTED_MAX).limit
+    limit = limit_of(query, _LISTED, _LISTED_MAX)
     names, places = [model["id"] for model in models], {"after_id": -1, "before_id": len(models)}
     for field in places.keys() & query.keys():
         if query[field] not in names:

@@ -14,10 +14,9 @@ from msgspec import Meta
 from gateway.accounts.conversations import Conversation
 from gateway.api.background import Background, send_events
 from gateway.api.batches import Metadata
-from gateway.api.endpoint import Call, ObjectEndpoint
+from gateway.api.endpoint import Call, ObjectEndpoint, limit_of, listed, one_of
 from gateway.api.memory import ITEM_ID, Memory
 from gateway.api.responses import checked_items
-from gateway.api.stored import listed, no_such_action, one_of, paging
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound, shown
 from gateway.wire.requests import convert
@@ -60,7 +59,7 @@ class StoredResponses(ObjectEndpoint):
                 if after and start is None:
                     raise _no_item(after)
                 return listed(ordered[start or 0 :], limit)
-        raise no_such_action(self.path, call)
+        raise self.no_such_action(call)
 
     async def _follow(self, call: Call) -> None:
         """Send the events of a response in the background from the one after `starting_after`."""
@@ -145,7 +144,7 @@ class ConversationsEndpoint(ObjectEndpoint):
                     return msgspec.Raw(item)
                 await self._memory.remove(team, id, item_id)
                 return _shown(found)
-        raise no_such_action(self.path, call)
+        raise self.no_such_action(call)
 
     async def _read(self, call: Call, shape: type[Any]) -> Any:
         return convert((await self.body(call))[1], shape)
@@ -159,8 +158,7 @@ def _shown(one: Conversation) -> dict[str, Any]:
 def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:
     """The item before the page that `query` asks for, its size, and whether the oldest come first. Raises BadRequest."""
     is_ascending = one_of(query, "order", ("asc", "desc")) == "asc"
-    limit = paging({"limit": query.get("limit", str(_LISTED))}, _LISTED, _LISTED_MAX).limit
-    return query.get("after", ""), limit, is_ascending
+    return query.get("after", ""), limit_of(query, _LISTED, _LISTED_MAX), is_ascending
 
 
 def _no_item(id: str) -> BadRequest:
