@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import shlex
@@ -17,9 +18,10 @@ import yaml
 
 from cache.fingerprint import FIELDS, FieldKind
 from gateway.app import create_app
-from gateway.cli import _parser, main
+from gateway.cli import command_parser, main
 from gateway.settings import SECTIONS, PriceSettings, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
+from policies import Price
 from tests.documents import DOCUMENTS, ROOT, admin_paths, generated, with_generated, without_generated
 from tests.golden.source import COLLECTORS, PACKAGES
 
@@ -91,8 +93,10 @@ def test_every_setting_has_a_sentence() -> None:
 
 
 def test_every_setting_is_read() -> None:
-    """A setting that no code reads has no effect. It is read from a name like `settings`, or like its section."""
-    read: set[tuple[str, str]] = set()
+    """A setting that no code reads has no effect. It is read from a name like `settings`, or like its section; an amount of a
+    price by the name of the price's field."""
+    amounts = {field.name.replace("microusd", "usd") for field in dataclasses.fields(Price)}
+    read = {("price", name) for name in amounts}
     for node in (*_trees(), *ast.walk(ast.parse((ROOT / "gateway/settings.py").read_text()))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value.value if isinstance(node.value, ast.Subscript) else node.value
@@ -229,7 +233,9 @@ def test_sample_commands_can_run(name: str) -> None:
             case ["./run", "bench", bench, *_]:
                 assert (ROOT / f"bench/{bench}.py").exists(), line
             case ["./run", ("serve" | "sameway") as command, *given]:
-                _parser().parse_args([command, *given] if command == "serve" else given)  # SystemExit where it is wrong
+                command_parser().parse_args(
+                    [command, *given] if command == "serve" else given
+                )  # SystemExit where it is wrong
             case ["./run", command, *_]:
                 assert f"\n  {command}) " in (ROOT / "run").read_text(), line
             case ["curl", url, *options]:
