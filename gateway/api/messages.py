@@ -135,11 +135,14 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
             "stop": request.stop_sequences or None,
             "user": request.metadata.user_id if request.metadata else None,
         }
-        marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
-        marked |= {name: value for name, value in answer.items() if value is not None}
+        native = _native(self._pipeline.fleet, request, body, raw, call.headers)
+        answer = {name: value for name, value in answer.items() if value is not None}
         has_marks = b'"cache_control"' in raw or b"\\u00" in raw  # a name may have escapes
         # decision: one-shape-on-the-journey
-        unmarked = _unmarked(marked) if has_marks else marked
+        marked, native = _translated(request, body, native)
+        unmarked = _translated(convert(bare := _bare(body), MessageRequest), bare, native)[0] if has_marks else marked
+        is_marked = marked != unmarked
+        unmarked |= answer
         turn = turn_of(unmarked, msgspec.json.encode(unmarked), call.headers, call.arrival, CHAT)
         needs = turn.demand.needs
         if native is not None and (native.is_needed or opened(turn.body)[1]):
@@ -157,7 +160,7 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
                 prompt_tokens_max=bound,
                 compacts=b"compact" in msgspec.json.encode(body.get("context_management")),
             )
-        kept = {**marked, "model": turn.alias} if marked != unmarked else None
+        kept = {**marked, **answer, "model": turn.alias} if is_marked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
         return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated)
@@ -180,7 +183,8 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
         raw, body = await self.body(call)
         await self._objects.check(raw, call.identity.team.id)
         request: PromptRequest = convert(body, PromptRequest)
-        marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
+        native = _native(self._pipeline.fleet, request, body, raw, call.headers)
+        chat, _ = _translated(convert(bare := _bare(body), PromptRequest), bare, native)
         alias = self.alias(call, request.model)
         for one in alias.deployments.values():
             is_up = not one.absence
@@ -189,7 +193,7 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server
                     tokens = await one.backend.count_tokens(native, call.arrival.request_id, name)
                     return {"input_tokens": tokens}
-        return {"input_tokens": await counted(alias, _unmarked(marked))}
+        return {"input_tokens": await counted(alias, chat)}
 
 
 def _native(
@@ -216,10 +220,9 @@ def _native(
 
 
 def _translated(
-    fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
+    request: PromptRequest, body: dict[str, Any], native: Native | None
 ) -> tuple[dict[str, Any], Native | None]:
     """The chat completion for a request, with its marks, and how it goes to Anthropic's API. Raises BadRequest."""
-    native = _native(fleet, request, body, raw, headers)
     try:
         return _chat(request, body), native
     except BeyondChat:
@@ -364,22 +367,6 @@ def _mark(block: Mapping[str, Any]) -> dict[str, Any]:
     """The mark of a provider's prompt cache, as litellm and OpenRouter take it in chat completions."""
     mark = block.get("cache_control")
     return {"cache_control": mark} if mark else {}
-
-
-def _unmarked(chat: dict[str, Any]) -> dict[str, Any]:
-    """A translated chat completion without marks: they change no answer."""
-    messages = [_without_mark(message) for message in chat["messages"]]
-    for message in messages:
-        if isinstance(message["content"], list):
-            message["content"] = _joined([_without_mark(part) for part in message["content"]])
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_without_mark(call) for call in message["tool_calls"]]
-    tools = {"tools": [_without_mark(tool) for tool in chat["tools"]]} if chat.get("tools") else {}
-    return {**chat, "messages": messages, **tools}
-
-
-def _without_mark(one: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name != "cache_control"}
 
 
 def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
