@@ -20,6 +20,7 @@ from gateway.settings import (
     CAPABILITIES,
     SECRETS,
     SECTIONS,
+    DeploymentSettings,
     Settings,
     did_you_mean,
     refuse_settings,
@@ -72,19 +73,23 @@ def check_settings(
 def notes(settings: Settings) -> list[str]:
     """What is allowed, and probably not meant: base URLs without a version, or with an endpoint."""
     noted = []
+    for place, deployment in _deployments(settings):
+        url = deployment.base_url
+        if deployment.backend != "openai" or url is None:
+            continue
+        where, path = f"{place}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
+        if path.endswith("completions"):
+            noted.append(f"{where} ends in an endpoint; the gateway adds /chat/completions itself")
+        elif not _VERSION.search(path):
+            noted.append(f"{where} has no /v1; most servers' base URL ends in /v1: did you mean {_shown(url, '/v1')}?")
+    return noted
+
+
+def _deployments(settings: Settings) -> Iterator[tuple[str, DeploymentSettings]]:
+    """Each deployment with its path in the file."""
     for alias, model in settings.models.items():
         for index, deployment in enumerate(model.deployments):
-            url = deployment.base_url
-            if deployment.backend != "openai" or url is None:
-                continue
-            where, path = f"models.{alias}.deployments.{index}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
-            if path.endswith("completions"):
-                noted.append(f"{where} ends in an endpoint; the gateway adds /chat/completions itself")
-            elif not _VERSION.search(path):
-                noted.append(
-                    f"{where} has no /v1; most servers' base URL ends in /v1: did you mean {_shown(url, '/v1')}?"
-                )
-    return noted
+            yield f"models.{alias}.deployments.{index}", deployment
 
 
 def _shown(url: str, more: str = "") -> str:
@@ -190,10 +195,9 @@ def _unusable_files(settings: Settings) -> list[str]:
 def _unknown_capabilities(settings: Settings) -> list[str]:
     """An error for each capability that no request asks for."""
     return [
-        f"models.{alias}.deployments.{index}.capabilities: found {name!r}, expected one of "
+        f"{place}.capabilities: found {name!r}, expected one of "
         f"{', '.join(sorted(CAPABILITIES))}{did_you_mean(name, CAPABILITIES)}"
-        for alias, model in settings.models.items()
-        for index, deployment in enumerate(model.deployments)
+        for place, deployment in _deployments(settings)
         for name in deployment.capabilities or ()
         if name not in CAPABILITIES
     ]
@@ -202,9 +206,8 @@ def _unknown_capabilities(settings: Settings) -> list[str]:
 def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     """An error for each provider's key whose variable is not set."""
     return [
-        f"models.{alias}.deployments.{index}.api_key_env: the environment variable {deployment.api_key_env} is not set"
-        for alias, model in settings.models.items()
-        for index, deployment in enumerate(model.deployments)
+        f"{place}.api_key_env: the environment variable {deployment.api_key_env} is not set"
+        for place, deployment in _deployments(settings)
         if deployment.api_key_env and not environ.get(deployment.api_key_env)
     ]
 

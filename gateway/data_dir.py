@@ -15,7 +15,6 @@ from pathlib import Path
 from gateway.settings import Settings, SettingsError, refuse_settings, secret_problem
 
 _FILES = {"secret": "secret", "admin_key": "admin.key"}
-_DATABASE_FILES = ("sameway.db", "sameway.db-wal", "sameway.db-shm")
 
 
 def prepare(settings: Settings) -> Settings:
@@ -27,9 +26,6 @@ def prepare(settings: Settings) -> Settings:
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_run_dir(settings.run_dir, is_shared=settings.run_dir.parent != settings.data_dir.absolute())
-        for name in _DATABASE_FILES:  # earlier versions made them readable by others
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                (settings.data_dir / name).chmod(0o600)
         refuse_settings([], weak_files(settings))
         return settings.model_copy(
             update={

@@ -110,7 +110,7 @@ class AnswerEndpoint:
         identity: Identity | None = None
         turn: Turn | None = None
         ended = Ended()
-        watcher = DisconnectWatcher(scope, receive)
+        watcher = DisconnectWatcher(scope)
         reply: Reply | None = None
         is_apart = False
         try:
@@ -365,20 +365,16 @@ class DisconnectWatcher:
 
     reply: Reply | None = None  # a reply that waits for a flight
     _reader: Reader | None = None
-    _task: asyncio.Task[None] | None = None  # under a server without WHEN_GONE
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, scope: asgi.Scope, receive: asgi.Receive) -> None:
+    def __init__(self, scope: asgi.Scope) -> None:
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
-        self._receive = receive
 
     def attend(self, reply: Reply) -> None:
         """Watch the client of `reply`."""
         self.reply, self._reader = reply, reply.reader
         if self._when_gone is not None:
             self._when_gone(self._gone)
-        else:
-            self._task = asyncio.create_task(self._until_gone())
         remaining_ms = reply.turn.remaining_ms()
         if remaining_ms is not None:
             self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, self._late)
@@ -392,11 +388,6 @@ class DisconnectWatcher:
         """Note the end of a reply that was not complete."""
         if self._reader is not None:
             self._reader.ended(ended)
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            continue
-        self._gone()
 
     def _gone(self) -> None:
         self._leave(ClientGone())
@@ -412,9 +403,7 @@ class DisconnectWatcher:
         """Stop watching, and close the reader."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        elif self._when_gone is not None:
+        if self._when_gone is not None:
             self._when_gone(None)
         if self._reader is not None:
             self._reader.close()

@@ -4,6 +4,8 @@ Shapes: vLLM's server, "Tokenizer API". Invariant: the tokens of a conversation 
 generation reads; what cannot be so is refused by its name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -95,13 +97,20 @@ async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
         return int(estimated)
     if len(raw) > BYTES_PER_TOKEN_MAX * (backend.load(0).context_tokens_max or 0):
         return int(estimated)
-    try:
+    with _refusing():
         ids, _ = await backend.tokenize(
             {"messages": body["messages"]}, has_special=False, opens_answer=True, wants_texts=False
         )
+    return len(ids)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Errors of an engine as a client gets them. Raises ApiError."""
+    try:
+        yield
     except BackendError as error:
         raise from_backend(error) from None
-    return len(ids)
 
 
 class Tokenize(_OfEngine):
@@ -123,15 +132,13 @@ class Tokenize(_OfEngine):
         param = "prompt" if request.messages is None else "messages"
         backend, context_tokens = self.engine(call, request.model, len(msgspec.json.encode(body[param])), param)
         has_special = request.add_special_tokens
-        try:
+        with _refusing():
             ids, texts = await backend.tokenize(
                 {param: body[param]},
                 has_special=request.messages is None if has_special is None else has_special,
                 opens_answer=request.add_generation_prompt,
                 wants_texts=bool(request.return_token_strs),
             )
-        except BackendError as error:
-            raise from_backend(error) from None
         return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}
 
 
@@ -143,7 +150,5 @@ class Detokenize(_OfEngine):
     async def answer(self, call: Call) -> Any:
         request: DetokenizeRequest = convert(await self.named(call), DetokenizeRequest)
         backend, _ = self.engine(call, request.model, len(request.tokens), "tokens")
-        try:
+        with _refusing():
             return {"prompt": await backend.detokenize(request.tokens)}
-        except BackendError as error:
-            raise from_backend(error) from None

@@ -125,18 +125,17 @@ def build_backend(
     key = environ.get(deployment.api_key_env, "") if deployment.api_key_env else ""
     unready = f"{deployment.api_key_env} is not set in the environment" if deployment.api_key_env and not key else ""
     assert deployment.model is not None, "the settings see to it"
+    common: dict[str, Any] = {
+        "model": deployment.model,
+        "capabilities": facts.capabilities,
+        "api_key": key,
+        "headers": deployment.headers,
+        "unready": unready,
+    }
     if deployment.backend == "litellm":
         from gateway.backends.managed import ManagedBackend
 
-        return ManagedBackend(
-            name,
-            model=deployment.model,
-            capabilities=facts.capabilities,
-            api_key=key,
-            base_url=deployment.base_url,
-            headers=deployment.headers,
-            unready=unready,
-        )
+        return ManagedBackend(name, base_url=deployment.base_url, **common)
     backend: type[OpenAIBackend] = OpenAIBackend
     base_url = deployment.base_url or ""
     if deployment.backend == "anthropic":
@@ -144,14 +143,10 @@ def build_backend(
     return backend(
         name,
         base_url=base_url,
-        model=deployment.model,
-        capabilities=facts.capabilities,
-        api_key=key,
-        headers=deployment.headers,
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
         connections_max=deployment.concurrency_max,
         is_salted=deployment.is_salted,
-        unready=unready,
+        **common,
     )
 
 

@@ -70,12 +70,10 @@ def known(model: str, host: str = "") -> Known | None:
     """
     table = _table()
     provider, _, bare = model.partition("/")
-    names = [model, *(f"{label}/{model}" for label in host.split(".") if label)]
-    for name in names:
-        if name in table:
-            row = _row(table[name])
-            if row is not None:
-                return row
+    for name in _names(model, host):
+        row = _row(table[name]) if name in table else None
+        if row is not None:
+            return row
     while bare:  # after the provider there may be a route or a region: bedrock/converse/..., bedrock/us-east-1/...
         row = _row(table[bare]) if bare in table else None
         # the table divides some providers: bedrock_converse, vertex_ai-language-models
@@ -87,9 +85,14 @@ def known(model: str, host: str = "") -> Known | None:
 
 def can_chat(model: str, host: str = "") -> bool:
     """Whether the table does not say that `model` is for something else, as embeddings."""
-    names = [model, model.partition("/")[2], *(f"{label}/{model}" for label in host.split(".") if label)]
+    names = [*_names(model, host), model.partition("/")[2]]
     rows = [msgspec.json.decode(_table()[name]) for name in names if name in _table()]
     return not rows or any(row.get("mode") in (None, "chat", "responses") for row in rows)
+
+
+def _names(model: str, host: str) -> list[str]:
+    """The names under which the table may have a model that `host` serves."""
+    return [model, *(f"{label}/{model}" for label in host.split(".") if label)]
 
 
 @functools.cache
