@@ -110,9 +110,10 @@ def _is_http_url(url: str) -> bool:
         return False
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is this one."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return False
 
@@ -493,7 +494,7 @@ class AlertSettings(_Section):
             )
         if (self.smtp_user is None) != (self.smtp_password_env is None and self.smtp_password_file is None):
             wrong.append("expected `smtp_user` with one of `smtp_password_env` and `smtp_password_file`")
-        if self.smtp_tls == "none" and self.smtp_user is not None and not _is_loopback(self.smtp_host or ""):
+        if self.smtp_tls == "none" and self.smtp_user is not None and not is_loopback(self.smtp_host or ""):
             wrong.append(
                 "found a password for a connection without TLS to another host, expected `smtp_tls` starttls or tls"
             )
@@ -740,7 +741,7 @@ class Settings(_Section):
             scheme = url.partition("://")[0][:20]
             wrong.append(f"{where}: found a URL of {scheme!r}, expected https://host/... without credentials")
         elif urlsplit(url).scheme == "http" and not (
-            self.alerts.is_http_allowed or _is_loopback(urlsplit(url).hostname or "")
+            self.alerts.is_http_allowed or is_loopback(urlsplit(url).hostname or "")
         ):
             wrong.append(f"{where}: found http:// to another host, expected https://, or `is_http_allowed`")
         if not self.alerts_secret:

@@ -92,11 +92,13 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
 
 async def send_body(send: Send, body: bytes) -> None:
     """Send all of a body, a large one as its client takes it: no copy of the whole is made."""
-    left = memoryview(body)
-    while len(left) > _PIECE_BYTES:
-        await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
-        left = left[_PIECE_BYTES:]
-    await send({"type": "http.response.body", "body": bytes(left) if len(body) > _PIECE_BYTES else body})
+    if len(body) > _PIECE_BYTES:
+        left = memoryview(body)
+        while len(left) > _PIECE_BYTES:
+            await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
+            left = left[_PIECE_BYTES:]
+        body = bytes(left)
+    await send({"type": "http.response.body", "body": body})
 
 
 def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:

@@ -31,12 +31,12 @@ class NamedObjects:
     """The objects that requests name. One per endpoint."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        has_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
-        self._ids = ProviderIds(pipeline.accounts.database) if has_owners else None
+        self.have_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
+        self._ids = ProviderIds(pipeline.accounts.database)
 
     async def check(self, raw: bytes, team_id: int) -> None:
         """Raises NotFound where a body names an object of another team, and BadRequest."""
-        if self._ids is not None:
+        if self.have_owners:
             await self._check(_named(raw, decode_object), team_id)
 
     async def check_files(self, files: FormFiles, team_id: int, bytes_max: int) -> None:
@@ -66,7 +66,7 @@ class NamedObjects:
         if len(named) > IDS_MAX:
             raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
         odd = {one for one in named if "\0" in one}  # no id, and no database takes it
-        if self._ids is not None and (others := odd or (named and await self._ids.of_others(team_id, named))):
+        if self.have_owners and (others := odd or (named and await self._ids.of_others(team_id, named))):
             raise NotFound(f"There is no {shown(min(others))} here", code="not_found")
 
 

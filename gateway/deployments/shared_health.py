@@ -16,7 +16,6 @@ that no worker wrote is replaced; while Redis is away a worker goes on by itself
 """
 
 import asyncio
-import ipaddress
 import os
 import socket
 import time
@@ -30,7 +29,7 @@ from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
-from gateway.settings import Settings
+from gateway.settings import Settings, is_loopback
 from policies.breaker import CALLERS_MAX, Asker, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
@@ -271,18 +270,14 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
     `host` is a part of it where only this host reaches the deployment. It shows no key.
     """
     own = deployment.settings
-    where = [host, str(settings.run_dir)] if own.engine else [host] if _is_loopback(own.base_url) else []
+    where = (
+        [host, str(settings.run_dir)]
+        if own.engine
+        else [host]
+        if is_loopback(urlsplit(own.base_url or "").hostname or "")
+        else []
+    )
     facts = (where, deployment.name, own.backend, own.engine, own.model, own.base_url, own.headers)
     secret = os.environ.get(own.api_key_env or "", "")
     key = (settings.secret or "").encode()[:64]
     return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()
-
-
-def _is_loopback(base_url: str | None) -> bool:
-    name = urlsplit(base_url or "").hostname or ""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

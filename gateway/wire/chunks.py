@@ -320,11 +320,7 @@ def _unfold(answer: dict[str, Any]) -> list[Chunk]:
         del extra["usage"]
     choices = answer.get("choices") or []
     chunks = [
-        Chunk(
-            msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}),
-            has_content=_has_content(piece.get("delta", piece)),
-            finish_reasons=(piece["finish_reason"],) if piece.get("finish_reason") else (),
-        )
+        read(msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}))
         for piece, is_last in _with_last(piece for i, choice in enumerate(choices) for piece in _pieces(choice, i))
     ]
     if not choices:
@@ -341,10 +337,6 @@ def _with_last(items: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
             yield held, False
             held = item
         yield held, True
-
-
-def _has_content(delta: dict[str, Any]) -> bool:
-    return any(delta.get(key) for key in (*_TEXTS, "text", "tool_calls", "function_call", "audio"))
 
 
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
