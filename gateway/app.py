@@ -58,7 +58,7 @@ from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.passthrough import Passthrough
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
-from gateway.api.tokens import Detokenize, Tokenize
+from gateway.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from gateway.batches.batches import Batches
 from gateway.batches.files import Files
 from gateway.batches.work import BatchRunner
@@ -114,7 +114,7 @@ _log = get_logger()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Parts(AdminParts):
+class WorkerParts(AdminParts):
     """All parts of a worker: those that the admin plane is given, and the rest."""
 
     link: RedisLink
@@ -170,7 +170,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_extra={"security": [{}, {"adminKey": []}]},
     )
     async def readyz(request: Request) -> JSONResponse:
-        parts: Parts = request.app.state.parts
+        parts: WorkerParts = request.app.state.parts
         report = parts.watch.report()
         shown = report if await parts.guard.may_observe(request, Endpoint.READYZ) else {"is_ready": report["is_ready"]}
         return JSONResponse(shown, status_code=200 if report["is_ready"] else 503)
@@ -184,7 +184,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_extra={"security": [{"adminKey": []}]},
     )
     async def metrics(request: Request) -> Response:
-        parts: Parts = request.app.state.parts
+        parts: WorkerParts = request.app.state.parts
         await parts.guard.check_observer(request, Endpoint.METRICS)
         return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
 
@@ -271,7 +271,7 @@ def begin_stop(app: FastAPI, requests: set[asyncio.Task[None]]) -> None:
     app.state.parts.runner.stop()
 
 
-async def _finish_work(parts: Parts, within_s: float) -> None:
+async def _finish_work(parts: WorkerParts, within_s: float) -> None:
     """Wait for work without a client, whose leases are kept meanwhile; what is left then is cancelled."""
     tasks = [*parts.background.tasks, *parts.runner.stop()]
     for timeout_s in (max(0.0, within_s), _SETTLE_S):
@@ -301,7 +301,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
     return accounts
 
 
-async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Parts:
+async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> WorkerParts:
     """Open every part, in the order of their dependencies. `routes` are filled later."""
     metrics = Metrics(settings.run_dir / "metrics")
     stack.callback(metrics.close)
@@ -338,7 +338,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     background = Background(pipeline, stored_responses, memory, link, ended)
     writer = LedgerWriter(link, ledger, budgets)
     watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
-    return Parts(
+    return WorkerParts(
         settings=settings,
         guard=_guard(settings, accounts, metrics),
         link=link,
@@ -399,7 +399,7 @@ def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, st
 def _batches(
     settings: Settings, accounts: Accounts, pipeline: Pipeline, metrics: Metrics, routes: Routes
 ) -> dict[str, Any]:
-    """The files and batches of `Parts`."""
+    """The files and batches of `WorkerParts`."""
     files = Files(accounts.database, settings.batches, settings.files_dir)
     batches = Batches(accounts.database, files, settings.batches)
     runner = BatchRunner(
@@ -446,7 +446,7 @@ def _cache_limits(settings: Settings) -> CacheLimits:
     )
 
 
-def _routes(settings: Settings, parts: Parts) -> Routes:
+def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     files = FilesEndpoint(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
@@ -478,8 +478,8 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
-        "/tokenize": {"POST": Tokenize(parts.pipeline)},
-        "/detokenize": {"POST": Detokenize(parts.pipeline)},
+        "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
+        "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
         "/v1/files": {"GET": files, "POST": files},
         "/v1/files/*": {"GET": files, "DELETE": files},
         "/v1/batches": {"GET": batches, "POST": batches},
@@ -492,7 +492,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
+def _start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
     alerts = parts.settings.alerts
     channels: dict[str, Channel] = {}
     if alerts.webhook_url:
@@ -554,7 +554,7 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
         await act()
 
 
-async def _count_batches(parts: Parts) -> None:
+async def _count_batches(parts: WorkerParts) -> None:
     batches, lines = await parts.batches.left()
     parts.metrics.set(BATCHES_LEFT, batches)
     parts.metrics.set(BATCH_LINES_LEFT, lines)
@@ -574,7 +574,7 @@ async def _tidy(pipeline: Pipeline) -> None:
         await asyncio.to_thread(libc.malloc_trim, 0)
 
 
-async def _follow_accounts(parts: Parts) -> None:
+async def _follow_accounts(parts: WorkerParts) -> None:
     async with parts.link.subscribe(ACCOUNTS_CHANNEL) as subscription:
         await parts.accounts.refresh()
         async for message in subscription.listen():

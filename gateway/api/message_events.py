@@ -39,7 +39,7 @@ _ERRORS = {
 }
 
 
-class _Block:
+class _ContentBlock:
     """One content block.
 
     `fields` are those it begins with; `parts` are pieces of its text, or of a call's arguments. A
@@ -105,7 +105,7 @@ class MessageRenderer(EventRenderer):
         self._model = model
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
-        self._blocks: list[_Block] = []
+        self._blocks: list[_ContentBlock] = []
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
         self._is_begun = False
@@ -181,18 +181,18 @@ class MessageRenderer(EventRenderer):
         """Add what `backends.anthropic.answer` carries beside a chat completion's fields."""
         for thought in delta.get("thinking_blocks") or ():
             if thought.get("type") == "redacted_thinking":
-                self._begin(_Block(_plain(thought)))
+                self._begin(_ContentBlock(_plain(thought)))
             elif thought.get("signature"):
                 self._last("thinking").signature += thought["signature"]
         for block in delta.get("content_blocks") or ():
-            self._begin(_Block(_plain(block)))
+            self._begin(_ContentBlock(_plain(block)))
         if citations := delta.get("citations"):
             self._last("text").citations += map(_plain, citations)
 
-    def _last(self, kind: str) -> _Block:
+    def _last(self, kind: str) -> _ContentBlock:
         """The last block, of this kind; begun where it is of another."""
         if not self._blocks or self._blocks[-1].kind != kind:
-            self._begin(_Block({"type": kind}))
+            self._begin(_ContentBlock({"type": kind}))
         return self._blocks[-1]
 
     def _call(self, call: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ class MessageRenderer(EventRenderer):
         index = call_index(call, known, self._blocks[-1].fields.get("id") if self._blocks else None)
         if index not in known:
             fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
-            self._begin(_Block({**fields, "name": (function or {}).get("name") or ""}, call=index))
+            self._begin(_ContentBlock({**fields, "name": (function or {}).get("name") or ""}, call=index))
             known[index] = len(self._blocks) - 1
         arguments = (function or {}).get("arguments")
         if isinstance(arguments, str) and arguments:
@@ -210,7 +210,7 @@ class MessageRenderer(EventRenderer):
 
     # --- blocks
 
-    def _begin(self, block: _Block) -> None:
+    def _begin(self, block: _ContentBlock) -> None:
         """Add a block. It begins on the wire unless a call is open: calls may grow side by side."""
         self._blocks.append(block)
         if self._open is not None and self._blocks[self._open].call is not None:

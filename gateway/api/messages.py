@@ -484,7 +484,7 @@ def _no_such_block(block: Any, where: str, expected: str) -> BadRequest:
     return BeyondChat(where, words)
 
 
-class _Tool(msgspec.Struct):
+class _ClientTool(msgspec.Struct):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -495,7 +495,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool of the client as a function. A tool of another type stays as it is: it is reserved."""
     if tool.get("type") not in (None, "custom"):
         return tool
-    own: _Tool = convert(tool, _Tool, where)
+    own: _ClientTool = convert(tool, _ClientTool, where)
     told = {name for name, value in tool.items() if value is not None and (name, value) != _BY_MODELS}
     if further := told - _TOOL_FIELDS - _TOOL_HINTS:
         raise _no_such_field(where, min(further))

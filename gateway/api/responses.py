@@ -50,24 +50,24 @@ class _Item(msgspec.Struct):
     output: _Content = ""
 
 
-class _Model(msgspec.Struct):
+class _ModelName(msgspec.Struct):
     model: Annotated[str, Meta(min_length=1)]
 
 
-class _Named(msgspec.Struct):
+class _NamedTool(msgspec.Struct):
     """A function or a custom tool, or the choice of one."""
 
     name: str
     namespace: str | None = None
 
 
-class _Namespace(msgspec.Struct):
+class _ToolNamespace(msgspec.Struct):
     name: Annotated[str, Meta(max_length=128)]  # each of its tools' names has it
     tools: list[dict[str, Any]]
     description: str | None = None
 
 
-class _Allowed(msgspec.Struct):
+class _AllowedTools(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
 
 
@@ -183,7 +183,7 @@ class InputTokens(ObjectEndpoint):
 
     async def answer(self, call: Call) -> Any:
         _, body = await self.body(call)
-        alias = self.alias(call, convert(body, _Model).model)
+        alias = self.alias(call, convert(body, _ModelName).model)
         _, _, sent, kind = await as_sent(body, self._memory, call.identity, self._pipeline)
         tokens = await counted(alias, msgspec.json.decode(sent), kind)
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -357,7 +357,7 @@ def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """The tools of a namespace, or `tool` itself."""
     if tool.get("type") != "namespace":
         return [tool]
-    space: _Namespace = convert(tool, _Namespace, where)
+    space: _ToolNamespace = convert(tool, _ToolNamespace, where)
     found = [
         {**one, "name": in_namespace(space.name, name)} if isinstance(name := one.get("name"), str) else one
         for one in space.tools
@@ -378,7 +378,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         return {"type": "function", "function": _SHELL}
     if kind not in ("function", "custom"):
         return tool
-    convert(tool, _Named, where)
+    convert(tool, _NamedTool, where)
     if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
         tool = {**tool, "format": _nested("grammar", form)}
     return _nested(kind, tool)
@@ -389,14 +389,14 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         return choice
     kind = choice.get("type")
     if kind == "allowed_tools":
-        allowed: _Allowed = convert(choice, _Allowed, "tool_choice")
+        allowed: _AllowedTools = convert(choice, _AllowedTools, "tool_choice")
         tools = _tools(allowed.tools or (), "tool_choice.tools")
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind not in ("function", "custom"):
         shown = msgspec.json.encode(kind).decode()[:100]
         words = f"A `tool_choice` of type {shown} is not supported here"
         raise BeyondChat("tool_choice.type", f"{words}: it may be none, auto, required, a tool or allowed tools")
-    named: _Named = convert(choice, _Named, "tool_choice")
+    named: _NamedTool = convert(choice, _NamedTool, "tool_choice")
     return _nested(kind, {"name": in_namespace(named.namespace, named.name)})
 
 

@@ -113,7 +113,7 @@ def _refusing() -> Iterator[None]:
         raise from_backend(error) from None
 
 
-class Tokenize(_OfEngine):
+class TokenizeEndpoint(_OfEngine):
     """The endpoint. One instance per worker."""
 
     operation = "tokenize"
@@ -142,7 +142,7 @@ class Tokenize(_OfEngine):
         return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}
 
 
-class Detokenize(_OfEngine):
+class DetokenizeEndpoint(_OfEngine):
     """The endpoint. One instance per worker."""
 
     operation = "detokenize"

@@ -107,7 +107,7 @@ return replies
 """
 
 
-class _Reply(msgspec.Struct, frozen=True, array_like=True):
+class _HealthReply(msgspec.Struct, frozen=True, array_like=True):
     sums: tuple[float, ...]
     states: dict[str, News]
 
@@ -170,7 +170,7 @@ class Exchanged:
     def incoming(self, data: bytes) -> bool:
         """Take what all have learned; returns False, and changes nothing, if no worker wrote that."""
         try:
-            reply = msgspec.json.decode(data, type=_Reply)
+            reply = msgspec.json.decode(data, type=_HealthReply)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
         if not reply.is_sound:

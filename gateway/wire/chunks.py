@@ -48,7 +48,7 @@ class _Delta(msgspec.Struct, gc=False):
         )
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _ReadChoice(msgspec.Struct, gc=False):
     index: int = 0
     delta: _Delta | None = None
     message: _Delta | None = None
@@ -59,24 +59,24 @@ class _Choice(msgspec.Struct, gc=False):
 _NO_USAGE = msgspec.Raw(b"null")
 
 
-class Answer(msgspec.Struct, gc=False):
+class ParsedAnswer(msgspec.Struct, gc=False):
     """The result of a light parse of a chunk or a whole. `error` is an error inside a 200.
 
     `usage` is not read here, so that no form of it costs the answer.
     """
 
-    choices: list[_Choice] | None = None
+    choices: list[_ReadChoice] | None = None
     usage: msgspec.Raw = _NO_USAGE
     error: Any = None
     object: Any = None
 
 
-_decode_answer = msgspec.json.Decoder(Answer).decode
+_decode_answer = msgspec.json.Decoder(ParsedAnswer).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions that reading invalid JSON raises."""
 
 
-def parse(data: bytes) -> Answer:
+def parse(data: bytes) -> ParsedAnswer:
     """Parse `data` lightly.
 
     Raises msgspec.DecodeError for invalid JSON, or JSON that is no answer.
@@ -113,7 +113,7 @@ def decoded(data: bytes, kind: Any = Any) -> Any:
         return msgspec.json.decode(with_pairs(data), type=kind)
 
 
-def mended(data: bytes) -> tuple[bytes, Answer]:
+def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
     """`data` and its light parse, `with_pairs`, and with null in place of numbers that JSON does not
     have (NaN) or that no float holds (1e400). Raises msgspec.DecodeError.
     """
@@ -134,7 +134,7 @@ def _without_odd_numbers(data: bytes) -> bytes:
     return _NO_NUMBER.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", data)
 
 
-def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
+def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts found in it."""
     choices = answer.choices or ()
     has_usage, has_content = answer.usage != _NO_USAGE, False
@@ -174,7 +174,7 @@ class FinishTracker(msgspec.Struct):
     _seen: set[int] = set()
     _finished: set[int] = set()
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: ParsedAnswer) -> None:
         for choice in answer.choices or ():
             if choice.index not in self._seen:
                 self._seen.add(choice.index)
@@ -183,7 +183,7 @@ class FinishTracker(msgspec.Struct):
                 if choice.finish_reason in _FAILED_REASONS:
                     self.failed_reason = choice.finish_reason
 
-    def is_going_on(self, answer: Answer) -> bool:
+    def is_going_on(self, answer: ParsedAnswer) -> bool:
         """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
         choices = answer.choices
         if choices is None or len(choices) != 1 or answer.usage != _NO_USAGE or answer.error is not None:

@@ -294,7 +294,7 @@ class _Inner(msgspec.Struct):
     incomplete_details: Any = None
 
 
-class _Answer(_Inner):
+class _PlainAnswer(_Inner):
     meta: _Meta | None = None
     data: list[msgspec.Raw] | None = None
     created: float | None = None
@@ -338,9 +338,9 @@ class Counted:
         """Read a whole answer, or the data of an event."""
         try:
             try:
-                found = msgspec.json.decode(body, type=_Answer)
+                found = msgspec.json.decode(body, type=_PlainAnswer)
             except msgspec.ValidationError:  # a provider of its own has other fields of these names
-                found = _Answer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
+                found = _PlainAnswer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
         except UNREADABLE:  # a count of another shape costs no answer
             return
         given = found.usage or next((one.usage for one in (found.response, found.message) if one and one.usage), None)

@@ -32,12 +32,12 @@ class _EngineFields(msgspec.Struct):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
 
 
-class _Name(msgspec.Struct):
+class _FunctionName(msgspec.Struct):
     name: Annotated[str, Meta(max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
 
 
 class _JsonSchema(msgspec.Struct, tag_field="type", tag="json_schema"):
-    json_schema: _Name
+    json_schema: _FunctionName
 
 
 class _JsonObject(msgspec.Struct, tag_field="type", tag="json_object"):
@@ -64,7 +64,7 @@ class _AnsweredCall(msgspec.Struct):
     type: str
 
 
-class _AllowedTools(msgspec.Struct):
+class _EngineAllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"]
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
@@ -119,7 +119,9 @@ def _check_choice(choice: dict[str, Any], names: set[str], types: list[Any]) -> 
             words = f"Tool choice '{name}' not found in 'tools' parameter."
             raise BadRequest(words, param="tool_choice", code="invalid_value")
     elif choice.get("type") == "allowed_tools":
-        allowed: _AllowedTools = convert(choice.get("allowed_tools", {}), _AllowedTools, "tool_choice.allowed_tools")
+        allowed: _EngineAllowedTools = convert(
+            choice.get("allowed_tools", {}), _EngineAllowedTools, "tool_choice.allowed_tools"
+        )
         for tool in allowed.tools:
             if tool.get("type") not in types:
                 words = "'tool_choice.allowed_tools.tools' has a tool of a type that 'tools' does not have."
@@ -129,7 +131,7 @@ def _check_choice(choice: dict[str, Any], names: set[str], types: list[Any]) -> 
 
 def _name_of(owner: dict[str, Any], where: str) -> str:
     """The name of a function in `owner`, a tool or the choice of one."""
-    name: str = _checked(owner.get("function"), _Name, where).name
+    name: str = _checked(owner.get("function"), _FunctionName, where).name
     return name
 
 
