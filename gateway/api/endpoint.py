@@ -31,7 +31,7 @@ _FIELDS_MAX = 50
 
 class Call(msgspec.Struct):
     """An authenticated request. `object_id` and `action` are the parts of its path, or empty; `out`
-    are the first headers of its response. `alias` is for its record, and the model that it `asked`.
+    are the first headers of its response. `alias` is for its record, and so is the `named_model` where it has none.
     """
 
     identity: Identity
@@ -45,7 +45,7 @@ class Call(msgspec.Struct):
     action: str = ""
     out: Headers = []
     alias: str = ""
-    asked: str = ""
+    named_model: str = ""
 
     @property
     def query(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class ObjectEndpoint(ABC):
         """The body, and its object; without a body, an empty one. Raises ApiError."""
         raw = await call.body.whole(self._pipeline.settings.body_bytes_max)
         body = decode_object(raw or b"{}", asgi.model_of(call.scope))
-        call.asked = shown(model) if isinstance(model := body.get("model"), str) else ""
+        call.named_model = shown(model) if isinstance(model := body.get("model"), str) else ""
         return raw, body
 
     def alias(self, call: Call, name: str) -> Alias:
@@ -128,8 +128,8 @@ class ObjectEndpoint(ABC):
         finally:
             facts: dict[str, Any] = {}
             if call is not None:
-                asked = "" if call.alias else call.asked
-                facts = {"identity": call.identity, "alias": call.alias, "asked": asked}
+                named = "" if call.alias else call.named_model
+                facts = {"identity": call.identity, "alias": call.alias, "asked": named}
             self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), cache="bypass", **facts))
 
 

@@ -186,12 +186,12 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
         native = _native(self._pipeline.fleet, request, body, raw, call.headers)
         chat, _ = _translated(convert(bare := _bare(body), PromptRequest), bare, native)
         alias = self.alias(call, request.model)
-        for one in alias.deployments.values():
-            is_up = not one.absence
-            if native is not None and is_up and isinstance(one.backend, AnthropicBackend):
-                name = one.model if alias.is_pattern else ""
+        for deployment in alias.deployments.values():
+            is_up = not deployment.absence
+            if native is not None and is_up and isinstance(deployment.backend, AnthropicBackend):
+                name = deployment.model if alias.is_pattern else ""
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server
-                    tokens = await one.backend.count_tokens(native, call.arrival.request_id, name)
+                    tokens = await deployment.backend.count_tokens(native, call.arrival.request_id, name)
                     return {"input_tokens": tokens}
         return {"input_tokens": await counted(alias, chat)}
 
@@ -285,7 +285,7 @@ def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -
     return chat, msgspec.structs.replace(native, apart=[native.apart, _bare(prompt)], is_needed=True)
 
 
-def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
+def _unsaid(content: _Content | None, *path: str | int) -> list[Any]:
     """What a chat completion does not say of a content, with its place: all of a block but a plain
     text, a call or a result, and the order where a chat completion has another.
     """
@@ -294,7 +294,7 @@ def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
     unsaid: list[Any] = []
     before: Any = None
     for number, block in enumerate(content):
-        at, kind = (*place, number), block.get("type") if isinstance(block, dict) else None
+        at, kind = (*path, number), block.get("type") if isinstance(block, dict) else None
         match kind:
             case "text":
                 unsaid += _further(block, ("type", "text"), *at)
@@ -325,9 +325,9 @@ def _media(value: Any, name: str = "") -> int:
     return own + sum(_media(item, name) for name, item in value.items())
 
 
-def _further(given: Mapping[str, Any], known: Collection[str], *place: str | int) -> list[Any]:
+def _further(given: Mapping[str, Any], known: Collection[str], *path: str | int) -> list[Any]:
     further = {name: value for name, value in given.items() if name not in known and value is not None}
-    return [[*place, bare]] if (bare := _bare(further)) else []
+    return [[*path, bare]] if (bare := _bare(further)) else []
 
 
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict"})
@@ -417,16 +417,16 @@ def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[di
     """
     results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):
-        place = f"{where}[{number}]"
+        block_where = f"{where}[{number}]"
         if block.get("type") != "tool_result":
-            parts.append(_part(block, place) | _mark(block))
+            parts.append(_part(block, block_where) | _mark(block))
             continue
-        result: _Result = convert(block, _Result, place)
+        result: _Result = convert(block, _Result, block_where)
         if result.tool_use_id not in calls:
             words = f"No tool_use block with the id {result.tool_use_id[:100]} is before this tool_result"
-            raise BadRequest(words, param=f"{place}.tool_use_id", code="invalid_value")
+            raise BadRequest(words, param=f"{block_where}.tool_use_id", code="invalid_value")
         given = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content or []
-        translated = [_part(part, f"{place}.content[{i}]") for i, part in enumerate(given)]
+        translated = [_part(part, f"{block_where}.content[{i}]") for i, part in enumerate(given)]
         texts = list[str]()
         for part in translated:
             if part["type"] == "text":
@@ -495,11 +495,16 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool of the client as a function. A tool of another type stays as it is: it is reserved."""
     if tool.get("type") not in (None, "custom"):
         return tool
-    own: _ClientTool = convert(tool, _ClientTool, where)
+    client_tool: _ClientTool = convert(tool, _ClientTool, where)
     told = {name for name, value in tool.items() if value is not None and (name, value) != _BY_MODELS}
     if further := told - _TOOL_FIELDS - _TOOL_HINTS:
         raise _no_such_field(where, min(further))
-    fields = {"name": own.name, "description": own.description, "parameters": own.input_schema, "strict": own.strict}
+    fields = {
+        "name": client_tool.name,
+        "description": client_tool.description,
+        "parameters": client_tool.input_schema,
+        "strict": client_tool.strict,
+    }
     function = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": function, **_mark(tool)}
 

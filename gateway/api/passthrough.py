@@ -81,13 +81,13 @@ class Passthrough(AnswerEndpoint):
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         path, rule, ids = self._path_of(scope, method)
         is_counted = reports_tokens(rule)
-        query, asked = _query_of(scope)
+        query, fields = _query_of(scope)
         media = headers.get("content-type", "")
         body: dict[str, Any] = {}
         upload = None
         if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
             upload, body = await read_form(call.body, boundary, self._settings)
-            asked += _by_names(body.items())
+            fields += _by_names(body.items())
         elif method != "GET" and not is_counted and _BYTES.fullmatch(media):
             upload = await self._kept(call.body, media)
         elif method != "GET" and (raw := await call.body.whole(self._body_bytes_max)):
@@ -96,7 +96,7 @@ class Passthrough(AnswerEndpoint):
                 raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
             body = decode_object(raw)
         with upload or nullcontext():
-            mentioned = {*ids, *ids_in(body), *ids_in(asked)}
+            mentioned = {*ids, *ids_in(body), *ids_in(fields)}
             if len(mentioned) > IDS_MAX:
                 raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
             unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
@@ -104,7 +104,7 @@ class Passthrough(AnswerEndpoint):
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
             if upload is not None:
                 await self._objects.check_files(upload, team_id, self._body_bytes_max)
-            self._check(body, asked, is_counted=is_counted)
+            self._check(body, fields, is_counted=is_counted)
             self._complete(body, path, is_counted=is_counted)
             sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
             turn = Turn(
@@ -157,26 +157,26 @@ class Passthrough(AnswerEndpoint):
                 return path, rule, [part for one, part in zip(listed, parts, strict=True) if one == "*"]
         raise NotFound(f"{method} {shown(path)} is not passed on to {self._deployment.name}", code="path_not_allowed")
 
-    def _check(self, body: Mapping[str, Any], asked: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
+    def _check(self, body: Mapping[str, Any], query_fields: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
         """Raises BadRequest for a body whose cost would not be known, or whose copies no team could
         own.
 
-        `asked` are the fields of the query and of a form, by all names in each.
+        `query_fields` are the fields of the query and of a form, by all names in each.
         """
         name, model = self._deployment.name, self._deployment.model
-        nested = [one for one in asked if "store" not in one or len(one) > 1]
+        nested = [one for one in query_fields if "store" not in one or len(one) > 1]
         parts = fields_of([*nested, *(given for field, given in body.items() if field != "store")])
         stores = any(field == "store" and str(given).lower() in ("true", "1") for field, given in parts)
         is_unreported = is_counted and body.get("background")
         other, no_price = body.get("model", model) != model, is_counted and not self._deployment.is_price_known
-        for is_wrong, words, param, code in (
+        for is_wrong, message, param, code in (
             (other, f"`{name}` is priced for the model `{model}`: send that one", "model", "invalid_value"),
             (no_price, f"`{name}` has no known price: set `price` of the deployment", "model", "price_unknown"),
             (is_unreported, f"{_UNREPORTED}: leave `background` out", "background", "price_unknown"),
             (stores, "What a part of a request stores has no owner: leave its `store` out", "store", "invalid_value"),
         ):
             if is_wrong:
-                raise BadRequest(words, param=param, code=code)
+                raise BadRequest(message, param=param, code=code)
 
     def _complete(self, body: dict[str, Any], path: str, *, is_counted: bool) -> None:
         """Add to a body what makes its cost and its owner known."""
@@ -246,7 +246,7 @@ class _Passed(Plain):
     `may_share`: another team's answers may have the same ids.
     """
 
-    __slots__ = ("_deployment", "_found", "_ids", "_may_share", "_owned", "_splitter", "_team_id")
+    __slots__ = ("_deployment", "_ids", "_may_share", "_new_ids", "_owned", "_splitter", "_team_id")
     is_kept = True
 
     def __init__(
@@ -255,16 +255,16 @@ class _Passed(Plain):
         super().__init__()
         self._ids, self._deployment, self._team_id, self._owned = ids, deployment, team_id, owned
         self._may_share = may_share
-        self._found = set[str]()
+        self._new_ids = set[str]()
         self._splitter = Splitter()
 
     async def keep(self) -> None:
-        found, self._found = self._found, set()
-        if not found:
+        ids, self._new_ids = self._new_ids, set()
+        if not ids:
             return
-        await self._ids.record(self._deployment, self._team_id, found)
-        asked = found if len(found) <= IDS_MAX else None
-        if not self._may_share and found - await self._ids.of_team(self._deployment, self._team_id, asked):
+        await self._ids.record(self._deployment, self._team_id, ids)
+        asked_ids = ids if len(ids) <= IDS_MAX else None
+        if not self._may_share and ids - await self._ids.of_team(self._deployment, self._team_id, asked_ids):
             raise _others()
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
@@ -284,7 +284,7 @@ class _Passed(Plain):
     def _note(self, data: bytes) -> None:
         try:
             # a model writes the arguments of its calls
-            self._found.update(ids_in(msgspec.json.decode(data), ("metadata", "input", "arguments")))
+            self._new_ids.update(ids_in(msgspec.json.decode(data), ("metadata", "input", "arguments")))
         except UNREADABLE:  # no JSON has no ids
             return
 
@@ -292,20 +292,20 @@ class _Passed(Plain):
 def _filtered(body: bytes, owned: set[str]) -> bytes:
     """A list without what is not `owned`. Raises Forbidden for an answer that may name what belongs to others."""
     try:
-        found = msgspec.json.decode(body or b"{}")
+        answer = msgspec.json.decode(body or b"{}")
     except UNREADABLE:
         raise _others() from None
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         raise _others()
-    listed = found.pop("data", None)
+    listed = answer.pop("data", None)
     if isinstance(listed, list):
-        data = [one for one in listed if isinstance(one, dict) and one.get("id") in owned]
+        data = [item for item in listed if isinstance(item, dict) and item.get("id") in owned]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        found |= {"first_id": first, "last_id": last}
-        body = msgspec.json.encode({**found, "data": data})
+        answer |= {"first_id": first, "last_id": last}
+        body = msgspec.json.encode({**answer, "data": data})
     elif listed is not None:
-        found["data"] = listed
-    if not owned.issuperset(ids_in(found)) or any(isinstance(one, list) for one in found.values()):
+        answer["data"] = listed
+    if not owned.issuperset(ids_in(answer)) or any(isinstance(item, list) for item in answer.values()):
         raise _others()
     return body
 

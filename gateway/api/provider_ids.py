@@ -92,10 +92,10 @@ def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str]
     for name, given in fields_of(value, but):
         if keys.fullmatch(name):
             given = given.get("id") if isinstance(given, dict) else given  # Anthropic's container
-            for one in given if isinstance(given, list) else [given]:
+            for id in given if isinstance(given, list) else [given]:
                 # a call of a tool has an id of its answer alone
-                if isinstance(one, str) and one and not one.startswith(("call_", "toolu_")):
-                    yield one
+                if isinstance(id, str) and id and not id.startswith(("call_", "toolu_")):
+                    yield id
 
 
 def fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:

@@ -146,7 +146,9 @@ class Responses(AnswerEndpoint):
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         body = decode_object(await self.body(call), asgi.model_of(call.scope))
         identity, arrival = call.identity, call.arrival
-        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline, arrival.request_id)
+        request, input_items, sent, kind = await as_sent(
+            body, self._memory, identity, self._pipeline, arrival.request_id
+        )
         # decision: one-shape-on-the-journey
         turn = read_turn(sent, call.headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
@@ -162,7 +164,7 @@ class Responses(AnswerEndpoint):
                 raise BeyondChat("background", f"`background` is not supported in {words}: leave it out")
             turn = msgspec.structs.replace(turn, deadline=None)
         is_kept = keeping.is_stored or conversation_id is not None
-        keep = partial(self._memory.put, identity, keeping, own) if is_kept else None
+        keep = partial(self._memory.put, identity, keeping, input_items) if is_kept else None
         renderer = Response if kind is CHAT else PassedResponse
         return turn, renderer(body, arrival, keeping, keep)
 
@@ -214,14 +216,14 @@ async def as_sent(
         )
     if request.input is None and previous_id is None and conversation_id is None:
         raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
-    own: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    own = items = await memory.resolved(identity.team, own)
+    input_items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    input_items = items = await memory.resolved(identity.team, input_items)
     if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
             before = await memory.said(identity.team, conversation_id, request_id)
         else:
             before = await memory.before(identity.team, str(previous_id))
-        items = [*before, *own]
+        items = [*before, *input_items]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
@@ -234,12 +236,12 @@ async def as_sent(
     try:
         if not (may_pass and _is_beyond_chat(request, items)):
             chat = _chat(body, request, _messages(items, request.instructions, len(before)))
-            return request, own, _encoded(chat, bytes_max), CHAT
+            return request, input_items, _encoded(chat, bytes_max), CHAT
     except BeyondChat:
         if not may_pass:
             raise
     sent = {name: value for name, value in body.items() if name not in _UNSENT}
-    return request, own, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
+    return request, input_items, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
 
 
 def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
@@ -247,21 +249,21 @@ def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
 
     Raises BadRequest as soon as it is longer than a request's body may be.
     """
-    made = bytearray()
+    encoded = bytearray()
     for name, value in sent.items():
-        made += b",%b:" % msgspec.json.encode(name)
+        encoded += b",%b:" % msgspec.json.encode(name)
         pieces = value if isinstance(value, list) and value else [value]
         for number, piece in enumerate(pieces):
-            made += b"," * (number > 0) or b"[" * (pieces is value)
-            made += msgspec.json.encode(piece)
-            if len(made) > bytes_max:
+            encoded += b"," * (number > 0) or b"[" * (pieces is value)
+            encoded += msgspec.json.encode(piece)
+            if len(encoded) > bytes_max:
                 raise BadRequest(
                     f"`{name}` and all that the request refers to have more than {bytes_max} bytes: send less",
                     param="input" if name == "messages" else name,
                     code="context_length_exceeded",
                 )
-        made += b"]" * (pieces is value)
-    return b"{" + made[1:] + b"}"
+        encoded += b"]" * (pieces is value)
+    return b"{" + encoded[1:] + b"}"
 
 
 # the gateway's own part, and a chat's names of the length, which would take the place of its own
@@ -344,13 +346,15 @@ def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """`given` in a chat completion's shape, each at its place, and after them the other tools of namespaces."""
     groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
-        place, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
-        members = _members(tool, place)
-        for name in [one["name"] for one in members if isinstance(one.get("name"), str)]:
+        tool_where, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
+        members = _members(tool, tool_where)
+        for name in [member["name"] for member in members if isinstance(member.get("name"), str)]:
             if owners.setdefault(name, space) != space:  # a call could not be told from the other's
-                raise BeyondChat(place, f"Two tools would be called {shown(name)} in a chat completion: rename one")
-        groups.append([_tool(one, place) for one in members])
-    return [group[0] for group in groups if group] + [one for group in groups for one in group[1:]]
+                raise BeyondChat(
+                    tool_where, f"Two tools would be called {shown(name)} in a chat completion: rename one"
+                )
+        groups.append([_tool(member, tool_where) for member in members])
+    return [group[0] for group in groups if group] + [member for group in groups for member in group[1:]]
 
 
 def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -358,13 +362,16 @@ def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if tool.get("type") != "namespace":
         return [tool]
     space: _ToolNamespace = convert(tool, _ToolNamespace, where)
-    found = [
+    members = [
         {**one, "name": in_namespace(space.name, name)} if isinstance(name := one.get("name"), str) else one
         for one in space.tools
     ]
-    if found and space.description:  # it is about them all, so the first one has it
-        found[0] = {**found[0], "description": f"{space.description}\n\n{found[0].get('description') or ''}".rstrip()}
-    return found
+    if members and space.description:  # it is about them all, so the first one has it
+        members[0] = {
+            **members[0],
+            "description": f"{space.description}\n\n{members[0].get('description') or ''}".rstrip(),
+        }
+    return members
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -413,8 +420,8 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
     for number, given in enumerate(items, -before):
         where = f"input[{number}]"
         if (kind := given.get("type") or "message") not in ITEMS or kind == "item_reference":
-            words = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
-            raise BeyondChat(f"{where}.type", f"{words}; leave out what another tool has left")
+            message = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
+            raise BeyondChat(f"{where}.type", f"{message}; leave out what another tool has left")
         item: _Item = convert(given, _Item, where)
         match kind:
             case "message":
@@ -428,8 +435,8 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
             case kind if kind in _OUTPUTS:
                 named = item.call_id or item.id or ""
                 if (call_id := calls.get(named, "")) == "" and named not in calls:
-                    words = f"No tool call found for {kind.replace('_', ' ')} with call_id {named[:100]}."
-                    raise BadRequest(words, param="input")
+                    message = f"No tool call found for {kind.replace('_', ' ')} with call_id {named[:100]}."
+                    raise BadRequest(message, param="input")
                 answered.add(call_id)
                 output = _content(item.output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})

@@ -105,12 +105,12 @@ class Alias:
         if self.has_engine:
             check_rules(body, kind)
 
-    def _refusal(self, found: list[Reserved]) -> BadRequest:
+    def _refusal(self, hidden: list[Reserved]) -> BadRequest:
         """The error for reserved things of which no deployment allows all."""
-        names = {one.name for one in found}
+        names = {part.name for part in hidden}
         # where each part is allowed somewhere, but not together, all of them are in the way
         in_the_way = names.difference(*(d.allowed for d in self.deployments.values())) or names
-        first = next(one for one in found if one.name in in_the_way)
+        first = next(part for part in hidden if part.name in in_the_way)
         is_unpriced = any(first.name in map(canonical, d.settings.allow_fields) for d in self.deployments.values())
         return _not_allowed(first, self.name, is_unpriced=is_unpriced)
 
@@ -244,22 +244,24 @@ def _well(candidate: Candidate) -> Candidate:
     return msgspec.structs.replace(candidate, resting=None, full_at=0, use="")
 
 
-def _not_allowed(found: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
-    way = "leave it out" if found.name in FIELDS else "send tools of the type `function`"
-    effect = FIELDS.get(found.name) or TOOLS[found.name]
-    words = f"{found.words} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
-    message = f"{words} to list `{found.name}` in the deployment's `allow_fields`"
+def _not_allowed(part: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
+    way = "leave it out" if part.name in FIELDS else "send tools of the type `function`"
+    effect = FIELDS.get(part.name) or TOOLS[part.name]
+    sentence_start = (
+        f"{part.subject} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
+    )
+    message = f"{sentence_start} to list `{part.name}` in the deployment's `allow_fields`"
     if is_unpriced:
-        message = f"{words} for its price: `price` of the deployment has none for `{found.name}`"
-    return BadRequest(message, param=found.param, code="field_not_allowed")
+        message = f"{sentence_start} for its price: `price` of the deployment has none for `{part.name}`"
+    return BadRequest(message, param=part.param, code="field_not_allowed")
 
 
-def _not_fetched(place: str, alias: str, hosts: Collection[str]) -> BadRequest:
-    words = (
-        f"`{place}`: a server of the model `{alias}` would fetch it, and may do so from {', '.join(hosts) or 'no host'}"
+def _not_fetched(param: str, alias: str, hosts: Collection[str]) -> BadRequest:
+    reason = (
+        f"`{param}`: a server of the model `{alias}` would fetch it, and may do so from {', '.join(hosts) or 'no host'}"
     )
     way = "send a data: URL, or ask the operator to list the host in the deployment's `image_hosts`"
-    return BadRequest(f"{words}: {way}", param=place, code="url_not_allowed")
+    return BadRequest(f"{reason}: {way}", param=param, code="url_not_allowed")
 
 
 _PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request

@@ -186,10 +186,10 @@ _WRITES = (
 
 def with_writes(price: Price, model: str) -> Price:
     """`price`, completed by the published prices of writing the prompt cache of `model`."""
-    found = next((factors for name, factors in _WRITES if name in model.lower()), None)
-    if found is None:
+    write_factors = next((factors for name, factors in _WRITES if name in model.lower()), None)
+    if write_factors is None:
         return price
-    usual, long = (math.ceil(price.input_microusd_per_mtok * factor) for factor in found)
+    usual, long = (math.ceil(price.input_microusd_per_mtok * factor) for factor in write_factors)
     write, write_1h = price.cache_write_microusd_per_mtok, price.cache_write_1h_microusd_per_mtok
     return dataclasses.replace(
         price,

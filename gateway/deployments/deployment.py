@@ -272,19 +272,19 @@ class Deployment(Facts):
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
         return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
 
-    def succeeded(self, made: Progress, demand: Demand, asker: Asker) -> None:
+    def succeeded(self, progress: Progress, demand: Demand, asker: Asker) -> None:
         """Learn from a complete generation.
 
         An answer that came whole has only a total: its time to first token is taken as predicted,
         and its tokens share the rest.
         """
         self.health.succeeded(asker)
-        assert made.attempt is not None
+        assert progress.attempt is not None
         past, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
         past.served = max(past.served, prompt_tokens)
-        duration_ms, usage, tokens = made.attempt.duration_ms, made.usage, made.content_chunks
+        duration_ms, usage, tokens = progress.attempt.duration_ms, progress.usage, progress.content_chunks
         figures = self.estimate.figures()
-        ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
+        ttft_ms = progress.ttft_ms if progress.ttft_ms is not None else duration_ms
         if usage is not None:
             past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
             if past.served > past.learned:
@@ -294,10 +294,10 @@ class Deployment(Facts):
             if usage.reasoning_tokens:
                 self.may_reason = True
             elif self.may_reason is None:
-                self.may_reason = tokens > made.completion_tokens_at_least(0.0)
+                self.may_reason = tokens > progress.completion_tokens_at_least(0.0)
             rate = tokens / max(duration_ms, 1.0)
             self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if figures.weight > 0 else 1.0)
-        if made.is_whole:
+        if progress.is_whole:
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 

@@ -62,10 +62,10 @@ class Fleet:
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
-        found = self.aliases.get(name) or self.aliases.get(configured := self.configured(name))
-        if found is None and configured:
+        alias = self.aliases.get(name) or self.aliases.get(configured := self.configured(name))
+        if alias is None and configured:
             return self._embedder
-        if found is None:
+        if alias is None:
             names = [one for one in self.aliases if allowed is None or one in allowed]
             there = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
             more = ", ..." if len(names) > _NAMES_SHOWN_MAX else ""
@@ -74,7 +74,7 @@ class Fleet:
                 param="model",
                 code="model_not_found",
             )
-        return found.for_name(name) if found.is_pattern else found
+        return alias.for_name(name) if alias.is_pattern else alias
 
     def take_uses(self, uses: Mapping[str, str]) -> None:
         """Take the deployments in `uses` out of use, and the others in.

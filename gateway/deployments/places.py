@@ -70,10 +70,10 @@ class Places:
 
         `is_first`: it was called before, and came too late.
         """
-        own = self._queues.get(ticket.team, ())
+        queue_of_team = self._queues.get(ticket.team, ())
         if self.waiting >= self.waiting_max and not is_first:
             most = max(self._queues, key=lambda team: len(self._queues[team]), default=ticket.team)
-            if len(self._queues.get(most, ())) <= len(own) + 1:
+            if len(self._queues.get(most, ())) <= len(queue_of_team) + 1:
                 return False
             self._push_out(next(reversed(self._queues[most])))
         queue = self._queues.setdefault(ticket.team, OrderedDict())

@@ -269,15 +269,15 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
 
     `host` is a part of it where only this host reaches the deployment. It shows no key.
     """
-    own = deployment.settings
+    given = deployment.settings
     where = (
         [host, str(settings.run_dir)]
-        if own.engine
+        if given.engine
         else [host]
-        if is_loopback(urlsplit(own.base_url or "").hostname or "")
+        if is_loopback(urlsplit(given.base_url or "").hostname or "")
         else []
     )
-    facts = (where, deployment.name, own.backend, own.engine, own.model, own.base_url, own.headers)
-    secret = os.environ.get(own.api_key_env or "", "")
+    facts = (where, deployment.name, given.backend, given.engine, given.model, given.base_url, given.headers)
+    secret = os.environ.get(given.api_key_env or "", "")
     key = (settings.secret or "").encode()[:64]
     return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()

@@ -80,9 +80,9 @@ def error_object(message: str, type: str, param: str | None, code: str | None) -
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def sentence(words: str) -> str:
-    """`words` with a capital first letter."""
-    return f"{words[:1].upper()}{words[1:]}"
+def sentence(text: str) -> str:
+    """`text` with a capital first letter."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def shown(text: str, characters_max: int = 100) -> str:

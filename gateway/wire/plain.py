@@ -57,7 +57,9 @@ class _Plain(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: None = None
     messages: None = None
-    own: ClassVar[frozenset[str]] = frozenset()  # fields with another meaning than the reserved ones of their names
+    unreserved: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # fields with another meaning than the reserved ones of their names
 
     def extent(self) -> "Extent":
         """How much it asks for. Raises BadRequest."""
@@ -66,7 +68,7 @@ class _Plain(msgspec.Struct, kw_only=True):
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The size of a request, and the capability that a deployment needs for it. Raises BadRequest."""
         extent = self.extent()
-        marks, reserved = _MARKS * len(extent.inputs), reserved_names(body) - self.own
+        marks, reserved = _MARKS * len(extent.inputs), reserved_names(body) - self.unreserved
         return Demand(
             prompt_tokens=int(sum([tokens for tokens, _ in extent.inputs])) + marks,
             output_tokens_max=extent.output_tokens,
@@ -205,7 +207,7 @@ class SpeechRequest(_Plain, kw_only=True):
     input: Annotated[str, Meta(min_length=1)]
     voice: Any
     instructions: str | None = None
-    own = frozenset({"speed"})  # of the voice
+    unreserved = frozenset({"speed"})  # of the voice
 
     def extent(self) -> Extent:
         inputs, output_tokens = [_size(self.input), _size(self.instructions or "")], len(self.input.encode())
@@ -338,26 +340,28 @@ class Counted:
         """Read a whole answer, or the data of an event."""
         try:
             try:
-                found = msgspec.json.decode(body, type=_PlainAnswer)
+                answer = msgspec.json.decode(body, type=_PlainAnswer)
             except msgspec.ValidationError:  # a provider of its own has other fields of these names
-                found = _PlainAnswer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
+                answer = _PlainAnswer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
         except UNREADABLE:  # a count of another shape costs no answer
             return
-        given = found.usage or next((one.usage for one in (found.response, found.message) if one and one.usage), None)
+        given = answer.usage or next(
+            (one.usage for one in (answer.response, answer.message) if one and one.usage), None
+        )
         self._usage |= {name: value for name, value in (given or {}).items() if value is not None}
-        told = found.response or found
-        if told.incomplete_details:
+        response = answer.response or answer
+        if response.incomplete_details:
             self.finish_reason = "content_filter" if b'"content_filter"' in body else "length"
-        if isinstance(told.output, list):
-            self._searches = sum(map(_is_search, told.output))
-            self._rounds = sum(_type_of(item) != "message" for item in told.output)
-        meta = found.meta or _Meta()
+        if isinstance(response.output, list):
+            self._searches = sum(map(_is_search, response.output))
+            self._rounds = sum(_type_of(item) != "message" for item in response.output)
+        meta = answer.meta or _Meta()
         billed = meta.billed_units or _Units()
         if tokens := (meta.tokens or billed).input_tokens:
             self._usage.setdefault("prompt_tokens", tokens)
-        counted = [billed.search_units, self._usage.get("seconds"), found.duration]
-        if found.created is not None and found.data and _IMAGE.search(found.data[0]):
-            counted.append(len(found.data))
+        counted = [billed.search_units, self._usage.get("seconds"), answer.duration]
+        if answer.created is not None and answer.data and _IMAGE.search(answer.data[0]):
+            counted.append(len(answer.data))
         self._units = max(self._units, *[count_of(units) or 0 for units in counted])
 
     @property

@@ -70,7 +70,7 @@ class _EngineAllowedTools(msgspec.Struct):
 
 
 class _Limit(NamedTuple):
-    words: str  # of the error about a value beyond it
+    sign: str  # a part of the error about a value beyond it
     code: str
 
 
@@ -116,16 +116,16 @@ def _check_choice(choice: dict[str, Any], names: set[str], types: list[Any]) -> 
     if choice.get("type") == "function":
         name = _name_of(choice, "tool_choice.function")
         if name not in names:
-            words = f"Tool choice '{name}' not found in 'tools' parameter."
-            raise BadRequest(words, param="tool_choice", code="invalid_value")
+            message = f"Tool choice '{name}' not found in 'tools' parameter."
+            raise BadRequest(message, param="tool_choice", code="invalid_value")
     elif choice.get("type") == "allowed_tools":
         allowed: _EngineAllowedTools = convert(
             choice.get("allowed_tools", {}), _EngineAllowedTools, "tool_choice.allowed_tools"
         )
         for tool in allowed.tools:
             if tool.get("type") not in types:
-                words = "'tool_choice.allowed_tools.tools' has a tool of a type that 'tools' does not have."
-                raise BadRequest(words, param="tool_choice", code="invalid_value")
+                message = "'tool_choice.allowed_tools.tools' has a tool of a type that 'tools' does not have."
+                raise BadRequest(message, param="tool_choice", code="invalid_value")
             _check_choice(tool, names, types)
 
 
@@ -141,7 +141,7 @@ def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
     try:
         return convert(given, shape, where)
     except BadRequest as error:
-        error.error_code = next((one.code for one in _LIMITS if one.words in error.message), error.error_code)
+        error.error_code = next((limit.code for limit in _LIMITS if limit.sign in error.message), error.error_code)
         error.param = error.param and error.param.removesuffix("[...]")
         raise
 
@@ -166,11 +166,11 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
 def _check_answer(message: dict[str, Any], calls: set[str], where: str) -> None:
     id = message.get("tool_call_id")
     if id is None:
-        words = "Missing parameter 'tool_call_id': messages with role 'tool' must have a 'tool_call_id'."
-        raise BadRequest(words, param=f"{where}.tool_call_id")
+        reason = "Missing parameter 'tool_call_id': messages with role 'tool' must have a 'tool_call_id'."
+        raise BadRequest(reason, param=f"{where}.tool_call_id")
     if id not in calls:
-        words = "messages with role 'tool' must be a response to a preceeding message with 'tool_calls'."
-        raise BadRequest(f"Invalid parameter: {words}", param=f"{where}.role")
+        reason = "messages with role 'tool' must be a response to a preceeding message with 'tool_calls'."
+        raise BadRequest(f"Invalid parameter: {reason}", param=f"{where}.role")
 
 
 def _calls(message: dict[str, Any], index: int) -> set[str]:
@@ -193,8 +193,8 @@ def _calls(message: dict[str, Any], index: int) -> set[str]:
 
 
 def _unanswered(ids: set[str], param: str) -> BadRequest:
-    words = (
+    sentence = (
         "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'."
     )
     lacking = ", ".join(sorted(ids))[:500]
-    return BadRequest(f"{words} The following tool_call_ids did not have response messages: {lacking}", param=param)
+    return BadRequest(f"{sentence} The following tool_call_ids did not have response messages: {lacking}", param=param)
