@@ -115,7 +115,7 @@ _log = get_logger()
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WorkerParts(AdminParts):
-    """All parts of a worker: those that the admin plane is given, and the rest."""
+    """All parts of a worker: those of the admin plane, and the rest."""
 
     link: RedisLink
     writer: LedgerWriter
@@ -192,7 +192,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _as_seen(networks: Sequence[str]) -> list[str]:
-    """The networks, and the IPv4 ones again as a socket for both families shows them (::ffff:...)."""
+    """The networks, with each IPv4 network also as an IPv6 socket shows it (::ffff:...)."""
     parsed = [ipaddress.ip_network(network) for network in networks]
     mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in parsed if one.version == 4]
     return [*map(str, parsed), *mapped]
@@ -262,9 +262,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def begin_stop(app: FastAPI, requests: set[asyncio.Task[None]]) -> None:
-    """Begin no more work without a client, and note when what is under way is given up.
+    """Begin no more work without a client, and set the time at which running work is cancelled.
 
-    `requests` are those under way, from now on.
+    `requests` are the running requests.
     """
     app.state.requests = requests
     app.state.stops_by = time.monotonic() + app.state.settings.shutdown_grace_s
@@ -272,7 +272,7 @@ def begin_stop(app: FastAPI, requests: set[asyncio.Task[None]]) -> None:
 
 
 async def _finish_work(parts: WorkerParts, within_s: float) -> None:
-    """Wait for work without a client, whose leases are kept meanwhile; what is left then is cancelled."""
+    """Wait for work without a client, and cancel what still runs after `within_s`. Leases are kept meanwhile."""
     tasks = [*parts.background.tasks, *parts.runner.stop()]
     for timeout_s in (max(0.0, within_s), _SETTLE_S):
         if tasks:
@@ -561,11 +561,10 @@ async def _count_batches(parts: WorkerParts) -> None:
 
 
 async def _tidy(pipeline: Pipeline) -> None:
-    """Free the young objects that only cycles keep, unless the worker is generating, and return
-    free pages of the heap to the kernel.
+    """Collect the young objects, unless the worker is generating, and return free pages to the kernel.
 
-    A cycle is a library's or a bug: the young generations are few objects. The pages are returned
-    in a thread, because thousands of scattered ones take longer than a request.
+    Only libraries and bugs make cycles, so the young generations are small. A thread returns the
+    pages, because thousands of scattered ones take longer than a request.
     """
     if not pipeline.generations:
         gc.collect(1)
@@ -589,7 +588,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 
 def _told(chunks: Sequence[Chunk]) -> str:
-    """The answer for the log; chunk by chunk if the chunks cannot be folded, and bytes not at all."""
+    """The answer for the log. Chunks that cannot be folded are shown one by one, and bytes by their size."""
     if chunks[0].media and not chunks[0].media.startswith("text/"):
         return f"({sum(len(chunk.data) for chunk in chunks)} bytes of {chunks[0].media})"
     try:

@@ -71,7 +71,7 @@ def check_settings(
 
 
 def notes(settings: Settings) -> list[str]:
-    """What is allowed, and probably not meant: base URLs without a version, or with an endpoint."""
+    """A note for each base URL that is allowed but probably wrong: without a version, or with an endpoint."""
     noted = []
     for deployment_path, deployment in _deployments(settings):
         url = deployment.base_url
@@ -289,7 +289,9 @@ def _section_of(loc: _Loc) -> type[BaseModel]:
 
 
 def _inner(section: type[BaseModel], name: str) -> tuple[type[BaseModel], str] | None:
-    """The section of the setting `name`, if it is one, and how a document writes its many."""
+    """The section of the setting `name`, if it is a section, and the suffix that documents give to
+    a list or a map of them.
+    """
     kind: Any = section.model_fields[name].annotation if name in section.model_fields else None
     many = {dict: ".<name>", list: "[]"}.get(get_origin(kind), "")
     found = [one for one in (kind, *get_args(kind)) if one in SECTIONS]

@@ -162,7 +162,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def reserved(body: Mapping[str, Any]) -> list[Reserved]:
-    """Each reserved field and tool in a request's `body`, in its order. A null is no field."""
+    """Each reserved field and tool in a request's `body`, in order. A null counts as absent."""
     parts: list[Reserved] = []
     for name, value in body.items():
         if value is None or name not in _NAMES:
@@ -184,7 +184,7 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
 
 
 def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
-    """The place of a URL in `body` that a server would fetch from none of `hosts`; empty: there is none.
+    """The path of the first URL in `body` whose host is not among `hosts`; empty if every host is.
 
     A host that begins with `*.` stands for all names one level below it.
     """
@@ -227,9 +227,7 @@ def calls_of(body: Mapping[str, Any], names: frozenset[str]) -> int:
 
 
 def with_calls_bound(body: dict[str, Any]) -> dict[str, Any]:
-    """`body` with the calls that `calls_of` counts as the limits of its tools, where the provider
-    takes any.
-    """
+    """`body` with limits for the tools that the provider runs, where it takes limits, as `calls_of` counts them."""
     if _is_response(body):
         return {**body, "max_tool_calls": _limited(body.get("max_tool_calls"))}
     tools = body.get("tools")
@@ -263,7 +261,7 @@ def reserved_in_name(model: str) -> list[Reserved]:
 
 
 def canonical(name: str) -> str:
-    """The name in `FIELDS` or `TOOLS` of a field or of a tool's type; any other is OTHER_TOOLS."""
+    """The name of a field or of a tool's type as `FIELDS` or `TOOLS` has it; OTHER_TOOLS for an unknown one."""
     if name in FIELDS:
         return name
     snake = _snake(name)
@@ -276,7 +274,7 @@ def is_googles(tool: Mapping[str, Any]) -> bool:
 
 
 def _tools(field: str, tools: Any, *, is_response: bool) -> list[Reserved]:
-    """The reserved ones of `tools`, in namespaces too.
+    """The reserved tools of `tools` and of its namespaces.
 
     litellm reads Google's names also in a tool that calls itself a function.
     """

@@ -62,7 +62,7 @@ _SECRET_VARIETY_MIN = 4
 
 
 def secret_problem(name: str, value: str) -> str:
-    """Why `value` can be guessed or cannot be sent, without the value; empty for a good secret.
+    """Why `value` can be guessed or cannot be sent; empty for a good secret. It never shows the value.
 
     `name` is the setting's. `secret` is never sent: any printable character may be in it.
     """
@@ -96,7 +96,7 @@ def _refuse(wrong: list[str]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about `name`: the one of `known` that is nearest to it, if any is near."""
+    """The end of a message about the unknown `name`: it suggests the nearest one of `known`, if one is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -111,7 +111,7 @@ def _is_http_url(url: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, a name or an address, is this one."""
+    """Whether a host's name or address leads to this machine."""
     try:
         return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -119,7 +119,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _has_good_hosts(url: str) -> bool:
-    """Whether each `host:port` of a URL, which may list several, can be one.
+    """Whether each `host:port` of a URL can exist. A URL may list several.
 
     A password may contain any character but `@`, as SQLAlchemy reads it.
     """
@@ -443,7 +443,7 @@ class CacheSettings(_Section):
     @field_validator("volatile")
     @classmethod
     def _is_bounded(cls, patterns: list[str]) -> list[str]:
-        """Raises ValueError for a pattern that could take long."""
+        """Raises ValueError for a pattern that cannot be used."""
         for pattern in patterns:
             compile_pattern(pattern)
         return patterns
@@ -703,7 +703,7 @@ class Settings(_Section):
         return self
 
     def _wrong_fallbacks(self) -> list[str]:
-        """What is wrong with the aliases' fallbacks: names that are no alias, repetitions, cycles."""
+        """An error for each fallback of an alias that is unknown, repeated or part of a cycle."""
         wrong = []
         patterns = [name[:-1] for name in self.models if is_pattern(name)]
         for alias, model in self.models.items():
@@ -727,8 +727,7 @@ class Settings(_Section):
         return wrong
 
     def _wrong_webhook(self) -> list[str]:
-        """What is wrong with the webhook: a URL that cannot be one or that others could read, no
-        secret.
+        """An error for a webhook's URL that cannot be reached or that others could read, and for a missing secret.
 
         A URL's path may hold a token: only its scheme is shown.
         """
@@ -801,7 +800,7 @@ def is_pattern(alias: str) -> bool:
 
 
 def _wrong_pattern(where: str, alias: str, deployment: DeploymentSettings) -> list[str]:
-    """What is wrong with the `*` of an alias or of its deployment's model."""
+    """An error for a misplaced `*` in an alias or in its deployment's model."""
     model = deployment.model or ""
     if not is_pattern(alias):
         needed = f"only an alias `*` or `prefix/*` passes names on; here the alias is {alias!r}"

@@ -80,7 +80,10 @@ class Heartbeat:
                     return
 
     async def _fell_silent(self, intervals: int) -> bool:
-        """Whether one connection became silent; False if the process closed it. Raises OSError."""
+        """Wait for one connection's end. Returns True if it became silent, and False if the process closed it.
+
+        Raises OSError.
+        """
         reader, writer = await asyncio.open_unix_connection(self.path)
         silent = 0
         try:

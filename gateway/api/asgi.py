@@ -56,9 +56,9 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """The API key in `Authorization: Bearer ...`, `api-key` or `x-api-key`; None if there is none.
+    """The API key in `Authorization: Bearer ...`, `api-key` or `x-api-key`; None without a key.
 
-    Raises Unauthenticated if two of them differ: which one is meant cannot be known.
+    Raises Unauthenticated if two headers have different keys.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else ""
@@ -91,7 +91,7 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
 
 
 async def send_body(send: Send, body: bytes) -> None:
-    """Send all of a body, a large one as its client takes it: no copy of the whole is made."""
+    """Send a body. A large one leaves in pieces as its client takes them, without a copy of the whole."""
     if len(body) > _PIECE_BYTES:
         left = memoryview(body)
         while len(left) > _PIECE_BYTES:
@@ -102,7 +102,7 @@ async def send_body(send: Send, body: bytes) -> None:
 
 
 def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
-    """`send` that adds headers to the start of a response: those that `more_of` gives for it."""
+    """Wrap `send`: it adds the headers that `more_of` gives for the start of a response."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

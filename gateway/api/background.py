@@ -66,7 +66,7 @@ _log = get_logger()
 
 
 class _Work:
-    """A response that is generated. `begun` has its reply once it may be left."""
+    """A response that is being generated. `begun` gets its reply as soon as readers can leave it."""
 
     def __init__(self, response: Response, team_id: int) -> None:
         self.response = response
@@ -100,9 +100,9 @@ class Background:
         self._bytes_max = pipeline.settings.responses.team_stream_bytes_max
 
     async def begin(self, turn: Turn, response: Response, identity: Identity) -> bytes:
-        """Generate a response from now on, once it is kept; returns it as it is then.
+        """Store a response and start its generation; returns its body as stored.
 
-        What is refused before a deployment is asked raises. Raises ApiError.
+        Raises ApiError, also for a refusal that comes before a deployment is asked.
         """
         if len(self._works) + self._beginning >= _AT_ONCE:
             raise Unavailable("Too many responses are generated in the background: try again later", code="busy")
@@ -168,13 +168,13 @@ class Background:
             await self._memory.conversations.release(arrival.request_id)
 
     def leave(self, id: str) -> None:
-        """Stop to generate a response, which was cancelled, given up or deleted, if it is this worker's."""
+        """Stop the generation of a response that was cancelled or deleted, if this worker runs it."""
         work = self._works.get(id)
         if work is not None and work.reply is not None and work.reply.reader is not None:
             work.reply.reader.leave(ClientGone())
 
     async def renew(self) -> None:
-        """Keep the leases and locks, and stop what is not to be generated any more."""
+        """Renew the leases and locks, and stop generations that lost their row."""
         await self._memory.conversations.renew()
         ids = list(self._works)
         if ids:
@@ -191,14 +191,15 @@ class Background:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What is under way; one that is cancelled has failed."""
+        """The running generations. One that is cancelled fails."""
         return [work.task for work in self._works.values() if work.task is not None]
 
     # -- events
 
     async def _tell(self, work: _Work, events: bytes) -> bool:
-        """Add events to a stream, until that fails once: it has no gaps. Returns whether there was
-        room for them.
+        """Append events to a stream. After one failure nothing more is appended, so that it has no gaps.
+
+        Returns whether the team's streams had room.
         """
         if not events or work.is_cut:
             return True
@@ -224,10 +225,10 @@ class Background:
             raise Unavailable("Redis does not answer; try again shortly", code="redis_unavailable") from None
 
     async def events(self, team: Team, id: str, after: int) -> AsyncIterator[bytes]:
-        """The events of a response after the one of this number, to its end; between them empty
-        ones.
+        """The events of a response after the one with the number `after`, until its end. Empty ones
+        show that it waits.
 
-        Where they break off, the last one says how the response ended. Never raises.
+        If the stream breaks off, the last event says how the response ended. Never raises.
         """
         key, looks, is_over = _key(team.id, id), 0, False
         try:

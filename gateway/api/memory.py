@@ -90,7 +90,7 @@ class Memory:
             raise await self._locked(team, id)
 
     async def _locked(self, team: Team, id: str) -> ConversationLocked:
-        """Why a conversation could not be changed. Raises NotFound."""
+        """The error for a conversation that could not be changed. Raises NotFound if it does not exist."""
         await self.conversation(team, id)
         return ConversationLocked(id)
 
@@ -140,7 +140,7 @@ class Memory:
         await self._store.change(id, status="cancelled")
 
     async def delete(self, team: Team, id: str) -> None:
-        """Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         if not (_ID.fullmatch(id) and await self._store.delete(team.id, id)):
             raise no_such_response(id)
 
@@ -167,9 +167,10 @@ class Memory:
         return items
 
     async def resolved(self, team: Team, items: list[Item]) -> list[Item]:
-        """`items` with the items that references among them stand for, each as often as it is named.
+        """`items`, with each reference replaced by the item that it names.
 
-        Raises NotFound, and BadRequest where all of them have more bytes than a request may have.
+        Raises NotFound, and BadRequest if all of them together have more bytes than a request may
+        have.
         """
         references = {str(item["id"]) for item in items if _is_reference(item)}
         if not references:
@@ -208,7 +209,7 @@ class Memory:
 
     @contextmanager
     def _bounded(self, param: str) -> Iterator[int]:
-        """The bytes that a history may have. Raises BadRequest where the one that `param` names has more."""
+        """The bytes that a history may have. Raises BadRequest if the history that `param` names has more."""
         bytes_max = self._settings.body_bytes_max
         try:
             yield bytes_max
@@ -222,8 +223,8 @@ class Memory:
     async def put(self, identity: Identity, keeping: Keeping, input_items: Sequence[Item], response: Item) -> None:
         """Keep a response; `input_items` are its input's items.
 
-        Raises, of one in the background alone, what the database raises where it is queued, and
-        ClientGone at its end where it was cancelled, given up or deleted before.
+        For a response in the background, raises the database's error when it is queued, and
+        ClientGone at its end if it was cancelled or deleted before.
         """
         id, status, added = response["id"], response["status"], keeping.conversation_id
         digits = id.removeprefix("resp_")

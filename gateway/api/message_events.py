@@ -40,10 +40,10 @@ _ERRORS = {
 
 
 class _ContentBlock:
-    """One content block.
+    """One content block. `fields` are its fields at the start; `parts` are pieces of its text or of
+    a call's arguments.
 
-    `fields` are those it begins with; `parts` are pieces of its text, or of a call's arguments. A
-    block of another type than the three that grow is whole from the start.
+    Blocks of other types than text, thinking and tool_use are whole from the start.
     """
 
     __slots__ = ("call", "citations", "fields", "parts", "signature")
@@ -95,9 +95,9 @@ class _ContentBlock:
 
 
 class MessageRenderer(EventRenderer):
-    """The renderer of one message. `model` is the request's, for chunks that name none.
+    """The renderer of one message. `model` stands in for chunks that name no model.
 
-    `prompt_tokens` are estimated, until the deployment counts them.
+    `prompt_tokens` is an estimate, until the deployment counts them.
     """
 
     def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
@@ -190,7 +190,7 @@ class MessageRenderer(EventRenderer):
             self._last("text").citations += map(_plain, citations)
 
     def _last(self, kind: str) -> _ContentBlock:
-        """The last block, of this kind; begun where it is of another."""
+        """The last block if it is of this kind, else a new one."""
         if not self._blocks or self._blocks[-1].kind != kind:
             self._begin(_ContentBlock({"type": kind}))
         return self._blocks[-1]
@@ -253,8 +253,8 @@ def _plain(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are no object stand under the name that Anthropic's
-    guide gives to them ("Fine-grained tool streaming").
+    """The input of a call. Arguments that are not an object get the name that Anthropic's guide
+    gives to them ("Fine-grained tool streaming").
     """
     try:
         given = decoded(arguments.encode() or b"{}")
@@ -264,7 +264,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic counts the parts of the prompt's cache beside the rest of the prompt."""
+    """The usage in Anthropic's shape, which counts the cached parts of a prompt beside the rest."""
     written = usage.cache_write_tokens + usage.cache_write_1h_tokens
     lives = (usage.cache_write_tokens, usage.cache_write_1h_tokens)
     return {

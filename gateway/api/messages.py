@@ -199,7 +199,7 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
 def _native(
     fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
 ) -> Native | None:
-    """The request as it came, where a deployment of its alias can take it so."""
+    """The request for Anthropic's own API, if a deployment of its alias speaks that API; else None."""
     alias = fleet.aliases.get(fleet.configured(request.model))
     if alias is None or not any("messages" in one.capabilities for one in alias.deployments.values()):
         return None
@@ -272,9 +272,9 @@ def _no_such_field(where: str, name: str) -> BeyondChat:
 
 
 def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
-    """A chat completion for the demand and the limits of a request that only Anthropic's API takes.
+    """A chat completion with the demand of a request that only Anthropic's API takes.
 
-    It has no user's text, so the semantic cache leaves it alone; `apart` holds the whole prompt.
+    It has no user's text, so the semantic cache ignores it; `apart` holds the whole prompt.
     """
     known = _DROPPED.union(PromptRequest.__struct_fields__) - {"model", "tools"}
     prompt = {name: value for name, value in body.items() if name not in ("cache", "metadata", "stream")}
@@ -286,8 +286,10 @@ def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -
 
 
 def _unsaid(content: _Content | None, *path: str | int) -> list[Any]:
-    """What a chat completion does not say of a content, with its place: all of a block but a plain
-    text, a call or a result, and the order where a chat completion has another.
+    """The parts of a content that its chat completion lacks, each with its path.
+
+    These are all fields of a block but a plain text, call or result, and the order where a chat
+    completion has another.
     """
     if not isinstance(content, list):
         return []
@@ -314,8 +316,8 @@ def _unsaid(content: _Content | None, *path: str | int) -> list[Any]:
 
 
 def _media(value: Any, name: str = "") -> int:
-    """The parts of `value`, the field `name`, that may have more tokens than bytes: what a URL or
-    an id stands for, and what is compressed.
+    """Count the parts of `value`, the field `name`, that may have more tokens than bytes: URLs, ids
+    and compressed data.
     """
     if isinstance(value, list):
         return sum(_media(item, name) for item in value)
@@ -410,10 +412,10 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[dict[str, Any]]:
-    """The results of tools, each a message, and then the rest as one.
+    """Translate a user's blocks: a message for each tool's result, then one with the rest.
 
-    Media in a result follow in the user's message, because a tool's message has text alone, which
-    refers to them.
+    A tool's message can hold text alone, so media in a result follow in the user's message, and the
+    text refers to them.
     """
     results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):

@@ -179,7 +179,7 @@ class Passthrough(AnswerEndpoint):
                 raise BadRequest(message, param=param, code=code)
 
     def _complete(self, body: dict[str, Any], path: str, *, is_counted: bool) -> None:
-        """Add to a body what makes its cost and its owner known."""
+        """Add the fields that make the cost and the owner of a request known."""
         if is_counted:
             body["model"] = self._deployment.model
             if body.get("stream") is True and path.endswith("/completions"):
@@ -190,7 +190,7 @@ class Passthrough(AnswerEndpoint):
             body["store"] = False
 
     def _demand(self, body: dict[str, Any]) -> Demand:
-        """The worst case of a request whose tokens are charged: it may refer to what it does not hold."""
+        """The worst case of a request whose tokens are charged. It may refer to content that it does not hold."""
         size, now = len(msgspec.json.encode(body)), self._deployment.candidate(Demand(0, 0, 0))
         context = now.context_tokens_max or _TOKENS_MAX
         prompts, many = body.get("prompt"), [body.get(name) for name in ("n", "best_of")]
@@ -222,7 +222,7 @@ def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The fields of a query or a form, each by all names in its own, once more where its text is JSON."""
+    """The fields of a query or a form under each part of their names, and once more decoded where the text is JSON."""
     fields = []
     for name, given in pairs:
         names = re.split(r"[^\w-]+", name)
@@ -235,13 +235,12 @@ def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The fields of an object, also those of one name: which of them the provider reads is not known."""
+    """An object's pairs as separate objects, because the provider may read any of several fields with one name."""
     return [dict([pair]) for pair in pairs]
 
 
 class _Passed(Plain):
-    """An answer whose ids belong to the team from then on; a list of which the team gets what is
-    its own.
+    """Renders an answer and records its ids as the team's. Of a list the team gets only its own objects.
 
     `may_share`: another team's answers may have the same ids.
     """
@@ -290,7 +289,7 @@ class _Passed(Plain):
 
 
 def _filtered(body: bytes, owned: set[str]) -> bytes:
-    """A list without what is not `owned`. Raises Forbidden for an answer that may name what belongs to others."""
+    """A list without objects that are not `owned`. Raises Forbidden if the rest may name other teams' objects."""
     try:
         answer = msgspec.json.decode(body or b"{}")
     except UNREADABLE:

@@ -71,14 +71,16 @@ class NamedObjects:
 
 
 def _named(raw: bytes, decode: Callable[[bytes], dict[str, Any]]) -> set[str]:
-    """The ids of objects in a JSON object, which is read where it may have some. Raises BadRequest."""
+    """The ids of objects in a JSON object, which is decoded only if its bytes may name one. Raises BadRequest."""
     if any(map(raw.__contains__, _OBJECTS)) or _ESCAPED.search(raw):
         return set(ids_in(decode(raw), keys=_OBJECT_KEY))
     return set()
 
 
 def _in_lines(lines: bytes) -> set[str]:
-    """The same of JSON lines, or of one value on several lines, also in its metadata: a line may be read apart."""
+    """The ids of objects in JSON lines, or in one value on several lines, metadata included: a
+    provider may read each line alone.
+    """
     try:
         return set().union(*(_named(line, decode_strictly) for line in lines.split(b"\n")))
     except BadRequest:
@@ -88,7 +90,7 @@ def _in_lines(lines: bytes) -> set[str]:
 
 
 def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
-    """The texts under names of ids, which `keys` match, at any depth, but what the fields of `but` hold."""
+    """The values of fields whose names match `keys`, at any depth, without the fields in `but`."""
     for name, given in fields_of(value, but):
         if keys.fullmatch(name):
             given = given.get("id") if isinstance(given, dict) else given  # Anthropic's container

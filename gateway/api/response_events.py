@@ -78,9 +78,9 @@ _NOT_KEPT = Keeping(is_stored=False)
 
 
 class Response(EventRenderer):
-    """The renderer of one response. `body` is the request's, which the response repeats in part.
+    """The renderer of one response. `body` is the request, parts of which the response repeats.
 
-    `keep` is called by the method of that name, with the response at its end.
+    The method `keep` passes the complete response to the parameter `keep`.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class Response(EventRenderer):
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        """The error twice: flat as in the reference, and nested as OpenAI sends it to its SDKs.
+        """The event of an error: flat as in the reference, and nested as OpenAI sends it to its SDKs.
 
-        A response in the background has it as its own.
+        A response in the background gets the error as a field.
         """
         if self.is_background:
             code = _CODES.get(error.http_status, "server_error")
@@ -272,10 +272,9 @@ class Response(EventRenderer):
 
 
 class PassedResponse(Response):
-    """The renderer of a provider's own response: as it came, but under the gateway's ids where it
-    is kept.
+    """The renderer of a provider's own response: unchanged, or under the gateway's ids if it is kept.
 
-    The last event waits for the end, so that the response is kept before it leaves.
+    The last event waits until the response is kept.
     """
 
     _last: Mapping[str, Any] | None = None
@@ -341,7 +340,7 @@ class PassedResponse(Response):
 
 
 def _completed(whole: bytes) -> dict[str, Any]:
-    """A whole response, completed where it does not say its status."""
+    """A whole response; one without a status is completed."""
     return {"status": "completed", **decoded(whole, dict[str, Any])}
 
 
@@ -384,7 +383,7 @@ def framed(event: str, number: int, **fields: Any) -> bytes:
 
 
 def _shell_action(arguments: str) -> dict[str, Any]:
-    """The command in the arguments of a call of the local shell; arguments that are none are its text."""
+    """The command in the arguments of a call of the local shell. Invalid arguments become its text."""
     try:
         given = decoded(arguments.encode())
         command = given["command"]

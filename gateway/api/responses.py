@@ -271,7 +271,7 @@ _UNSENT = frozenset({"previous_response_id", "conversation", "background", "max_
 
 
 def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:
-    """Whether a chat completion says less than the request: of a tool, or of a model's reasoning."""
+    """Whether a chat completion would lose a part of the request: a tool, or a model's reasoning."""
     return (
         any(tool.get("type") not in ("function", "custom") for tool in request.tools or ())
         or "reasoning.encrypted_content" in (request.include or ())
@@ -343,7 +343,7 @@ _SHELL: dict[str, Any] = {
 
 
 def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """`given` in a chat completion's shape, each at its place, and after them the other tools of namespaces."""
+    """`given` in a chat completion's shape, in order; further tools of namespaces follow at the end."""
     groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
         tool_where, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
@@ -497,6 +497,6 @@ def _response_format(given: Any) -> dict[str, Any] | None:
 
 
 def _nested(type: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, a format or a part in a chat completion's shape: its fields are one level lower."""
+    """A tool, a format or a part in a chat completion's shape, which has the fields one level lower."""
     fields = {name: value for name, value in flat.items() if name != "type" and value is not None}
     return {"type": type, type: fields}

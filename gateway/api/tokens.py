@@ -49,7 +49,7 @@ class _OfEngine(ObjectEndpoint):
         self._default = with_engine[0] if len(with_engine) == 1 else None
 
     async def named(self, call: Call) -> dict[str, Any]:
-        """The body, where the only alias with an engine is set if it names none. Raises ApiError."""
+        """The body; if it names no model, the only alias with an engine is set. Raises ApiError."""
         _, body = await self.body(call)
         if body.get("model") is None and self._default is not None:
             body["model"] = self._default
@@ -58,8 +58,7 @@ class _OfEngine(ObjectEndpoint):
     def engine(self, call: Call, name: str, size: int, param: str) -> tuple[LocalBackend, int]:
         """The first local engine of an alias, and its context's length in tokens.
 
-        `size` is that of the request's content in bytes or tokens, in the field `param`. Raises
-        ApiError.
+        `size` is the content's size in bytes or tokens, in the field `param`. Raises ApiError.
         """
         embedder = self._pipeline.settings.embedding_alias
         backend = _engine_of(self.alias(call, name)) if name != embedder else None
@@ -85,11 +84,10 @@ def _engine_of(alias: Alias) -> LocalBackend | None:
 
 
 async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
-    """The tokens of a request's prompt: of a chat as the local engine of `alias` reads it, where it
-    has one and the prompt has no tools, nor is far beyond its context; else the estimate of routing
-    and budgets.
+    """The number of a prompt's tokens.
 
-    Raises ApiError.
+    The alias's local engine counts those of a chat without tools that is not far beyond its
+    context. Anything else is the estimate of routing and budgets. Raises ApiError.
     """
     raw, backend = msgspec.json.encode(body), _engine_of(alias)
     estimated = convert(body, SHAPES[kind.name]).demand(raw, body).prompt_tokens
@@ -106,7 +104,7 @@ async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Errors of an engine as a client gets them. Raises ApiError."""
+    """Raise an engine's errors as a client gets them. Raises ApiError."""
     try:
         yield
     except BackendError as error:

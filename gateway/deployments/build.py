@@ -64,7 +64,7 @@ class Facts:
     image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
 
     def by_name(self) -> dict[str, Any]:
-        """Each fact by its name."""
+        """The facts as a dictionary."""
         return {one.name: getattr(self, one.name) for one in fields(Facts)}
 
 
@@ -161,7 +161,9 @@ def _host(deployment: DeploymentSettings) -> str:
 
 
 def _image_hosts(deployment: DeploymentSettings) -> tuple[str, ...] | None:
-    """The hosts that it may fetch from: those of the settings, none where it is not on the Internet, or else all."""
+    """The hosts that a deployment may fetch from: those of the settings, else all for a public one
+    and none for others.
+    """
     if deployment.image_hosts is not None:
         return tuple(deployment.image_hosts)
     host = _host(deployment).rstrip(".")
@@ -178,8 +180,8 @@ _PRIVATE_ENDINGS = (".internal", ".local", ".localhost", ".lan", ".home.arpa", "
 def _allowed(
     deployment: DeploymentSettings, price: Price | None, tiers: Mapping[str, Price], factors: Mapping[str, int]
 ) -> frozenset[str]:
-    """The reserved fields and tools that clients may send: of those that raise the bill, the ones
-    with a known price. Where all else is free, they are too.
+    """The reserved fields and tools that clients may send. Those that raise the bill need a known
+    price, unless all is free.
     """
     names = frozenset(map(canonical, deployment.allow_fields))
     if price is None or price == FREE:

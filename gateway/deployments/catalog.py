@@ -65,9 +65,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def known(model: str, host: str = "") -> Known | None:
-    """The row of `model`: under its own name, its provider's, or that of the
-    `host` that serves it.
-    """
+    """The row of `model` under its own name, its provider's, or the name of the `host` that serves it."""
     table = _table()
     provider, _, bare = model.partition("/")
     for name in _names(model, host):
@@ -84,7 +82,7 @@ def known(model: str, host: str = "") -> Known | None:
 
 
 def can_chat(model: str, host: str = "") -> bool:
-    """Whether the table does not say that `model` is for something else, as embeddings."""
+    """Whether `model` can chat, as far as the table knows. False only for models of another kind, such as embeddings."""
     names = [*_names(model, host), model.partition("/")[2]]
     rows = [msgspec.json.decode(_table()[name]) for name in names if name in _table()]
     return not rows or any(row.get("mode") in (None, "chat", "responses") for row in rows)
@@ -145,7 +143,7 @@ _KINDS = {
 
 
 def _price(row: dict[str, Any], tier: str = "") -> Price | None:
-    """The price of a `tier`; what it does not change costs what it usually does."""
+    """The price of a `tier`. Parts without a price of the tier cost the usual price."""
     prompt, answer = row.get(f"input_cost_per_token{tier}"), row.get(f"output_cost_per_token{tier}")
     units = [
         (unit, max(microusd(usd, 12) for usd in found))

@@ -35,9 +35,7 @@ _log = get_logger()
 
 
 class Prompts(msgspec.Struct):
-    """What prompts showed of a context: the longest that was served, and the size that a refusal
-    gave, which holds until `until_s`.
-    """
+    """The largest prompt served, and the size of the context that a refusal gave. The latter holds until `until_s`."""
 
     served: int = 0
     learned: int = 0
@@ -68,9 +66,9 @@ class Deployment(Facts):
         self.is_any_model = "*" in (self.settings.model or "")
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
-        """Whose call a request's is, for the health of this deployment.
+        """The caller and the shape of a request, for the health of this deployment.
 
-        Prompts that are longer than all that were served are of a shape of their own.
+        A prompt longer than all served ones has a shape of its own.
         """
         scope = self._scope(demand)
         longest = self.prompts[scope].served if scope in self.prompts else 0
@@ -82,9 +80,9 @@ class Deployment(Facts):
 
     @property
     def is_available(self) -> bool | None:
-        """Whether it answers, by what happened last; None: it was never asked.
+        """Whether it answers, by its last call; None if it was never called.
 
-        A local engine was asked at its start.
+        A local engine was called at its start.
         """
         if self.use or not self.backend.load(0).is_ready:
             return False
@@ -93,7 +91,7 @@ class Deployment(Facts):
 
     @property
     def absence(self) -> str:
-        """Why it is left alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
+        """Why routing leaves it alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
         if self.use or not self.backend.load(0).is_ready:
             return "disabled" if self.use else "not_ready"
         reason, denial = self.health.trouble
@@ -101,7 +99,7 @@ class Deployment(Facts):
 
     @property
     def trouble(self) -> str:
-        """Why it is not available, for operators; empty where it may be."""
+        """Why it is not available, in words for operators; empty if it may be available."""
         load = self.backend.load(0)
         if self.use or not load.is_ready:
             return f"{self.use} by an operator" if self.use else load.why
@@ -135,24 +133,24 @@ class Deployment(Facts):
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def overcounted(self, demand: Demand) -> None:
-        """Rest for all, as it reported more than it can have read or written."""
+        """Let it rest for all callers: it reported more tokens than it can have read or written."""
         _log.warning("usage_impossible", deployment=self.name, context_tokens=self.context_tokens_max)
         self.health.rest(self.asker(demand), _OVERCOUNT_REST_S, "it reported more tokens than it can have used")
 
     def lacks_price(self, demand: Demand) -> bool:
-        """Whether other kinds of requests have a price here, and the units of this one have none."""
+        """Whether it has prices, but none for the units of this request."""
         price = self.price
         is_free = not (price.input_microusd_per_mtok or price.output_microusd_per_mtok or price.request_microusd)
         return is_free and bool(price.units) and price.unit(demand.measure) is None
 
     def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
-        """The cost of the units of a request beside its tokens: those `reported`, if any, else the most."""
+        """The cost of a request's units beside its tokens: of the `reported` ones, else of the most."""
         if not demand.measure:  # a search covers no more documents than the request was counted by
             return (max(reported, demand.units) - 1) * self.price.request_microusd
         return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
-        """The price of the tier asked for; of a tier without one, the dearest."""
+        """The price of the request's tier; the dearest tier's if the tier has no price."""
         if not self.tiers:
             return self.price
         dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
@@ -167,7 +165,7 @@ class Deployment(Facts):
         return cost
 
     def candidate(self, demand: Demand, *, is_alone: bool = False) -> Candidate:
-        """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
+        """The deployment's state for routing, now. `is_alone`: no other deployment can answer."""
         prompt_tokens = demand.prompt_tokens
         load = self.backend.load(prompt_tokens)
         resting, reason = None, ""
@@ -206,10 +204,10 @@ class Deployment(Facts):
         return past.learned if known is None else min(known, past.learned)
 
     def learn_window(self, error: base.BackendTooLong, demand: Demand) -> int | None:
-        """Keep the size of the context that `error` gives, for a while. Returns the size for this request, if any.
+        """Keep the context's size that `error` gives, for a while. Returns the size for this request, if known.
 
-        A size is kept where nothing longer was served, and where the request is longer, but not by
-        far. A local engine states its size itself, which may change with its next start.
+        A size counts only if nothing longer was served, and if the request is longer, but not by
+        far. A local engine states its size itself.
         """
         scope, size = self._scope(demand), error.context_tokens
         known = self._context(self.backend.load(0), scope)
@@ -239,13 +237,13 @@ class Deployment(Facts):
         return True
 
     def take_use(self, use: str) -> list[base.ChunkStream]:
-        """Set what an operator made of it. Returns the answers that must be given up."""
+        """Set the use that an operator chose. Returns the answers that must be given up."""
         is_cut = use == "disabled" != self.use
         self.use = use
         return list(self.answers) if is_cut else []
 
     async def may_probe(self, asker: Asker, team: int = 0) -> bool:
-        """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
+        """Whether no other worker is probing it. If one is, this ends the call that `begin` admitted."""
         try:
             is_first = self.claim is None or await self.claim(asker)
         except BaseException:

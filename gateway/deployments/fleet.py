@@ -51,7 +51,7 @@ class Fleet:
         self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
 
     def configured(self, name: str) -> str:
-        """The alias that takes requests for `name`; empty if there is none."""
+        """The alias that takes requests for `name`; empty if no alias does."""
         if name in self._whole_names or name == self._embedder.name:
             return name
         return next((one for one in self._patterns if name.startswith(one[:-1]) and len(name) >= len(one)), "")
@@ -77,9 +77,8 @@ class Fleet:
         return alias.for_name(name) if alias.is_pattern else alias
 
     def take_uses(self, uses: Mapping[str, str]) -> None:
-        """Take the deployments in `uses` out of use, and the others in.
-
-        Answers of one that was disabled are given up.
+        """Set the use of each deployment: the one in `uses`, else in use. Answers of a newly
+        disabled one are given up.
         """
         for deployment in self.deployments:
             for answer in deployment.take_use(uses.get(deployment.name, "")):

@@ -113,7 +113,7 @@ class _HealthReply(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether a worker can have written it."""
+        """Whether its values are in the ranges that workers write."""
         sums = self.sums
         return (
             len(sums) == SUMS
@@ -130,7 +130,7 @@ def _is_sound(path: str, state: News) -> bool:
 
 
 class Exchanged:
-    """A deployment's part in the exchanges: the sums that all had at the last one."""
+    """One deployment's part in the exchanges, with the sums of the last one."""
 
     def __init__(self, deployment: Deployment, key: str, clock: Callable[[], float]) -> None:
         self.deployment = deployment
@@ -150,7 +150,7 @@ class Exchanged:
         self._is_reset = True
 
     def outgoing(self) -> bytes:
-        """What is to be sent."""
+        """The message for the next exchange: what this worker learned since the last one."""
         estimate = self.deployment.estimate
         calls, sums = estimate.calls_seen, estimate.sums()
         self._sent = (sums, calls, self._clock())
@@ -163,12 +163,12 @@ class Exchanged:
         return msgspec.json.encode((kept, learned, self._news))
 
     def failed(self) -> None:
-        """It was not sent."""
+        """Take the news back, because the message was not sent."""
         for path, news in self._news.items():
             self.deployment.health.breaker(path).put_back(news)
 
     def incoming(self, data: bytes) -> bool:
-        """Take what all have learned; returns False, and changes nothing, if no worker wrote that."""
+        """Adopt the shared state. Returns False, and changes nothing, if no worker can have written it."""
         try:
             reply = msgspec.json.decode(data, type=_HealthReply)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -187,13 +187,13 @@ class Exchanged:
         return True
 
     def _beyond(self, sums: Sequence[float], base: Sequence[float], kept: float, at_s: float) -> tuple[float, ...]:
-        """The part of `sums` that `base`, which was true at `at_s`, does not explain."""
+        """The part of `sums` that this worker added to `base` since `at_s`."""
         keep = kept * 0.5 ** (max(0.0, self._clock() - at_s) / HALF_LIFE_S)
         return tuple([one - keep * before for one, before in zip(sums, base, strict=True)])
 
 
 def _clean(sums: list[float]) -> tuple[float, ...]:
-    """The sums without what rounding leaves below 0; the sum of logarithms (6) may be negative."""
+    """The sums without small negative values from rounding. Only the sum of logarithms (6) may be negative."""
     return tuple([one if place == 6 else max(0.0, one) for place, one in enumerate(sums)])
 
 
@@ -216,7 +216,7 @@ class SharedHealth:
             shared.deployment.claim = partial(self._claim, shared)
 
     async def run(self) -> None:
-        """Exchange for ever: regularly, and soon after a failure. Raises RedisError."""
+        """Exchange regularly, and soon after a failure. Raises RedisError."""
         while True:
             await self.exchange()
             for _ in range(int(_EXCHANGE_EVERY_S / _SOON_S)):
@@ -253,7 +253,7 @@ class SharedHealth:
                 await self._link.execute_command("DEL", shared.key)
 
     async def _claim(self, shared: Exchanged, asker: Asker) -> bool:
-        """Whether this worker may probe now; also while Redis is away."""
+        """Whether this worker may probe now. Without Redis it may."""
         try:
             for name in shared.deployment.health.probed(asker):
                 key = f"{shared.key}:probe:{name}"
@@ -265,9 +265,9 @@ class SharedHealth:
 
 
 def identity(deployment: Deployment, settings: Settings, host: str) -> str:
-    """The digest of what a deployment is, for the key of its state.
+    """The digest of a deployment's configuration, for the key of its state.
 
-    `host` is a part of it where only this host reaches the deployment. It shows no key.
+    It includes `host` if only this host reaches the deployment. It shows no key.
     """
     given = deployment.settings
     where = (

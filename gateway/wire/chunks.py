@@ -60,9 +60,9 @@ _NO_USAGE = msgspec.Raw(b"null")
 
 
 class ParsedAnswer(msgspec.Struct, gc=False):
-    """The result of a light parse of a chunk or a whole. `error` is an error inside a 200.
+    """A chunk or a whole answer, parsed lightly. `error` is an error inside a 200.
 
-    `usage` is not read here, so that no form of it costs the answer.
+    `usage` stays raw, so that a malformed one does not cost the answer.
     """
 
     choices: list[_ReadChoice] | None = None
@@ -77,10 +77,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def parse(data: bytes) -> ParsedAnswer:
-    """Parse `data` lightly.
-
-    Raises msgspec.DecodeError for invalid JSON, or JSON that is no answer.
-    """
+    """Parse `data` lightly. Raises msgspec.DecodeError unless it is an answer's JSON."""
     try:
         return _decode_answer(
             data.decode()
@@ -135,7 +132,7 @@ def _without_odd_numbers(data: bytes) -> bytes:
 
 
 def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
-    """The chunk of `data`, with the facts found in it."""
+    """The chunk of `data`, with the facts of its light parse."""
     choices = answer.choices or ()
     has_usage, has_content = answer.usage != _NO_USAGE, False
     reasons: tuple[str, ...] = ()

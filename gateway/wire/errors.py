@@ -105,7 +105,7 @@ class BadRequest(ClientError):
 
 
 class BeyondChat(BadRequest):
-    """The request has what no chat completion can say; a deployment of the same API may take it as it is."""
+    """A chat completion cannot express the request; a deployment of the same API may take it unchanged."""
 
     code = "unsupported_parameter"
 
@@ -150,7 +150,7 @@ class TooLarge(ClientError):
 
 
 class InUse(ClientError):
-    """No SDK sends it again, as they do another 409."""
+    """The object is in use. SDKs retry other 409s, but not this one."""
 
     status = 409
     code = "conflict"
@@ -206,7 +206,7 @@ class BudgetExceeded(ApiError):
 
 
 def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
-    """Of refusals for want of room, the one that ends last; None if there is none."""
+    """The refusal whose budget resets last; without a budget's refusal the first one, and None for no refusals."""
     found = list(errors)
     budgets = [error for error in found if isinstance(error, BudgetExceeded)]
     return max(budgets, key=lambda error: error.resets_in_s) if budgets else next(iter(found), None)
@@ -257,7 +257,7 @@ class Unavailable(ApiError):
 
 
 class DeploymentFull(Unavailable):
-    """The gateway's own bound on the requests at a deployment, and no failure of that deployment."""
+    """The gateway's own bound on a deployment's requests is reached. The deployment itself did not fail."""
 
     code = "deployment_full"
 

@@ -62,7 +62,7 @@ class _Plain(msgspec.Struct, kw_only=True):
     )  # fields with another meaning than the reserved ones of their names
 
     def extent(self) -> "Extent":
-        """How much it asks for. Raises BadRequest."""
+        """The size and the units of the request. Raises BadRequest."""
         raise NotImplementedError
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
@@ -84,7 +84,7 @@ class _Plain(msgspec.Struct, kw_only=True):
 
 
 class Extent(NamedTuple):
-    """How much a plain request asks for."""
+    """The size of a plain request, and the units that its price counts."""
 
     inputs: list[tuple[float, int]]  # the expected tokens, and the most, of each that a model reads apart
     units: int = 1  # how often the price of a request is charged, or the most units of the `measure`
@@ -93,7 +93,7 @@ class Extent(NamedTuple):
 
 
 def _size(given: Any) -> tuple[float, int]:
-    """The expected tokens of an input, and the most: a token has at least one byte."""
+    """The expected tokens of an input and the most, because a token has at least one byte."""
     if isinstance(given, list):
         return len(given), len(given)
     if isinstance(given, dict) and given.get("type") == "image_url":
@@ -329,7 +329,9 @@ def _is_search(item: Any) -> bool:
 
 
 class Counted:
-    """What the parts of a plain answer say of its tokens and units; the last word counts."""
+    """Counts the tokens and units that the parts of a plain answer report. A later part replaces an
+    earlier one's values.
+    """
 
     def __init__(self) -> None:
         self._usage: dict[str, Any] = {}
@@ -366,7 +368,7 @@ class Counted:
 
     @property
     def usage(self) -> Usage | None:
-        """What was counted; None where nothing was."""
+        """The counted usage; None if no part reported any."""
         given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
         if "input_tokens" in self._usage and not _ANTHROPICS.isdisjoint(self._usage):
             given = from_anthropic(self._usage)
@@ -381,7 +383,7 @@ class Counted:
 
 
 def chunk_of(body: bytes) -> Chunk:
-    """The chunk of a plain answer, a JSON object, which is complete."""
+    """The chunk of a complete plain answer, which is a JSON object."""
     counted = Counted()
     counted.read(body)
     return Chunk(body, is_whole=True, has_content=True, finish_reasons=(counted.finish_reason,), usage=counted.usage)

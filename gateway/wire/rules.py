@@ -136,7 +136,7 @@ def _name_of(owner: dict[str, Any], where: str) -> str:
 
 
 def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
-    """`owner` as a struct, whose nulls are missing fields. Raises BadRequest with OpenAI's code."""
+    """Convert `owner` to a struct; a null counts as a missing field. Raises BadRequest with OpenAI's code."""
     given = {name: value for name, value in owner.items() if value is not None} if isinstance(owner, dict) else {}
     try:
         return convert(given, shape, where)
@@ -147,7 +147,7 @@ def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Each call of a tool has its answer in the messages after it, and each answer its call."""
+    """Check that each call of a tool has its answer in the messages after it, and each answer its call."""
     calls, unanswered = set[str](), set[str]()
     for index, message in enumerate(messages):
         role = message["role"]

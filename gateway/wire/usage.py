@@ -85,7 +85,7 @@ _PARTS = frozenset(
 
 
 def usage_of(raw: bytes) -> Usage | None:
-    """The tokens in the JSON of a `usage`; None where it has none that can be read."""
+    """The tokens in the JSON of a `usage`; None if it has no readable counts."""
     try:
         try:
             reported = _decode(raw)
@@ -130,10 +130,10 @@ def usage_of(raw: bytes) -> Usage | None:
 
 
 def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
-    """A chat completion's usage, whose prompt includes the parts that Anthropic counts beside it.
+    """A chat completion's usage. Its prompt includes the parts that Anthropic counts beside the prompt.
 
-    An entry of its `iterations` that is no message, such as a compaction, is billed beside the
-    whole. `rounds`: how often its tools made it read the prompt again.
+    Iterations other than messages, such as compactions, are billed beside the whole. `rounds`: how
+    often the provider's tools made it read the prompt again.
     """
     listed = given.get("iterations")
     iterations = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -170,16 +170,14 @@ def usage_at_start(chunk: bytes) -> Usage | None:
 
 
 def without_usage_at_start(chunk: bytes) -> bytes:
-    """A chunk as a client of chat completions gets it: the count before the text is for bills and messages."""
+    """A chunk without the early count of tokens, which is for bills and messages only."""
     if b'"usage_at_start"' not in chunk:
         return chunk
     return msgspec.json.encode({k: v for k, v in msgspec.json.decode(chunk).items() if k != "usage_at_start"})
 
 
 def _cleaned(given: Any) -> dict[str, Any]:
-    """What can be read of a usage: fractions and texts are counts, rounded up; anything else is
-    left out.
-    """
+    """The readable fields of a usage. Fractions and numbers in texts are rounded up; other values are dropped."""
     cleaned: dict[str, Any] = {}
     for name, value in given.items() if isinstance(given, dict) else ():
         if name in _PARTS:
