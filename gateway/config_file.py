@@ -261,15 +261,14 @@ def _nearest(loc: _Loc) -> str:
     name, section = str(loc[-1]), _section_of(loc)
     if hint := did_you_mean(name, section.model_fields):
         return hint
-    words_of_name = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
+    terms = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
     shared = {
-        setting: sum(len(word) > 3 for word in words_of_name.intersection(setting.split("_")))
-        for setting in section.model_fields
+        field: sum(len(word) > 3 for word in terms.intersection(field.split("_"))) for field in section.model_fields
     }
     best = max(shared.values())
     if best:
-        meant = [setting for setting, count in shared.items() if count == best]
-        return f"; did you mean {' or '.join([setting for setting in meant if setting.split('_')[0] in words_of_name] or meant)}?"
+        meant = [field for field, count in shared.items() if count == best]
+        return f"; did you mean {' or '.join([field for field in meant if field.split('_')[0] in terms] or meant)}?"
     elsewhere = dict(_places())
     close = difflib.get_close_matches(name, elsewhere, n=1)
     return f"; did you mean {close[0]} of {elsewhere[close[0]]}?" if close else ""

@@ -87,18 +87,19 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
     if status != 204:
         headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send_body(send, body)
+    if len(body) > _PIECE_BYTES:
+        await send_body(send, body)
+    else:
+        await send({"type": "http.response.body", "body": body})
 
 
 async def send_body(send: Send, body: bytes) -> None:
     """Send a body. A large one leaves in pieces as its client takes them, without a copy of the whole."""
-    if len(body) > _PIECE_BYTES:
-        left = memoryview(body)
-        while len(left) > _PIECE_BYTES:
-            await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
-            left = left[_PIECE_BYTES:]
-        body = bytes(left)
-    await send({"type": "http.response.body", "body": body})
+    left = memoryview(body)
+    while len(left) > _PIECE_BYTES:
+        await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
+        left = left[_PIECE_BYTES:]
+    await send({"type": "http.response.body", "body": bytes(left)})
 
 
 def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:

@@ -486,10 +486,10 @@ def _no_such_block(block: Any, where: str, expected: str) -> BadRequest:
     return BeyondChat(where, words)
 
 
-class _ClientTool(msgspec.Struct):
+class _ClientTool(msgspec.Struct, kw_only=True):
     name: str
-    input_schema: dict[str, Any]
     description: str | None = None
+    parameters: dict[str, Any] = msgspec.field(name="input_schema")
     strict: bool | None = None
 
 
@@ -501,13 +501,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     told = {name for name, value in tool.items() if value is not None and (name, value) != _BY_MODELS}
     if further := told - _TOOL_FIELDS - _TOOL_HINTS:
         raise _no_such_field(where, min(further))
-    fields = {
-        "name": client_tool.name,
-        "description": client_tool.description,
-        "parameters": client_tool.input_schema,
-        "strict": client_tool.strict,
-    }
-    function = {name: value for name, value in fields.items() if value is not None}
+    function = {name: value for name, value in msgspec.structs.asdict(client_tool).items() if value is not None}
     return {"type": "function", "function": function, **_mark(tool)}
 
 

@@ -146,9 +146,7 @@ class Responses(AnswerEndpoint):
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         body = decode_object(await self.body(call), asgi.model_of(call.scope))
         identity, arrival = call.identity, call.arrival
-        request, input_items, sent, kind = await as_sent(
-            body, self._memory, identity, self._pipeline, arrival.request_id
-        )
+        request, inputs, sent, kind = await as_sent(body, self._memory, identity, self._pipeline, arrival.request_id)
         # decision: one-shape-on-the-journey
         turn = read_turn(sent, call.headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
@@ -164,7 +162,7 @@ class Responses(AnswerEndpoint):
                 raise BeyondChat("background", f"`background` is not supported in {words}: leave it out")
             turn = msgspec.structs.replace(turn, deadline=None)
         is_kept = keeping.is_stored or conversation_id is not None
-        keep = partial(self._memory.put, identity, keeping, input_items) if is_kept else None
+        keep = partial(self._memory.put, identity, keeping, inputs) if is_kept else None
         renderer = Response if kind is CHAT else PassedResponse
         return turn, renderer(body, arrival, keeping, keep)
 
@@ -216,14 +214,14 @@ async def as_sent(
         )
     if request.input is None and previous_id is None and conversation_id is None:
         raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
-    input_items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    input_items = items = await memory.resolved(identity.team, input_items)
+    inputs: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    inputs = items = await memory.resolved(identity.team, inputs)
     if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
             before = await memory.said(identity.team, conversation_id, request_id)
         else:
             before = await memory.before(identity.team, str(previous_id))
-        items = [*before, *input_items]
+        items = [*before, *inputs]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
@@ -236,12 +234,12 @@ async def as_sent(
     try:
         if not (may_pass and _is_beyond_chat(request, items)):
             chat = _chat(body, request, _messages(items, request.instructions, len(before)))
-            return request, input_items, _encoded(chat, bytes_max), CHAT
+            return request, inputs, _encoded(chat, bytes_max), CHAT
     except BeyondChat:
         if not may_pass:
             raise
     sent = {name: value for name, value in body.items() if name not in _UNSENT}
-    return request, input_items, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
+    return request, inputs, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
 
 
 def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
@@ -346,14 +344,12 @@ def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """`given` in a chat completion's shape, in order; further tools of namespaces follow at the end."""
     groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
-        tool_where, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
-        members = _members(tool, tool_where)
+        at, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
+        members = _members(tool, at)
         for name in [member["name"] for member in members if isinstance(member.get("name"), str)]:
             if owners.setdefault(name, space) != space:  # a call could not be told from the other's
-                raise BeyondChat(
-                    tool_where, f"Two tools would be called {shown(name)} in a chat completion: rename one"
-                )
-        groups.append([_tool(member, tool_where) for member in members])
+                raise BeyondChat(at, f"Two tools would be called {shown(name)} in a chat completion: rename one")
+        groups.append([_tool(member, at) for member in members])
     return [group[0] for group in groups if group] + [member for group in groups for member in group[1:]]
 
 
@@ -367,10 +363,8 @@ def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
         for one in space.tools
     ]
     if members and space.description:  # it is about them all, so the first one has it
-        members[0] = {
-            **members[0],
-            "description": f"{space.description}\n\n{members[0].get('description') or ''}".rstrip(),
-        }
+        description = f"{space.description}\n\n{members[0].get('description') or ''}".rstrip()
+        members[0] = {**members[0], "description": description}
     return members
 
 

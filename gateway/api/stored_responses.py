@@ -68,12 +68,9 @@ class StoredResponses(ObjectEndpoint):
             message = f"Invalid starting_after: expected a number, got {shown(after)}"
             raise BadRequest(message, param="starting_after", code="invalid_value")
         if not await self._background.has_events(call.identity.team, response.id):
-            message = (
-                "This response has no stream (any more), as only one with `background` and `stream` has, until ten"
-            )
-            raise BadRequest(
-                f"{message} minutes after its end: read it whole", param="stream", code="unsupported_parameter"
-            )
+            message = "This response has no stream (any more), as only one with `background` and `stream` has"
+            message = f"{message}, until ten minutes after its end: read it whole"
+            raise BadRequest(message, param="stream", code="unsupported_parameter")
         events = self._background.events(call.identity.team, response.id, -1 if after is None else int(after))
         await send_events(call.scope, call.send, call.out, events)
 
@@ -154,12 +151,8 @@ class ConversationsEndpoint(ObjectEndpoint):
 
 def _shown(conversation: Conversation) -> dict[str, Any]:
     """OpenAI's conversation object."""
-    return {
-        "id": conversation.id,
-        "object": "conversation",
-        "created_at": int(conversation.created_at_s),
-        "metadata": conversation.metadata,
-    }
+    id, at_s = conversation.id, conversation.created_at_s
+    return {"id": id, "object": "conversation", "created_at": int(at_s), "metadata": conversation.metadata}
 
 
 def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:

@@ -247,12 +247,10 @@ def _well(candidate: Candidate) -> Candidate:
 def _not_allowed(part: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
     way = "leave it out" if part.name in FIELDS else "send tools of the type `function`"
     effect = FIELDS.get(part.name) or TOOLS[part.name]
-    sentence_start = (
-        f"{part.subject} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
-    )
-    message = f"{sentence_start} to list `{part.name}` in the deployment's `allow_fields`"
+    refusal = f"{part.subject} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
+    message = f"{refusal} to list `{part.name}` in the deployment's `allow_fields`"
     if is_unpriced:
-        message = f"{sentence_start} for its price: `price` of the deployment has none for `{part.name}`"
+        message = f"{refusal} for its price: `price` of the deployment has none for `{part.name}`"
     return BadRequest(message, param=part.param, code="field_not_allowed")
 
 

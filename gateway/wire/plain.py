@@ -57,9 +57,8 @@ class _Plain(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: None = None
     messages: None = None
-    unreserved: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # fields with another meaning than the reserved ones of their names
+    # its fields with another meaning than the reserved ones of their names
+    unreserved: ClassVar[frozenset[str]] = frozenset()
 
     def extent(self) -> "Extent":
         """The size and the units of the request. Raises BadRequest."""
@@ -347,9 +346,7 @@ class Counted:
                 answer = _PlainAnswer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
         except UNREADABLE:  # a count of another shape costs no answer
             return
-        given = answer.usage or next(
-            (one.usage for one in (answer.response, answer.message) if one and one.usage), None
-        )
+        given = next((one.usage for one in (answer, answer.response, answer.message) if one and one.usage), None)
         self._usage |= {name: value for name, value in (given or {}).items() if value is not None}
         response = answer.response or answer
         if response.incomplete_details:
