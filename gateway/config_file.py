@@ -31,6 +31,8 @@ _VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base 
 # words of other price lists, for hints
 _OTHER_WORDS = {"prompt": "input", "completion": "output"}
 
+_NAME, _INDEX = "<name>", "[]"  # in paths: any name, any place in a list
+
 _Loc = tuple[int | str, ...]
 
 
@@ -269,39 +271,29 @@ def _nearest(loc: _Loc) -> str:
     if best:
         meant = [field for field, count in shared.items() if count == best]
         return f"; did you mean {' or '.join([field for field in meant if field.split('_')[0] in terms] or meant)}?"
-    elsewhere = dict(_places())
+    elsewhere = {
+        field: ".".join(path).replace(".[]", "[]") for path, section in _sections() for field in section.model_fields
+    }
     close = difflib.get_close_matches(name, elsewhere, n=1)
-    return f"; did you mean {close[0]} of {elsewhere[close[0]]}?" if close else ""
+    return f"; did you mean {close[0]} of {elsewhere[close[0]] or 'the top level'}?" if close else ""
 
 
 def _section_of(loc: _Loc) -> type[BaseModel]:
     """The section that holds the setting at `loc`."""
-    section: type[BaseModel] = Settings
-    parts = iter(loc[:-1])
-    for part in parts:
-        inner = _inner(section, str(part))
-        if inner is not None:
-            section = inner[0]
-            if inner[1]:
-                next(parts, None)  # a name, or a place in a list
-    return section
+    for path, section in _sections():
+        pairs = zip(path, loc, strict=False)
+        if len(path) == len(loc) - 1 and all(name in (part, _NAME, _INDEX) for name, part in pairs):
+            return section
+    return Settings
 
 
-def _inner(section: type[BaseModel], name: str) -> tuple[type[BaseModel], str] | None:
-    """The section of the setting `name`, if it is a section, and the suffix that documents give to
-    a list or a map of them.
-    """
-    kind: Any = section.model_fields[name].annotation if name in section.model_fields else None
-    many = {dict: ".<name>", list: "[]"}.get(get_origin(kind), "")
-    found = [one for one in (kind, *get_args(kind)) if one in SECTIONS]
-    return (found[0], many) if found else None
-
-
-def _places(section: type[BaseModel] = Settings, where: str = "the top level") -> Iterator[tuple[str, str]]:
-    """Each setting of `section` and of those in it, with the section's path."""
-    for name in section.model_fields:
-        yield name, where
-        inner = _inner(section, name)
-        if inner is not None:
-            path = f"{name}{inner[1]}"
-            yield from _places(inner[0], path if section is Settings else f"{where}.{path}")
+def _sections(
+    section: type[BaseModel] = Settings, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """Each section with its path in a document."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        many = {dict: (_NAME,), list: (_INDEX,)}.get(get_origin(kind), ())
+        for inner in {kind, *get_args(kind)}.intersection(SECTIONS):
+            yield from _sections(inner, (*path, name, *many))

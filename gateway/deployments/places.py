@@ -47,9 +47,9 @@ class Places:
     def is_full(self) -> bool:
         return self.taken >= self.places_max
 
-    def take(self, team: int, *, is_forced: bool = False) -> bool:
+    def take(self, team: int) -> bool:
         """Take a place; returns False if all are taken."""
-        if self.is_full and not is_forced:
+        if self.is_full:
             return False
         self.taken += 1
         self._held[team] += 1

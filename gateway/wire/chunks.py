@@ -316,24 +316,12 @@ def _unfold(answer: dict[str, Any]) -> list[Chunk]:
     if usage is not None:
         del extra["usage"]
     choices = answer.get("choices") or []
-    chunks = [
-        read(msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}))
-        for piece, is_last in _with_last(piece for i, choice in enumerate(choices) for piece in _pieces(choice, i))
-    ]
-    if not choices:
-        chunks.append(Chunk(msgspec.json.encode({**head, "choices": [], **extra})))
+    pieces = [[piece] for i, choice in enumerate(choices) for piece in _pieces(choice, i)] or [[]]
+    chunks = [read(msgspec.json.encode({**head, "choices": piece})) for piece in pieces[:-1]]
+    chunks.append(read(msgspec.json.encode({**head, "choices": pieces[-1], **extra})))
     if usage is not None:
         chunks.append(read(msgspec.json.encode({**head, "choices": [], "usage": usage})))
     return chunks
-
-
-def _with_last(items: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
-    iterator = iter(items)
-    for held in iterator:
-        for item in iterator:
-            yield held, False
-            held = item
-        yield held, True
 
 
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
