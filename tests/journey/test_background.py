@@ -85,7 +85,7 @@ async def test_a_stream_resumes_at_any_worker(world: World) -> None:
     rest = [event.to_dict() async for event in await resumed]
     whole = [event.to_dict() async for event in await client.responses.retrieve(id, stream=True)]
     sent = [line for line in (await begun.reply()).text.splitlines() if line.startswith("data: ")]
-    assert whole == [json.loads(line.removeprefix("data: ")) for line in sent]
+    assert whole[: len(sent)] == [json.loads(line.removeprefix("data: ")) for line in sent]
     assert whole[3:] == rest
     assert [one["sequence_number"] for one in whole] == list(range(len(whole)))
     kinds = [one["type"] for one in whole]
