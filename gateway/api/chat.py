@@ -179,14 +179,13 @@ class AnswerEndpoint:
         await send(start)
         watcher.first_chunk_left()
         try:
-            while batch := await reader.next():
-                body = renderer.events(batch)
-                if is_last := reader.is_at_end:
+            is_last = False
+            while not is_last:
+                batch = await reader.next()
+                body = renderer.events(batch) if batch else b""
+                if is_last := not batch or reader.is_at_end:
                     body += await _end(renderer)
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-                if is_last:
-                    return Ended()
-            await send({"type": "http.response.body", "body": await _end(renderer)})
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
 
