@@ -25,7 +25,7 @@ from gateway.accounts.stored_responses import LIVE, ResponseStore
 from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, Headers
 from gateway.api.memory import Memory
-from gateway.api.response_events import Response, framed
+from gateway.api.response_events import ResponseRenderer, framed
 from gateway.journey.bodies import ClientGone
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, Turn
@@ -68,7 +68,7 @@ _log = get_logger()
 class _Work:
     """A response that is being generated. `begun` gets its reply as soon as readers can leave it."""
 
-    def __init__(self, response: Response, team_id: int) -> None:
+    def __init__(self, response: ResponseRenderer, team_id: int) -> None:
         self.response = response
         self.team_id = team_id
         self.answering: asyncio.Task[Reply] | None = None
@@ -99,7 +99,7 @@ class Background:
         self._beginning = 0
         self._bytes_max = pipeline.settings.responses.team_stream_bytes_max
 
-    async def begin(self, turn: Turn, response: Response, identity: Identity) -> bytes:
+    async def begin(self, turn: Turn, response: ResponseRenderer, identity: Identity) -> bytes:
         """Store a response and start its generation; returns its body as stored.
 
         Raises ApiError, also for a refusal that comes before a deployment is asked.

@@ -95,7 +95,9 @@ class AnswerEndpoint:
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer. Raises ApiError."""
         turn = read_turn(await self.body(call), call.headers, call.arrival, self._kind, asgi.model_of(call.scope))
-        return turn, Plain() if self._kind.is_plain else _Completion(self._pipeline.exact, turn.wants_usage)
+        return turn, PlainRenderer() if self._kind.is_plain else _CompletionRenderer(
+            self._pipeline.exact, turn.wants_usage
+        )
 
     async def body(self, call: Call) -> bytes:
         """The body, which names no object of another team. Raises ApiError."""
@@ -251,7 +253,7 @@ def call_index(call: Mapping[str, Any], known: Collection[int], last_id: Any) ->
     return max(0, max(known, default=-1) + (call.get("id") not in (None, "", last_id)))
 
 
-class _Completion(Renderer):
+class _CompletionRenderer(Renderer):
     """A `chat.completion`, or its chunks and `[DONE]`. A recorded answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")
@@ -280,7 +282,7 @@ class _Completion(Renderer):
         return frame(error.body())
 
 
-class Plain(Renderer):
+class PlainRenderer(Renderer):
     """A plain answer, as it came. One of bytes that fails is cut: they have no place for an error."""
 
     __slots__ = ("media",)
@@ -322,7 +324,7 @@ class Uploads(AnswerEndpoint):
         model = asgi.model_of(call.scope)
         with upload:
             body = body if model is None else {**body, "model": model}
-            return turn_of(body, b"", call.headers, call.arrival, self._kind, upload=upload), Plain()
+            return turn_of(body, b"", call.headers, call.arrival, self._kind, upload=upload), PlainRenderer()
 
 
 async def read_form(incoming: Body, boundary: bytes, settings: Settings) -> tuple[FormFiles, dict[str, Any]]:

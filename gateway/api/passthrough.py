@@ -21,7 +21,7 @@ import msgspec
 from cache import Controls, Entry
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.api import asgi
-from gateway.api.chat import AnswerEndpoint, DisconnectWatcher, Plain, Renderer, read_form
+from gateway.api.chat import AnswerEndpoint, DisconnectWatcher, PlainRenderer, Renderer, read_form
 from gateway.api.endpoint import Call
 from gateway.api.provider_ids import BLANK, IDS_MAX, fields_of, ids_in
 from gateway.backends.base import Passage
@@ -123,7 +123,7 @@ class Passthrough(AnswerEndpoint):
                 passage=Passage(method, path, query, tuple(sent), is_counted),
             )
             owned = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
-            return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
+            return turn, _PassedRenderer(self._ids, name, team_id, owned, may_share=is_counted)
 
     async def _kept(self, incoming: Body, media: str) -> FormFiles:
         """The bytes of a body, on the disk. The caller closes them. Raises ApiError."""
@@ -239,7 +239,7 @@ def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [dict([pair]) for pair in pairs]
 
 
-class _Passed(Plain):
+class _PassedRenderer(PlainRenderer):
     """Renders an answer and records its ids as the team's. Of a list the team gets only its own objects.
 
     `may_share`: another team's answers may have the same ids.

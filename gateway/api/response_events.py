@@ -77,7 +77,7 @@ Keep = Callable[[dict[str, Any]], Awaitable[None]]
 _NOT_KEPT = Keeping(is_stored=False)
 
 
-class Response(EventRenderer):
+class ResponseRenderer(EventRenderer):
     """The renderer of one response. `body` is the request, parts of which the response repeats.
 
     The method `keep` passes the complete response to the parameter `keep`.
@@ -271,7 +271,7 @@ class Response(EventRenderer):
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
 
 
-class PassedResponse(Response):
+class PassedResponseRenderer(ResponseRenderer):
     """The renderer of a provider's own response: unchanged, or under the gateway's ids if it is kept.
 
     The last event waits until the response is kept.

@@ -23,7 +23,7 @@ from gateway.api.chat import AnswerEndpoint, Renderer, Respond
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
-from gateway.api.response_events import PassedResponse, Response, in_namespace
+from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer, in_namespace
 from gateway.api.tokens import counted
 from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
@@ -135,7 +135,7 @@ class Responses(AnswerEndpoint):
         self.release = memory.conversations.release
 
     async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
-        assert isinstance(renderer, Response)
+        assert isinstance(renderer, ResponseRenderer)
         body = await self._background.begin(turn, renderer, identity)
         headers = base_headers(turn.arrival.request_id)
         if turn.is_stream:
@@ -163,7 +163,7 @@ class Responses(AnswerEndpoint):
             turn = msgspec.structs.replace(turn, deadline=None)
         is_kept = keeping.is_stored or conversation_id is not None
         keep = partial(self._memory.put, identity, keeping, inputs) if is_kept else None
-        renderer = Response if kind is CHAT else PassedResponse
+        renderer = ResponseRenderer if kind is CHAT else PassedResponseRenderer
         return turn, renderer(body, arrival, keeping, keep)
 
 

@@ -48,7 +48,7 @@ _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 _TokenId = Annotated[int, Meta(ge=0)]
 
 
-class _Plain(msgspec.Struct, kw_only=True):
+class _PlainRequest(msgspec.Struct, kw_only=True):
     """The fields of every plain request. `messages` would make it a dialogue."""
 
     model: Annotated[str, Meta(min_length=1)]
@@ -101,7 +101,7 @@ def _size(given: Any) -> tuple[float, int]:
     return size_bytes / BYTES_PER_TOKEN, size_bytes
 
 
-class EmbeddingsRequest(_Plain, kw_only=True):
+class EmbeddingsRequest(_PlainRequest, kw_only=True):
     """The known fields of a request for embeddings. `input` is one text or token ids, or several."""
 
     stream: Literal[False] | None = None
@@ -126,7 +126,7 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
     return inputs
 
 
-class RerankRequest(_Plain, kw_only=True):
+class RerankRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to rank `documents` by how well they answer `query`."""
 
     stream: Literal[False] | None = None
@@ -140,7 +140,7 @@ class RerankRequest(_Plain, kw_only=True):
         return Extent(pairs, units=-(-len(self.documents) // _DOCUMENTS_A_UNIT))
 
 
-class ModerationRequest(_Plain, kw_only=True):
+class ModerationRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to judge texts and images by a provider's policy."""
 
     model: Annotated[str, Meta(min_length=1)] = "omni-moderation-latest"  # defaults as at OpenAI
@@ -151,7 +151,7 @@ class ModerationRequest(_Plain, kw_only=True):
         return Extent([*map(_size, [self.input] if isinstance(self.input, str) else self.input)])
 
 
-class ImageRequest(_Plain, kw_only=True):
+class ImageRequest(_PlainRequest, kw_only=True):
     """The known fields of a request for images of what `prompt` describes."""
 
     model: Annotated[str, Meta(min_length=1)] = "gpt-image-1.5"
@@ -200,7 +200,7 @@ class VariationRequest(ImageEditRequest, kw_only=True):
     prompt: str = ""
 
 
-class SpeechRequest(_Plain, kw_only=True):
+class SpeechRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to speak `input`."""
 
     input: Annotated[str, Meta(min_length=1)]
@@ -219,7 +219,7 @@ class _Sound(msgspec.Struct):
     bytes: Annotated[int, Meta(ge=0)]
 
 
-class TranscriptionRequest(_Plain, kw_only=True):
+class TranscriptionRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to write down or translate what is said in `file`."""
 
     file: _Sound
@@ -239,7 +239,7 @@ class _Options(msgspec.Struct):
     include_usage: None = None
 
 
-class PassedResponseRequest(_Plain, kw_only=True):
+class PassedResponseRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to a provider's Responses API, with all that it continues."""
 
     stream_options: _Options | None = None  # type: ignore[assignment]  # the others are never streamed with any
@@ -263,7 +263,7 @@ class PassedResponseRequest(_Plain, kw_only=True):
         return Extent([])
 
 
-_OF: dict[type[_Plain], Kind] = {
+_OF: dict[type[_PlainRequest], Kind] = {
     EmbeddingsRequest: EMBEDDING,
     RerankRequest: RERANK,
     ModerationRequest: MODERATION,
@@ -276,7 +276,7 @@ _OF: dict[type[_Plain], Kind] = {
     TranslationRequest: TRANSLATION,
 }
 _NEEDS = {shape: frozenset({kind.name}) for shape, kind in _OF.items()}
-PLAIN_SHAPES: dict[str, type[_Plain]] = {kind.name: shape for shape, kind in _OF.items()}
+PLAIN_SHAPES: dict[str, type[_PlainRequest]] = {kind.name: shape for shape, kind in _OF.items()}
 
 
 class _Units(msgspec.Struct):
