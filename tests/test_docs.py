@@ -10,6 +10,7 @@ import shlex
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import parse_qs
 
