@@ -25,7 +25,7 @@ from bench.lab.scenarios import Scenario, write_bodies
 from bench.lab.systems import Running
 
 ENVIRON = "BENCH_BYTECODES"
-_WARMUPS, _REQUESTS = 40, 41
+_WARMUPS, _REQUESTS = 120, 31  # the first hundred calls update a deployment's figures one by one
 _SHOWN = 30  # functions
 
 
