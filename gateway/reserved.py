@@ -183,6 +183,11 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
     return found
 
 
+def may_name_urls(raw: bytes) -> bool:
+    """Whether a name in the JSON `raw` may end in `url`, escaped or not."""
+    return raw.lower().find(b'url"') >= 0 or raw.find(b"\\u00") >= 0
+
+
 def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
     """The place of a URL in `body` that a server would fetch from none of `hosts`; empty: there is none.
 

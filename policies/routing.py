@@ -68,7 +68,8 @@ class Demand(msgspec.Struct, frozen=True):
     images, characters or seconds where a `measure` names them as `Price.unit` does; the most `calls`
     of tools that the provider runs; `compacts`: it reads the prompt once more before. `prefers` are
     capabilities that rank a deployment before all without them, and that none needs. A deployment's
-    health is asked for an `operation` and a `caller`.
+    health is asked for an `operation` and a `caller`. `may_name_urls`: the request may name
+    addresses that a server would fetch.
     """
 
     prompt_tokens: int
@@ -94,6 +95,7 @@ class Demand(msgspec.Struct, frozen=True):
     caller: str = "-"
     calls: int = 0
     compacts: bool = False
+    may_name_urls: bool = True
 
     @property
     def rounds(self) -> int:
