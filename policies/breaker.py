@@ -198,9 +198,11 @@ class Breaker:
         It closes an open breaker, even if the call began before the opening, but not before a
         denial.
         """
+        self._has_succeeded = self.was_good = True
+        if not self.is_failing:
+            return
         is_proof = not self.denial or self._proves(unit)
         self._row, self._row_since = [], []
-        self._has_succeeded = self.was_good = True
         if not is_proof or (self.is_open and not self.rests_for(shape)):
             return
         self._close()
@@ -377,7 +379,10 @@ class Health:
     @property
     def is_resting(self) -> bool:
         """Whether it rests for anyone."""
-        return any(one.is_open for one in self.breakers.values())
+        for breaker in self.breakers.values():  # a generator costs more than all else here
+            if breaker.is_open:
+                return True
+        return False
 
     def allows(self, asker: Asker, *, is_alone: bool = False) -> bool:
         """Whether a call may begin now; `is_alone`: no other deployment can take it."""
@@ -395,7 +400,7 @@ class Health:
 
     def is_open(self, asker: Asker) -> bool:
         """Whether this caller's next call is a probe."""
-        return any(one.rests_for(shape) for one, _, shape in self._of(asker))
+        return self.is_resting and any(one.rests_for(shape) for one, _, shape in self._of(asker))
 
     def probed(self, asker: Asker) -> Iterator[str]:
         """A name for each breaker whose probe this call is, in its present state."""
