@@ -33,7 +33,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -242,21 +243,25 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
     if len(candidates) > 1:  # one alone has no other's figures
         ttft_prior_ms = _median([c.ttft_ms for c in candidates], ttft_prior_ms)
         tpot_prior_ms = _median([c.tpot_ms for c in candidates], tpot_prior_ms)
-    ranked: list[tuple[tuple[int, float, float, float, int, str], Ranked]] = []
+    able: list[tuple[Candidate, Ranked]] = []
     rejected: list[Rejected] = []
     for candidate in candidates:
         forecast = _forecast(demand, candidate, ttft_prior_ms, tpot_prior_ms)
         rejection = _unable(demand, candidate) or _beyond(demand, policy, candidate, forecast)
-        if rejection is not None:
+        if rejection is None:
+            able.append((candidate, _ranked(candidate, forecast, _score(policy.kind, forecast), demand)))
+        else:
             rejected.append(rejection)
-            continue
-        score = _score(policy.kind, forecast)
-        lacks = len(demand.prefers - candidate.capabilities) if demand.prefers else 0
-        order = (lacks, score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
-        ranked.append((order, _ranked(candidate, forecast, score, demand)))
-    ranked.sort(key=itemgetter(0))
-    rejected.sort(key=attrgetter("name"))
-    return Route(tuple([r for _, r in ranked]), tuple(rejected))
+    if len(candidates) > 1:
+        able.sort(key=partial(_order, demand))
+        rejected.sort(key=attrgetter("name"))
+    return Route(tuple([ranked for _, ranked in able]), tuple(rejected))
+
+
+def _order(demand: Demand, able: tuple[Candidate, Ranked]) -> tuple[int, float, float, MicroUSD, int, str]:
+    candidate, ranked = able
+    lacks = len(demand.prefers - candidate.capabilities)
+    return lacks, ranked.score, ranked.total_ms, ranked.cost_microusd, -candidate.priority, candidate.name
 
 
 def _median(values: Iterable[float | None], prior: float) -> float:

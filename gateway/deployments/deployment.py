@@ -75,6 +75,10 @@ class Deployment:
     batch_factor: int = 1_000_000  # the same of a line of a batch
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
+    is_any_model: bool = field(init=False)  # it takes every name of a model
+
+    def __post_init__(self) -> None:
+        self.is_any_model = "*" in (self.settings.model or "")
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
         """Whose call a request's is, for the health of this deployment.
@@ -82,12 +86,13 @@ class Deployment:
         Prompts that are longer than all that were served are of a shape of their own.
         """
         scope = self._scope(demand)
-        longest = self.prompts[scope].served if scope in self.prompts else 0
-        shape = "+".join(sorted(demand.needs))
+        past = self.prompts.get(scope)
+        longest = past.served if past is not None else 0
+        shape = "+".join(sorted(demand.needs)) if demand.needs else ""
         return Asker(scope, demand.caller, f"{shape}+long" if demand.prompt_tokens > longest else shape, request_id)
 
     def _scope(self, demand: Demand) -> str:
-        return f"{demand.operation}:{self.model if self.is_any_model else ''}"
+        return f"{demand.operation}:{self.model}" if self.is_any_model else f"{demand.operation}:"
 
     @property
     def is_available(self) -> bool | None:
@@ -115,11 +120,6 @@ class Deployment:
         if self.use or not load.is_ready:
             return f"{self.use} by an operator" if self.use else load.why
         return self.health.trouble[0] or ("its last request failed" if self.health.is_well is False else "")
-
-    @property
-    def is_any_model(self) -> bool:
-        """Whether it takes every name of a model."""
-        return "*" in (self.settings.model or "")
 
     def for_model(self, name: str) -> "Deployment":
         """This deployment with the price and the sizes of the model that a request names."""

@@ -158,8 +158,9 @@ class _Exchange:
         """Call `callback` if the client leaves before the response is complete; None removes it."""
         if self._watch is not None:
             self._watch.cancel()
-        loop = asyncio.get_running_loop()
-        self._watch = None if callback is None else loop.call_later(_WATCH_AFTER_S, self._watch_for, callback)
+            self._watch = None
+        if callback is not None:
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._watch_for, callback)
 
     def _watch_for(self, callback: Callable[[], None]) -> None:
         self._watch = asyncio.create_task(self._until_gone(callback))

@@ -156,11 +156,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
         if request.kind.is_plain and (at is not None or not is_json_or_page):
             self._passing = _Passing(kind, exchange.status, at)
-        if (
-            self._passing is not None
-            or kind.startswith(b"text/event-stream")
-            or (request.is_stream and not is_json_or_page)
-        ):
+        is_stream = request.is_stream or kind.startswith(b"text/event-stream")
+        if self._passing is not None or (is_stream and not is_json_or_page):
             await self._fill()
         else:
             self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
@@ -199,6 +196,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
                     if is_cut:
                         break
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {size_bytes_max} bytes")
+                if exchange.is_complete:
+                    break
         except TransportError as error:
             if self._error is not None:  # `aclose` was called
                 raise fresh(self._error) from None
