@@ -23,6 +23,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -31,6 +32,7 @@ from policies.durations import duration_s
 _NODES_MAX = 256
 CALLERS_MAX = 16
 _ANY = "*"
+_is_open = attrgetter("is_open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +381,7 @@ class Health:
     @property
     def is_resting(self) -> bool:
         """Whether it rests for anyone."""
-        for breaker in self.breakers.values():  # a generator costs more than all else here
-            if breaker.is_open:
-                return True
-        return False
+        return any(map(_is_open, self.breakers.values()))
 
     def allows(self, asker: Asker, *, is_alone: bool = False) -> bool:
         """Whether a call may begin now; `is_alone`: no other deployment can take it."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.lab.measure import target_of
-from bench.lab.native import BENCH, UNIQUE, Stub
+from bench.lab.native import BENCH, UNIQUE
 from bench.lab.processes import BenchError, Meter
 from bench.lab.scenarios import Scenario, write_bodies
 from bench.lab.systems import Running
