@@ -22,6 +22,7 @@ import asyncio
 import select
 import zlib
 from collections.abc import AsyncIterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -29,8 +30,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from gateway.exceptions import fresh
 
-HEAD_BYTES_MAX = 64 << 10  # of the fields of a response, its trailers and its interim responses
-QUIET_BYTES_MAX = 2 * HEAD_BYTES_MAX  # read without a byte of a body
+HEAD_BYTES_MAX = 64 << 10  # of the fields of a response
+QUIET_BYTES_MAX = 2 * HEAD_BYTES_MAX  # read without a byte of a body, as trailers and interim responses are
 BUFFER_BYTES_MAX = 128 << 10  # of an unread body; beyond it reading from the server pauses
 INFLATED_BYTES_MAX = 64 << 20
 DRAIN_WITHIN_S = 1.0
@@ -217,11 +218,12 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self._exchange: Exchange | None = None
         self.transport: Any = None  # uvloop's class is not declared as one of asyncio
+        self._arrived: select.poll | None = None  # a poll of its socket
         self._is_paused = False
         self.is_full = False  # the server takes what is written too slowly
         self._messages = 0  # of this exchange that have begun and are not interim
         self._is_kept_alive = False
-        self._head_bytes = self._quiet_bytes = 0
+        self._quiet_bytes = 0
         self._parts: list[bytes] = []
         self._parts_at_end: int | None = None  # those of the response, once it is complete
         self._headers: dict[bytes, bytes] = {}
@@ -240,15 +242,16 @@ class Connection(asyncio.Protocol):
         """Whether it is open, and the socket has no byte and no end that nobody asked for."""
         if self.transport is None or self.transport.is_closing():
             return False
-        arrived = select.poll()
-        arrived.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not arrived.poll(0)
+        if self._arrived is None:
+            self._arrived = select.poll()
+            self._arrived.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not self._arrived.poll(0)
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; the connection serves no other until the response is over."""
         assert self._exchange is None
         self._exchange, exchange.connection = exchange, self
-        self._messages = self._head_bytes = self._quiet_bytes = 0
+        self._messages = self._quiet_bytes = 0
         self._parts_at_end = None
         self.transport.writelines((exchange.lines, exchange.body))
 
@@ -312,7 +315,8 @@ class Connection(asyncio.Protocol):
         """End the exchange; the connection serves others if the server has read the whole request, and
         sent no more than its answer.
         """
-        self.resume()
+        if self._is_paused:
+            self.resume()
         is_sent = exchange.pieces is None and not self.transport.get_write_buffer_size()
         if is_clean and is_sent and self._messages == 1 and self._is_kept_alive and not self.transport.is_closing():
             self._exchange = None
@@ -351,15 +355,14 @@ class Connection(asyncio.Protocol):
         self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise ValueError(f"more than {HEAD_BYTES_MAX} bytes of fields")
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if self._parts_at_end is not None or self._exchange is None:
             return  # a second response
+        if sum(map(len, chain(self._headers, self._headers.values()))) > HEAD_BYTES_MAX:
+            raise ValueError(f"more than {HEAD_BYTES_MAX} bytes of fields")
         if status < 200:
             self._messages -= 1
         else:
