@@ -87,8 +87,8 @@ class Estimate:
         self._sums = (0.0,) * SUMS  # of the line, of the ratios' logarithms, of TPOT
         self._calls_seen = 0
         self._calls_unfigured = 0  # since the figures were computed
-        self._figures: Figures | None = None
-        self._figured_at_s = 0.0
+        self._figures = Figures(0.0, 0.0, 0.0, 0.0)
+        self._figured_until_s = -math.inf
 
     @property
     def weight(self) -> float:
@@ -116,14 +116,14 @@ class Estimate:
         (`_CALLS_FIGURED_TOGETHER`).
         """
         now_s = self._clock()
-        if self._figures is None or not 0.0 <= now_s - self._figured_at_s < _FIGURES_KEPT_S:
+        if now_s >= self._figured_until_s:
             sums = self.sums()
             calls, log_sum, log_squares, tpot_weight, tpot_sum = sums[5:]
             belief = self._prior.weight / (1.0 + calls)  # the number of calls that the prior counts for now
             base_ms, slope = self._line(sums[:5], belief)
             tpot_ms = (tpot_sum + belief * self._prior.tpot_ms) / (tpot_weight + belief)
             self._figures = Figures(calls, base_ms, slope, tpot_ms, *_ratios(calls, log_sum, log_squares))
-            self._figured_at_s = now_s
+            self._figured_until_s = now_s + _FIGURES_KEPT_S
             self._calls_unfigured = 0
         return self._figures
 
@@ -159,7 +159,7 @@ class Estimate:
         self._calls_seen += 1
         self._calls_unfigured += 1
         if self._calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
-            self._figures = None
+            self._figured_until_s = -math.inf
         # bounds an outlier's weight: one call counts as at most ten times its prediction
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
         now_s = self._clock()
@@ -197,7 +197,7 @@ class Estimate:
         """Replace all that it has learned by `sums`, as of now."""
         self._sums = sums
         self._seen_at = self._clock()
-        self._figures = None
+        self._figured_until_s = -math.inf
 
     def _line(self, sums: tuple[float, ...], belief: float) -> tuple[float, float]:
         """Base in ms and slope in ms per token of the fitted line, neither below 0."""
