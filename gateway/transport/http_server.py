@@ -99,10 +99,10 @@ class HttpServer:
         for fd in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                    with socket.socket(fileno=os.dup(fd)) as one:
-                        is_open = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        if is_open and one.getsockname()[1:2] == (self._port,):
-                            yield one
+                    with socket.socket(fileno=os.dup(fd)) as listener:
+                        is_open = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        if is_open and listener.getsockname()[1:2] == (self._port,):
+                            yield listener
 
     async def stop(self, grace_s: float) -> None:
         """Take no more requests, wait for those under way, and cancel them after `grace_s`."""

@@ -480,12 +480,12 @@ class _Passing:
 
     def read(self, payload: bytes) -> _Event:
         """Read the data of one event."""
-        found: _Event = decoded(payload, _Event)
-        kind = str(found.type)
+        event: _Event = decoded(payload, _Event)
+        kind = str(event.type)
         is_last = kind in _LAST_OF_RESPONSES if kind.startswith("response.") else kind.endswith(_LAST_EVENTS)
         self.has_ended = self.has_ended or is_last
         self._counted.read(payload)
-        return found
+        return event
 
 
 class _Event(msgspec.Struct):
