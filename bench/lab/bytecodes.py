@@ -46,28 +46,30 @@ def environ_of(folder: Path) -> dict[str, str]:
     return {ENVIRON: str(folder), "PYTHONPATH": str(BENCH / "lab" / "traced"), "PYTHONHASHSEED": "1"}
 
 
-def count(running: Running, scenario: Scenario, folder: Path) -> Bytecodes:
+def count(
+    running: Running, scenario: Scenario, folder: Path, warmups: int = _WARMUPS, requests: int = _REQUESTS
+) -> Bytecodes:
     """Asks `scenario` of a gateway that was started with the environment of `folder`. Raises BenchError."""
     worker = Meter(running.roots, running.role_of).pids("gateway")[0]
     target = target_of(running, scenario)
     bodies = write_bodies(scenario, target.model, "bytecodes", folder)
     lines = bodies.asked.read_text().splitlines()
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30.0)
-    requests: list[dict[str, int]] = []
+    counts: list[dict[str, int]] = []
     _cut(worker, folder)
-    for number in range(bodies.first_count + _WARMUPS + _REQUESTS):
+    for number in range(bodies.first_count + warmups + requests):
         body = lines[number % len(lines)].replace(UNIQUE, f"{number:016}")
         connection.request("POST", target.path, body, {"content-type": "application/json", **target.headers})
         with connection.getresponse() as response:
             answer = response.read()
         if response.status != 200:
             raise BenchError(f"{scenario.name}: {response.status}: {answer[:300]!r}")
-        requests.append(_cut(worker, folder))
+        counts.append(_cut(worker, folder))
     connection.close()
-    measured = requests[-_REQUESTS:]
+    measured = counts[-requests:]
     medians = {
-        name: int(statistics.median_low(counts.get(name, 0) for counts in measured))
-        for name in sorted({name for counts in measured for name in counts})
+        name: int(statistics.median_low(one.get(name, 0) for one in measured))
+        for name in sorted({name for one in measured for name in one})
     }
     return Bytecodes(scenario.name, {name: number for name, number in medians.items() if number})
 
