@@ -85,29 +85,10 @@ class Estimate:
         self._prior = prior or EstimatePrior()
         self._seen_at = clock()
         self._sums = (0.0,) * SUMS  # of the line, of the ratios' logarithms, of TPOT
-        self._calls_seen = 0
+        self.calls_seen = 0  # observations since its start
         self._calls_unfigured = 0  # since the figures were computed
         self._figures = Figures(0.0, 0.0, 0.0, 0.0)
         self._figured_until_s = -math.inf
-
-    @property
-    def weight(self) -> float:
-        """The number of recent calls behind the figures; 0 before the first, decreasing with time."""
-        return self.figures().weight
-
-    @property
-    def tpot_ms(self) -> float:
-        """Milliseconds per output token after the first."""
-        return self.figures().tpot_ms
-
-    @property
-    def prefill_ms_per_token(self) -> float:
-        """The time that one more prompt token adds to TTFT, and that a warm one saves."""
-        return self.figures().prefill_ms_per_token
-
-    def ttft_ms(self, prompt_tokens: int) -> float:
-        """Predicted TTFT for a prompt without warm tokens."""
-        return self.figures().ttft_ms(prompt_tokens)
 
     def figures(self) -> Figures:
         """All figures, computed at most a second ago.
@@ -156,9 +137,9 @@ class Estimate:
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
         predicted_ms = self.figures().ttft_ms(prompt_tokens)
-        self._calls_seen += 1
+        self.calls_seen += 1
         self._calls_unfigured += 1
-        if self._calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
+        if self.calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
             self._figured_until_s = -math.inf
         # bounds an outlier's weight: one call counts as at most ten times its prediction
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
@@ -167,9 +148,9 @@ class Estimate:
         self._seen_at = now_s
         keep = kept * KEEP_PER_OBSERVATION
         x = float(prompt_tokens)
-        w = _certainty(x)
-        ratio = math.log(bounded_ms / predicted_ms)
-        call = (w, w * x, w * bounded_ms, w * x * x, w * x * bounded_ms, 1.0, ratio, ratio * ratio)
+        w = 1.0 / (1.0 + x / _NOISE_SPAN_TOKENS) ** 2
+        wx, ratio = w * x, math.log(bounded_ms / predicted_ms)
+        call = (w, wx, w * bounded_ms, wx * x, wx * bounded_ms, 1.0, ratio, ratio * ratio)
         *others, tpot_weight, tpot_sum = self._sums
         if tpot_ms is not None and math.isfinite(tpot_ms) and tpot_ms >= 0:
             tpot_weight, tpot_sum = tpot_weight * keep + 1.0, tpot_sum * keep + tpot_ms
@@ -181,12 +162,7 @@ class Estimate:
         """Add a call without a first token within `waited_ms`: the prediction may rise, but not
         fall.
         """
-        self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
-
-    @property
-    def calls_seen(self) -> int:
-        """The number of observations since its start."""
-        return self._calls_seen
+        self.observe(max(waited_ms, self.figures().ttft_ms(prompt_tokens)), None, prompt_tokens)
 
     def sums(self) -> tuple[float, ...]:
         """The sums that it has learned, faded to now: those of several processes add up."""
@@ -224,10 +200,6 @@ def _ratios(calls: float, log_sum: float, log_squares: float) -> tuple[float, fl
     spread = math.sqrt(max(squares - mean * mean, 0.01))
     timeout, p95 = mean + _TIMEOUT_SIGMAS * spread, mean + _P95_SIGMAS * spread
     return math.exp(min(timeout, 20.0)), math.exp(min(p95, 20.0))
-
-
-def _certainty(prompt_tokens: float) -> float:
-    return 1.0 / (1.0 + prompt_tokens / _NOISE_SPAN_TOKENS) ** 2
 
 
 _LENGTHS_KEPT = 256

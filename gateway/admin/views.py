@@ -486,7 +486,7 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         reason=deployment.trouble,
         use=deployment.use,
         ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
-        recent_calls=deployment.estimate.weight,
+        recent_calls=deployment.estimate.figures().weight,
         denial=deployment.health.trouble[1],
         running=load.running,
         waiting=load.waiting + deployment.places.waiting,
