@@ -97,19 +97,20 @@ class ChatRequest(_Request, kw_only=True):
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
-        media: list[str] = []
-        beyond = len(self.messages) - list(map(_audio_of, self.messages)).count(None)
-        if set(map(type, map(_content_of, self.messages))) != _TEXTS:
+        messages, size, needs = self.messages, len(raw), set[str]()
+        beyond = len(messages) - list(map(_audio_of, messages)).count(None)
+        if set(map(type, map(_content_of, messages))) != _TEXTS:
             self.check_contents(body)
-            lists = [message.content for message in self.messages if type(message.content) is list]
-            media = [kind for parts in lists for kind in _media(parts)]
+            lists = [message.content for message in messages if type(message.content) is list]
+            needs.update(kind for parts in lists for kind in _media(parts))
             beyond += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
-        needs = set(media) if _ASKING.isdisjoint(body) else {*media, *self._asked(body)}
+        if not _ASKING.isdisjoint(body):
+            needs.update(self._asked(body))
         candidates = self.candidates
-        bound = prompt_tokens_max(len(raw), len(self.messages), beyond)
-        told = len(raw) if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
+        bound = prompt_tokens_max(size, len(messages), beyond)
+        told = size if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
         least = 0 if beyond else int(told / BYTES_PER_TOKEN_MAX)
-        expected = int(len(raw) / BYTES_PER_TOKEN) + _MESSAGE_TOKENS
+        expected = int(size / BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, raw, body)

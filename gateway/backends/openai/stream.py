@@ -206,8 +206,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         return b"".join(parts)
 
     def _take_whole(self, body: bytes) -> None:
-        events = [body] if self.reader is None else self.reader.whole(body)
-        if events != [body]:
+        if self.reader is not None and (events := self.reader.whole(body)) != [body]:
             self._take_events(events)
             return
         try:
