@@ -138,15 +138,11 @@ def fingerprint(
     turns_field, turns = ("messages", messages) if isinstance(messages, list) else (None, [])
     left_out = _DELIVERY.difference(keyed) if keyed else _DELIVERY
     try:
-        head = {**body}
-        for name in left_out.intersection(body):
-            del head[name]
-        if turns_field is not None:
-            del head[turns_field]
-        if None in head.values():
-            head = {name: value for name, value in head.items() if value is not None or name not in FIELDS}
-        if not _PLAIN.issuperset(map(type, head.values())):
-            head = {name: item if type(item) in _PLAIN else _canonical(item) for name, item in head.items()}
+        head = {
+            name: value if type(value) in _PLAIN else _canonical(value)
+            for name, value in body.items()
+            if name not in left_out and name != turns_field and (value is not None or name not in FIELDS)
+        }
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each
         # other
         link = before = _head_digest(

@@ -31,7 +31,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 Command = tuple[Any, ...]
-_PushNotification, _pack = hiredis.PushNotification, hiredis.pack_command
 
 _ERRORS: Mapping[str, type[RedisError]] = {
     "NOSCRIPT": NoScriptError,
@@ -105,7 +104,7 @@ class RedisWire(asyncio.Protocol):
         now, parts = self._loop.time(), list[bytes]()
         for pending in batch:
             try:
-                parts.append(_pack(pending.command))
+                parts.append(hiredis.pack_command(pending.command))
             except (TypeError, ValueError) as error:
                 fail(pending, ResponseError(f"not a command: {error}"))
                 continue
@@ -120,7 +119,7 @@ class RedisWire(asyncio.Protocol):
         reader.feed(data)
         try:
             while (reply := reader.gets()) is not False:
-                if isinstance(reply, _PushNotification):  # of RESP3: no command's reply
+                if isinstance(reply, hiredis.PushNotification):  # of RESP3: no command's reply
                     continue
                 if not unanswered:
                     self.end(RedisConnectionError("a reply that no command asked for"))
@@ -228,16 +227,11 @@ def _greeting(place: Any) -> list[Command]:
 
 def answer(pending: Pending, reply: Any) -> None:
     """Resolve the command's future with its reply, converted as redis-py does."""
-    future, understand = pending.future, pending.understand
-    if future.done():
-        return
-    if understand is None:
-        future.set_result(reply)
-        return
-    try:
-        future.set_result(understand(reply))
-    except Exception as error:  # the reply does not fit: an error of the command alone
-        future.set_exception(error)
+    if not pending.future.done():
+        try:
+            pending.future.set_result(reply if pending.understand is None else pending.understand(reply))
+        except Exception as error:  # the reply does not fit: an error of the command alone
+            pending.future.set_exception(error)
 
 
 def fail(pending: Pending, error: RedisError) -> None:

@@ -291,7 +291,8 @@ def _forecast(
         why += f", {warm} of {demand.prompt_tokens} prompt tokens warm"
     if candidate.ttft_ms is None or candidate.tpot_ms is None:
         why += ", not measured yet"
-    return Ranked(candidate.name, cost, ttft_ms, total_ms, _score(kind, cost, total_ms), why)
+    score = _score(kind, cost, total_ms)
+    return Ranked(name=candidate.name, cost_microusd=cost, ttft_ms=ttft_ms, total_ms=total_ms, score=score, why=why)
 
 
 def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:

@@ -86,8 +86,7 @@ class Deployment:
         Prompts that are longer than all that were served are of a shape of their own.
         """
         scope = self._scope(demand)
-        past = self.prompts.get(scope)
-        longest = past.served if past is not None else 0
+        longest = self.prompts[scope].served if scope in self.prompts else 0
         shape = "+".join(sorted(demand.needs)) if demand.needs else ""
         return Asker(scope, demand.caller, f"{shape}+long" if demand.prompt_tokens > longest else shape, request_id)
 
@@ -236,12 +235,9 @@ class Deployment:
         return min(size, known or size)
 
     def _prompts(self, scope: str) -> Prompts:
-        past = self.prompts.get(scope)
-        if past is None:
-            if len(self.prompts) >= _SCOPES_MAX:
-                self.prompts.clear()
-            past = self.prompts[scope] = Prompts()
-        return past
+        if scope not in self.prompts and len(self.prompts) >= _SCOPES_MAX:
+            self.prompts.clear()
+        return self.prompts.setdefault(scope, Prompts())
 
     def begin(self, asker: Asker, team: int = 0) -> bool:
         """Take a place and the right to make one call; returns False if another call took it.
@@ -298,14 +294,12 @@ class Deployment:
         self.health.succeeded(asker)
         assert made.attempt is not None
         past, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
-        if prompt_tokens > past.served:
-            past.served = prompt_tokens
+        past.served = max(past.served, prompt_tokens)
         duration_ms, usage, tokens = made.attempt.duration_ms, made.usage, made.content_chunks
         figures = self.estimate.figures()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if usage is not None:
-            if usage.prompt_tokens > past.served:
-                past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
+            past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
             if past.served > past.learned:
                 past.until_s = 0.0  # it has grown
             prompt_tokens = usage.prompt_tokens - usage.cached_tokens

@@ -22,7 +22,6 @@ import asyncio
 import select
 import zlib
 from collections.abc import AsyncIterator, Mapping
-from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -218,7 +217,6 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self._exchange: Exchange | None = None
         self.transport: Any = None  # uvloop's class is not declared as one of asyncio
-        self._arrived: select.poll | None = None  # a poll of its socket
         self._is_paused = False
         self.is_full = False  # the server takes what is written too slowly
         self._messages = 0  # of this exchange that have begun and are not interim
@@ -242,10 +240,9 @@ class Connection(asyncio.Protocol):
         """Whether it is open, and the socket has no byte and no end that nobody asked for."""
         if self.transport is None or self.transport.is_closing():
             return False
-        if self._arrived is None:
-            self._arrived = select.poll()
-            self._arrived.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not self._arrived.poll(0)
+        arrived = select.poll()
+        arrived.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not arrived.poll(0)
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; the connection serves no other until the response is over."""
@@ -315,8 +312,7 @@ class Connection(asyncio.Protocol):
         """End the exchange; the connection serves others if the server has read the whole request, and
         sent no more than its answer.
         """
-        if self._is_paused:
-            self.resume()
+        self.resume()
         is_sent = exchange.pieces is None and not self.transport.get_write_buffer_size()
         if is_clean and is_sent and self._messages == 1 and self._is_kept_alive and not self.transport.is_closing():
             self._exchange = None
@@ -361,7 +357,7 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._parts_at_end is not None or self._exchange is None:
             return  # a second response
-        if sum(map(len, chain(self._headers, self._headers.values()))) > HEAD_BYTES_MAX:
+        if sum(map(len, self._headers)) + sum(map(len, self._headers.values())) > HEAD_BYTES_MAX:
             raise ValueError(f"more than {HEAD_BYTES_MAX} bytes of fields")
         if status < 200:
             self._messages -= 1

@@ -97,15 +97,14 @@ class ChatRequest(_Request, kw_only=True):
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
-        messages, size, needs = self.messages, len(raw), set[str]()
+        messages, size = self.messages, len(raw)
+        needs = set[str]() if _ASKING.isdisjoint(body) else set(self._asked(body))
         beyond = len(messages) - list(map(_audio_of, messages)).count(None)
         if set(map(type, map(_content_of, messages))) != _TEXTS:
             self.check_contents(body)
             lists = [message.content for message in messages if type(message.content) is list]
             needs.update(kind for parts in lists for kind in _media(parts))
             beyond += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
-        if not _ASKING.isdisjoint(body):
-            needs.update(self._asked(body))
         candidates = self.candidates
         bound = prompt_tokens_max(size, len(messages), beyond)
         told = size if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
