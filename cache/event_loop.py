@@ -66,7 +66,7 @@ class Loop(uvloop.Loop):
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
     ) -> list[Any]:
-        """As `socket.getaddrinfo`; the addresses of a name take turns."""
+        """Look a host up as `socket.getaddrinfo` does; the addresses of a name take turns."""
         try:
             return socket.getaddrinfo(host, port, family, type, proto, flags | socket.AI_NUMERICHOST)
         except socket.gaierror as error:

@@ -33,7 +33,7 @@ _EXACT_INT_MAX = 2**53
 
 
 class FieldKind(StrEnum):
-    """How a request field affects the answer."""
+    """The effect of a request's field on the answer."""
 
     # another value may mean another answer: part of the key; null is the same as absent
     MEANING = "meaning"
@@ -81,7 +81,7 @@ with its nulls).
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What a request is, in digests of 16 bytes.
+    """The digests of a request, 16 bytes each.
 
     `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a
     prefix of the chain of its continuation. `compat` is equal for two requests iff they differ in

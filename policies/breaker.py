@@ -37,7 +37,7 @@ _is_open = attrgetter("is_open")
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When a breaker opens, and for how long.
+    """The limits at which a breaker opens, and the seconds for which it stays open.
 
     It opens after `failures_max` failures in a row, and stays open for `open_s`, doubled after each
     failed probe up to `open_s_max` and spread by +-`jitter`; after a probe this counts from the
@@ -69,7 +69,7 @@ class Asker(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What has happened to one breaker since its last exchange with others.
+    """The changes of one breaker since its last exchange with other processes.
 
     `row` are the failures in a row since the last success, if there was one (`has_succeeded`), or
     all; of a state, `has_succeeded` says that there ever was one. `rests` says that it has opened
@@ -154,7 +154,7 @@ class Breaker:
 
     @property
     def reason(self) -> str:
-        """Why it is open, as text for people; empty while it is closed."""
+        """The reason why it is open, as text for people; empty while it is closed."""
         now = self._clock()
         if self._open_until is None:
             return ""
@@ -259,7 +259,7 @@ class Breaker:
         self._has_succeeded = self._has_changed = True
 
     def news(self) -> News:
-        """What has happened since the last call; `adopt` or `put_back` follows."""
+        """Take the changes since the last call. The caller then calls `adopt` or `put_back`."""
         now = self._clock()
         news = News(
             version=self.version,
@@ -368,7 +368,7 @@ class Health:
         self.breakers: dict[str, Breaker] = {}  # by scope, or by scope and caller
 
     def breaker(self, path: str) -> Breaker:
-        """The breaker of a scope, or of `scope caller`; made where there is none."""
+        """The breaker of a scope, or of `scope caller`. The first call makes it."""
         breaker = self.breakers.get(path)
         if breaker is None:
             if len(self.breakers) >= _NODES_MAX:
@@ -409,7 +409,7 @@ class Health:
                 yield f"{path}:{breaker.version}"
 
     def resting(self, asker: Asker) -> tuple[str, bool]:
-        """Why a call may not begin, and whether the deployment denies it until a person mends something."""
+        """The reason why a call may not begin, and whether that is a denial."""
         resting = [breaker for breaker, unit, shape in self._of(asker) if not breaker.allows(unit, shape)]
         return (resting[0].reason, bool(resting[0].denial) and not resting[0].is_probed) if resting else ("", False)
 

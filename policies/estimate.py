@@ -111,7 +111,7 @@ class Estimate:
     def ttft_timeout_ms(
         self, prompt_tokens: int, floor_ms: float, ceiling_ms: float, unlearned_ms: float = math.inf
     ) -> float:
-        """How long to wait for the first token before the next candidate is tried.
+        """The milliseconds to wait for the first token before the next candidate is tried.
 
         About one call in thirty thousand of a healthy deployment exceeds this wait. It lies within
         [floor_ms, ceiling_ms]. Before `_CALLS_BEFORE_TIMEOUT` calls it is `unlearned_ms`, or twice

@@ -52,7 +52,7 @@ _FOUND_TOKENS_MAX = 50_000  # in one round
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What one request needs from a deployment.
+    """The needs of one request, as routing compares them with deployments.
 
     `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
     with a lower bound is rejected; otherwise the bound shrinks to the deployment's. `warm` maps a
@@ -100,7 +100,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def rounds(self) -> int:
-        """How often the provider may read the prompt again."""
+        """The number of times that the provider may read the prompt again."""
         return self.calls + self.compacts
 
     @property
@@ -110,7 +110,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Cause(StrEnum):
-    """Why a candidate was rejected, in the order of the checks."""
+    """The causes of rejections, in the order of the checks."""
 
     CAPABILITY = "capability"
     CONTEXT = "context"

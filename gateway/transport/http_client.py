@@ -53,7 +53,7 @@ class Disconnected(TransportError):
 
 
 class NotHTTP(TransportError):
-    """The bytes from the server are no HTTP/1.1 response."""
+    """The server sent bytes that no HTTP/1.1 response has."""
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open, and the socket has no byte and no end that nobody asked for."""
+        """Whether the connection is open and its socket has nothing to read."""
         if self.transport is None or self.transport.is_closing():
             return False
         arrived = select.poll()

@@ -49,7 +49,7 @@ _FIRST_OF_RESPONSES = ("response.created", "response.queued", "response.in_progr
 
 
 class State(Enum):
-    """Where an answer is; see the module's drawing."""
+    """The states of an answer, which the module's head draws."""
 
     NEW = auto()
     WAITING = auto()
@@ -68,7 +68,7 @@ class EventReader(Protocol):
         """The data of events for those of the server's."""
 
     def whole(self, body: bytes) -> list[bytes]:
-        """The same for a whole answer; the body itself if it is none."""
+        """The data of events for a whole answer; `body` alone if it holds no answer."""
 
 
 class OpenAIStream(msgspec.Struct, eq=False):
