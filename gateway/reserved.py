@@ -210,9 +210,7 @@ def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
 
 
 _HOLDERS = (dict, list)
-_NOT_FETCHED = frozenset(
-    {"tools", "functions", "response_format", "metadata", "tool_calls", "annotations", "citations"}
-)
+_NOT_FETCHED = {"tools", "functions", "response_format", "metadata", "tool_calls", "annotations", "citations"}
 _NOT_FETCHED |= {"action", "results", "outputs"}  # of calls that the provider made
 # no user, backslash or space: whoever reads it, reads the same host
 _PLAIN_URL = re.compile(
