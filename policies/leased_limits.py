@@ -92,8 +92,7 @@ class LeasedRateLimits:
             if cost is not None and (lease.left < cost or lease.synced_at_s < synced_since_s or not lease.quantum):
                 return False
         for lease in limited._leases:
-            if cost := tokens if lease.is_tokens else requests:
-                lease.left -= cost
+            lease.left -= (tokens if lease.is_tokens else requests) or 0
         return True
 
     def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:

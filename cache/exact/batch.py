@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -74,12 +75,11 @@ class StoreBatch:
             self._send(terms, together, is_listed=False)
 
     def _send(self, terms: BatchTerms, together: list[BatchItem], is_listed: bool) -> None:
-        keys = [*terms.keys]
-        arguments = [together[-1].now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms]
-        for one in together:
-            keys += one.more_keys
-            arguments += one.argv
-        reply = asyncio.ensure_future(self._redis.eval(PUT, len(keys), *keys, *arguments))
+        keys = (*terms.keys, *chain.from_iterable(one.more_keys for one in together))
+        now_ms = max(one.now_ms for one in together)
+        common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
+        entries = chain.from_iterable(one.argv for one in together)
+        reply = asyncio.ensure_future(self._redis.eval(PUT, len(keys), *keys, *common, *entries))
         reply.add_done_callback(partial(self._answered, terms, together))
 
     def _answered(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
