@@ -7,6 +7,7 @@ without the deployment's key.
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
@@ -67,36 +68,28 @@ class OpenAIBackend:
         self._is_salted = is_salted
         self._tail_timeout_s = tail_timeout_s
         self._translate = Translator(api_key, wall_clock)
-        url = urlsplit(base_url)
-        host = url.hostname or ""
-        self._origin = Origin(
+        self._media = "application/json"
+        self._url, self._headers = urlsplit(base_url), dict(headers or {})
+        self._heads: dict[str, bytes] = {}  # by a kind's own path, once it was sent to
+        self._unready = unready or self._fields()[1]
+        self._pool: Pool | None = None
+
+    @functools.cached_property
+    def _origin(self) -> Origin:
+        url, host = self._url, self._url.hostname or ""
+        return Origin(
             host if host.isascii() else host.encode("idna").decode(),
             url.port or (443 if url.scheme == "https" else 80),
             url.scheme == "https",
             proxy_of(url.scheme, host),
         )
-        self._media = "application/json"
-        self._url, self._headers = url, dict(headers or {})
-        self._heads: dict[str, bytes] = {}
-        for kind, path in self.paths.items():
-            self._heads[kind], problem = self._written_head(path)
-        self._unready = unready or problem
-        self._pool: Pool | None = None
 
-    def _written_head(
-        self, path: str, method: str = "POST", query: str = "", sent: Iterable[tuple[str, str]] = ()
-    ) -> tuple[bytes, str]:
-        """The beginning of every request to `path`, and the reason why it cannot be sent, if any.
-
-        `sent` are headers of the client's, which the deployment's own come before.
+    def _fields(self, sent: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
+        """The header fields of every request, by lower-case name, and the reason why they cannot be
+        sent, if any. `sent` are headers of the client's, which the deployment's own come before.
         """
         url, headers = self._url, self._headers
-        asked = "&".join(filter(None, (url.query, query)))
-        target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{asked}" if asked else "")
-        if self._origin.is_forwarded:
-            target = f"http://{self._origin.authority}{target}"
         fields = {
-            "host": ("Host", self._origin.authority),
             "accept": ("Accept", "application/json, text/event-stream"),
             # compression gains nothing on small chunks; a server that compresses anyway is
             # understood
@@ -111,7 +104,7 @@ class OpenAIBackend:
         self._media = fields.pop("content-type", ("", self._media))[1]  # a form has another one
         for name, (_, value) in fields.items():
             if name in _FRAMING:
-                return b"", f"the header {name!r} is not to be set: it belongs to the connection"
+                return {}, f"the header {name!r} is not to be set: it belongs to the connection"
             if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(
                 value + self._media
             ) & set("\r\n\0"):
@@ -120,12 +113,20 @@ class OpenAIBackend:
                     if name in ("authorization", "x-api-key") and not headers.get(name)
                     else f"the header {name!r}"
                 )
-                return b"", f"{what} holds characters that no header can carry"
+                return {}, f"{what} holds characters that no header can carry"
+        return fields, ""
+
+    def _head(self, path: str, method: str = "POST", query: str = "", sent: Iterable[tuple[str, str]] = ()) -> bytes:
+        """The beginning of every request to `path`."""
+        origin, url = self._origin, self._url
+        query = "&".join(filter(None, (url.query, query)))
+        target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{query}" if query else "")
+        if origin.is_forwarded:
+            target = f"http://{origin.authority}{target}"
+        fields = {"host": ("Host", origin.authority)} | self._fields(sent)[0]
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
         head = "\r\n".join(lines).encode()
-        if self._origin.is_forwarded and self._origin.proxy is not None:
-            head += proxy_authorization(self._origin.proxy)
-        return head, ""
+        return head + (proxy_authorization(origin.proxy) if origin.is_forwarded and origin.proxy is not None else b"")
 
     def _own_fields(self) -> dict[str, tuple[str, str]]:
         """The header fields of every request, by lower-case name: name and value."""
@@ -217,11 +218,10 @@ class OpenAIBackend:
         more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
         more += f"Content-Length: {size}\r\n\r\n"
         self.running += 1
-        head = (
-            self._heads[request.kind.path]
-            if at is None
-            else self._written_head(at.path, at.method, at.query, at.headers)[0]
-        )
+        if at is not None:
+            head = self._head(at.path, at.method, at.query, at.headers)
+        elif (head := self._heads.get(request.kind.path, b"")) == b"":
+            head = self._heads[request.kind.path] = self._head(self.paths[request.kind.path])
         return Exchange(head + more.encode(), body, pieces=pieces)
 
     async def _sent(self, exchange: Exchange) -> None:
