@@ -13,7 +13,9 @@ follower that may have missed records gets `is_lost`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -52,8 +54,8 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class LogRead:
-    """Records after a position. `is_lost`: the position is not in this log any more; rebuild from
-    the entries.
+    """Records after a position. `is_lost`: the log was trimmed beyond the position; rebuild from the
+    entries.
     """
 
     records: tuple[LogRecord, ...]
@@ -71,8 +73,7 @@ class EntryLog:
         self._redis = redis
 
     async def append(self, record: LogRecord) -> None:
-        data = _ENCODER.encode(record)
-        await self._redis.execute_command("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", data)
+        await self._redis.execute_command(*appending(record))
 
     async def end(self, new_epoch: bytes) -> LogPosition:
         """The position after the last record. `new_epoch` names the life of Redis' data if it has
@@ -85,18 +86,23 @@ class EntryLog:
         )
         return LogPosition(last[0][0] if last else b"0-0", epoch)
 
-    async def read(self, position: LogPosition, is_glance: bool = False) -> LogRead:
-        """Up to a thousand records after `position`; never waits for new ones. A glance is one
-        command, and leaves it to the next whole read to find that Redis has lost its data.
+    async def epoch(self) -> bytes | None:
+        """The name of the present life of Redis' data."""
+        epoch: bytes | None = await self._redis.execute_command("GET", _EPOCH)
+        return epoch
+
+    def listen(self, position: LogPosition, wait_ms: int = 0) -> Awaitable[Any]:
+        """Ask for up to a thousand records after `position`. Redis replies when it has one, or after
+        `wait_ms`. `read` takes the reply.
         """
-        range_ = self._redis.execute_command("XRANGE", _LOG, b"(" + position.id, "+", "COUNT", _READ_COUNT)
-        if is_glance:
-            epoch, items = position.epoch, await range_
-        else:
-            epoch, items = await asyncio.gather(self._redis.execute_command("GET", _EPOCH), range_)
-        is_full = len(items) == _READ_COUNT
-        is_lost = epoch != position.epoch
-        if is_full and not is_lost:
+        block = ("BLOCK", wait_ms) if wait_ms else ()
+        return self._redis.execute_command("XREAD", "COUNT", _READ_COUNT, *block, "STREAMS", _LOG, position.id)
+
+    async def read(self, position: LogPosition, reply: Any) -> LogRead:
+        """The records of a reply to `listen(position)`. `epoch` says whether Redis lost its data."""
+        items = reply[0][1] if reply else ()
+        is_full, is_lost = len(items) == _READ_COUNT, False
+        if is_full:
             # only a follower this far behind can have lost records to trimming
             first = await self._redis.execute_command("XRANGE", _LOG, "-", "+", "COUNT", 1)
             is_lost = bool(first) and _order(first[0][0]) > _order(position.id)
@@ -137,6 +143,11 @@ class EntryLog:
 _ENCODER = msgspec.msgpack.Encoder()
 _records: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
 _read = reader(_records)
+
+
+def appending(record: LogRecord) -> tuple[Any, ...]:
+    """The command that appends a record."""
+    return ("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", _ENCODER.encode(record))
 
 
 def _receipt_key(receipt: bytes) -> str:

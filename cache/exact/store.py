@@ -35,9 +35,9 @@ import msgspec
 
 from cache.entry import About, Entry
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded
-from cache.exact.batch import BatchTerms, Defer, StoreBatch
+from cache.exact.batch import BatchItem, BatchTerms, Defer, StoreBatch
 from cache.exact.claims import Claims
-from cache.exact.log import EntryLog
+from cache.exact.log import EntryLog, appending
 from cache.exact.pointers import Verified, own_pointer
 from cache.exact.scripts import DROP, FORGET_PARTITION, POINT, PUT_SKETCHES, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Fingerprint, Partition
@@ -169,15 +169,10 @@ class EntryStore:
             warm_keys = [_warm_key(entry.partition, link) for link in links]
         terms = f"{_ms(entry.expires_at)} {entry.worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
         argv = (entry.exact, packed.data, packed.about, terms, words + own_pointer(entry) if words else b"")
-        was_there, *evicted = await self._batch.store(
-            _terms(entry.partition, size_bytes_max, warm_ttl_s),
-            argv,
-            (*warm_keys, claim) if claim else warm_keys,
-            _ms(now),
-        )
-        # after the entry is there: a follower that reads the record fetches the facts on it
-        if entry.text is not None:
-            await self.log.append(EntryAdded(entry.partition, entry.exact))
+        # behind the entry: a follower that reads the record fetches the facts on it
+        records = (appending(EntryAdded(entry.partition, entry.exact)),) if entry.text is not None else ()
+        item = BatchItem(argv, (*warm_keys, claim) if claim else warm_keys, records, _ms(now))
+        was_there, *evicted = await self._batch.store(_terms(entry.partition, size_bytes_max, warm_ttl_s), item)
         # the indexes may have the one before
         dropped = (entry.exact, *evicted) if was_there and entry.text is None else tuple(evicted)
         if dropped:

@@ -5,8 +5,8 @@
 The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
 are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
 wait when the encoder is free, everything else in small pieces between them. While it decides on a
-batch, another thread embeds the next one. Before a batch the log is folded, so a lookup sees every
-store that finished before it. Invariants: a lookup waits for the batch before its own and one other
+batch, another thread embeds the next one. The log is folded as Redis sends it, so a lookup sees every store
+that finished before it, and asks Redis nothing. Invariants: a lookup waits for the batch before its own and one other
 piece of work at most; a request whose client has gone is not computed; garbage closes its own
 connection and nothing else; while Redis is away the index answers lookups (a hit is only a pointer:
 the gateway fetches the entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with
@@ -131,11 +131,11 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis = RedisLink(self._options.redis_url, _REDIS_TIMEOUT_S)
-        self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max)
+        redis, listening = (RedisLink(self._options.redis_url, _REDIS_TIMEOUT_S) for _ in range(2))
+        self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max, listening)
         self._judging = AnswerJudging(cache)
         self._cache = cache
-        await self._follow(cache)
+        await asyncio.gather(self._follow(cache), self._follower.listen())
 
     def _report_failure(self, error: Exception) -> None:
         """Keep why the embedder can't be loaded, and log it in a line the first time. It's tried
@@ -195,8 +195,8 @@ class Worker:
         return [job for job in jobs if job.is_wanted()]
 
     async def _prepare(self, jobs: list[Job]) -> list[Job]:
-        """Embed the prompts while Redis is asked for new records: neither needs the other. Returns
-        the jobs that are wanted still.
+        """Embed the prompts while the log is folded: neither needs the other. Returns the jobs that are
+        wanted still.
 
         If embedding fails, the lookup that follows fails too and reports it.
         """
