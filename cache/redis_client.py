@@ -18,8 +18,17 @@ from cache.entry import CacheUnavailable
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
 
 
-def unavailable(error: BaseException) -> CacheUnavailable:
-    return CacheUnavailable(f"Redis: {error}")
+class _NeedsRedis:
+    """A block that raises CacheUnavailable where Redis fails."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, REDIS_FAILURES):
+            raise CacheUnavailable(f"Redis: {error}") from error
+
+
+needs_redis = _NeedsRedis()
 
 
 class Redis(Protocol):

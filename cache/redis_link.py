@@ -46,12 +46,13 @@ class RedisLink:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
         self.client = connect(url, timeout_s)
-        self.round_trips = 0  # these two are counted for tests
-        self.commands = 0
+        self.round_trips = 0  # counted for tests
         self.patience_s = _PATIENCE_S
         self._timeout_s = timeout_s
         # decision: own-redis-connection
         self._is_direct = "+" not in url.partition("://")[0]
+        # commands run in the order in which they were issued; the nodes of a cluster know no order
+        self.keeps_order = "+cluster" not in url.partition("://")[0]
         # redis-py's conversions of replies, so that both ways give the same
         self._callbacks = self.client.response_callbacks if self._is_direct else {}
         self._wire: RedisWire | None = None
@@ -104,7 +105,6 @@ class RedisLink:
         Makes no task: one would cost more than the command.
         """
         future = pending.future
-        self.commands += 1
         if not self._is_up:
             fail(pending, RedisConnectionError(f"Redis is away: {self._why}"))
             return future

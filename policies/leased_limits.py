@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
 from policies.rate_limits import MINUTE_US, Decision, LimitState, RateLimit, RateLimits, decision_of
 
 # decision: limits-are-leased
@@ -50,17 +52,14 @@ class _Lease:
         return LimitState(self.subject, self.unit, self.per_min, max(0, room), lead_us / 1e6)
 
 
-class Limited:
+class Limited(msgspec.Struct, frozen=True):
     """The limits that one kind of request counts against, with this process's leases.
 
     Made by `limited`.
     """
 
-    __slots__ = ("_leases", "_scope")
-
-    def __init__(self, scope: str, leases: tuple[_Lease, ...]) -> None:
-        self._scope = scope
-        self._leases = leases
+    scope: str
+    leases: tuple[_Lease, ...]
 
 
 class LeasedRateLimits:
@@ -87,11 +86,11 @@ class LeasedRateLimits:
         Otherwise charges nothing and returns False: call `take`.
         """
         synced_since_s = self._clock() - _FRESH_S
-        for lease in limited._leases:
+        for lease in limited.leases:
             cost = tokens if lease.is_tokens else requests
             if cost is not None and (lease.left < cost or lease.synced_at_s < synced_since_s or not lease.quantum):
                 return False
-        for lease in limited._leases:
+        for lease in limited.leases:
             lease.left -= (tokens if lease.is_tokens else requests) or 0
         return True
 
@@ -100,13 +99,13 @@ class LeasedRateLimits:
         units.
         """
         now_s = self._clock()
-        asked = [lease for lease in limited._leases if (tokens if lease.is_tokens else requests) is not None]
+        asked = [lease for lease in limited.leases if (tokens if lease.is_tokens else requests) is not None]
         return Decision(True, 0.0, tuple([lease.state(now_s) for lease in asked]))
 
     async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
         """Charge as `RateLimits.take` does, and lease a quantum of each limit that has room for it."""
         asked: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
-        for lease in limited._leases:
+        for lease in limited.leases:
             cost = tokens if lease.is_tokens else requests
             if cost is None:
                 continue
@@ -118,7 +117,7 @@ class LeasedRateLimits:
             asked.append((lease, RateLimit(lease.subject, lease.unit, lease.per_min, charge, more), own))
         decision = None
         try:
-            decision = await self._shared.take(limited._scope, [limit for _, limit, _ in asked])
+            decision = await self._shared.take(limited.scope, [limit for _, limit, _ in asked])
         finally:
             for i, (lease, limit, own) in enumerate(asked):
                 if limit.lease:
@@ -141,13 +140,13 @@ class LeasedRateLimits:
         difference.
         """
         charges: list[tuple[_Lease, int]] = []
-        for lease in limited._leases:
+        for lease in limited.leases:
             if not lease.is_tokens or expected == actual:
                 continue
             lease.left += expected - actual
             if not lease.quantum or not -lease.quantum <= lease.left <= 2 * lease.quantum:
                 charges.append((lease, -lease.left))
-        return self._charge(limited._scope, charges) if charges else None
+        return self._charge(limited.scope, charges) if charges else None
 
     async def _charge(self, scope: str, charges: Sequence[tuple[_Lease, int]]) -> None:
         """Charge or return these amounts in Redis, which evens the leases."""

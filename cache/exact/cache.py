@@ -28,7 +28,7 @@ from cache.exact.pointers import Pointer, Verified
 from cache.exact.purges import Purges
 from cache.exact.store import EntryStore, PartitionSize, Stored, pack
 from cache.fingerprint import Fingerprint, Partition
-from cache.redis_client import REDIS_FAILURES, Redis, Subscribe, unavailable
+from cache.redis_client import REDIS_FAILURES, Redis, Subscribe, needs_redis
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCHES_MAX = 4_096
@@ -257,11 +257,9 @@ class ExactCache:
         """Let the words of `fp` find an entry, until it, its answer or its group change. A claim on
         `fp` ends. Raises CacheUnavailable.
         """
-        try:
+        with needs_redis:
             claim = self._store.claims.end(fp.exact)
             await self._store.point(entry, words, verified, self.limits.size_bytes_max, claim)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
@@ -362,7 +360,7 @@ class ExactCache:
         packed = pack(entry, has_words=words is not None)
         if packed.size_bytes > min(limits.entry_bytes_max, limits.size_bytes_max):
             return StoreResult(Refusal.TOO_LARGE)
-        try:
+        with needs_redis:
             put = await self._store.store(
                 packed,
                 now=now,
@@ -375,32 +373,27 @@ class ExactCache:
             )
             if put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
         return StoreResult(None, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
-        """Store which deployment saw this dialogue, without an answer. Raises CacheUnavailable."""
-        try:
-            await self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
+        """Store which deployment saw this dialogue, without an answer: a claim on `fp` ends. Raises
+        CacheUnavailable.
+        """
+        warming = self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
+        with needs_redis:
+            await asyncio.gather(warming, self._store.claims.release(fp))
 
     async def release(self, fp: Fingerprint) -> None:
         """End the claim to make an entry that does not come. Raises CacheUnavailable."""
-        try:
+        with needs_redis:
             await self._store.claims.release(fp)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
     async def renew_claims(self) -> None:
         """Keep the claims of entries that are still being made; call it about once a second. Raises
         CacheUnavailable.
         """
-        try:
+        with needs_redis:
             await self._store.claims.renew()
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
     # --- administration
 
@@ -411,7 +404,7 @@ class ExactCache:
         """
         count = size = 0
         samples: list[Sample] = []
-        try:
+        with needs_redis:
             partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
             for partition in partitions:
                 async for batch in self._matching(purge, partition):
@@ -423,8 +416,6 @@ class ExactCache:
                         count, size = count + removed, size + freed
             if not is_dry_run:
                 await self._purges.announce(purge)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
         return PurgeResult(count, size, tuple(samples))
 
     async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[Stored]]:
@@ -442,10 +433,8 @@ class ExactCache:
 
     async def stats(self) -> CacheStats:
         """Sizes as they are now. Raises CacheUnavailable."""
-        try:
+        with needs_redis:
             sizes = await self._store.sizes()
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
         return CacheStats(tuple(sizes), len(self._l1), self._l1.size_bytes)
 
     async def follow_purges(self, subscribe: Subscribe) -> None:
@@ -479,10 +468,8 @@ class ExactCache:
             self._store.touch(partition, now, [(entry.exact, count * entry.worth) for entry, count in uses.values()])
             for partition, uses in touches.items()
         ]
-        try:
+        with needs_redis:
             await asyncio.gather(*touching)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
 
 def _earlier_links(chain: Sequence[bytes]) -> list[int]:

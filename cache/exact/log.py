@@ -54,8 +54,8 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class LogRead:
-    """Records after a position. `is_lost`: the log was trimmed beyond the position; rebuild from the
-    entries.
+    """Records after a position. `is_lost`: the position is not in this log any more; rebuild from
+    the entries.
     """
 
     records: tuple[LogRecord, ...]
@@ -72,8 +72,9 @@ class EntryLog:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def append(self, record: LogRecord) -> None:
-        await self._redis.execute_command(*appending(record))
+    def append(self, record: LogRecord) -> Awaitable[Any]:
+        """Append a record; `RedisLink` sends it also where the result is not awaited."""
+        return self._redis.execute_command(*appending(record))
 
     async def end(self, new_epoch: bytes) -> LogPosition:
         """The position after the last record. `new_epoch` names the life of Redis' data if it has
@@ -86,23 +87,22 @@ class EntryLog:
         )
         return LogPosition(last[0][0] if last else b"0-0", epoch)
 
-    async def epoch(self) -> bytes | None:
-        """The name of the present life of Redis' data."""
-        epoch: bytes | None = await self._redis.execute_command("GET", _EPOCH)
-        return epoch
+    def listen(self, position: LogPosition, wait_ms: int = 0) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
+        """Ask for up to a thousand records after `position`. `read` takes the replies.
 
-    def listen(self, position: LogPosition, wait_ms: int = 0) -> Awaitable[Any]:
-        """Ask for up to a thousand records after `position`. Redis replies when it has one, or after
-        `wait_ms`. `read` takes the reply.
+        The second comes when Redis has a record, or after `wait_ms`; the first once Redis has both
+        commands.
         """
         block = ("BLOCK", wait_ms) if wait_ms else ()
-        return self._redis.execute_command("XREAD", "COUNT", _READ_COUNT, *block, "STREAMS", _LOG, position.id)
+        log = ("XREAD", "COUNT", _READ_COUNT, *block, "STREAMS", _LOG, position.id)
+        epoch, records = (asyncio.ensure_future(self._redis.execute_command(*one)) for one in (("GET", _EPOCH), log))
+        return epoch, records
 
-    async def read(self, position: LogPosition, reply: Any) -> LogRead:
-        """The records of a reply to `listen(position)`. `epoch` says whether Redis lost its data."""
+    async def read(self, position: LogPosition, epoch: bytes | None, reply: Any) -> LogRead:
+        """The records of the replies to `listen(position)`."""
         items = reply[0][1] if reply else ()
-        is_full, is_lost = len(items) == _READ_COUNT, False
-        if is_full:
+        is_full, is_lost = len(items) == _READ_COUNT, epoch != position.epoch
+        if is_full and not is_lost:
             # only a follower this far behind can have lost records to trimming
             first = await self._redis.execute_command("XRANGE", _LOG, "-", "+", "COUNT", 1)
             is_lost = bool(first) and _order(first[0][0]) > _order(position.id)
@@ -116,19 +116,13 @@ class EntryLog:
         end = LogPosition(items[-1][0] if items else position.id, position.epoch)
         return LogRead(tuple(records), end, is_lost, is_full)
 
-    async def announce(self, purge: Purge, receipt: bytes = b"") -> int:
-        """Send a purge to every in-process cache; returns how many listen. Each signs the receipt
-        when it has applied the purge.
+    async def announce(self, purge: Purge | None, receipt: bytes = b"") -> int:
+        """Send a purge, or without one a heartbeat, to every in-process cache; returns how many
+        listen. Each signs the receipt when it has applied the purge.
         """
-        return await self._publish(Announced(purge, receipt))
-
-    async def beat(self, name: bytes) -> None:
-        """Send a heartbeat on the purge channel, under the name of its sender."""
-        await self._publish(Announced(None, name))
-
-    async def _publish(self, message: Announced) -> int:
-        heard: int = await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, _ENCODER.encode(message))
-        return heard
+        message = _ENCODER.encode(Announced(purge, receipt))
+        listening: int = await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, message)
+        return listening
 
     async def sign(self, receipt: bytes) -> None:
         key = _receipt_key(receipt)

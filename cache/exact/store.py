@@ -120,6 +120,8 @@ class EntryStore:
         self.claims = Claims(redis, monotonic)
         self._redis = redis
         self._batch = StoreBatch(redis, defer)
+        self._keeps_order = getattr(redis, "keeps_order", False)
+        self._announcing: asyncio.Future[Any] | None = None
 
     # --- one entry
 
@@ -170,13 +172,16 @@ class EntryStore:
         terms = f"{_ms(entry.expires_at)} {entry.worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
         argv = (entry.exact, packed.data, packed.about, terms, words + own_pointer(entry) if words else b"")
         # behind the entry: a follower that reads the record fetches the facts on it
-        records = (appending(EntryAdded(entry.partition, entry.exact)),) if entry.text is not None else ()
-        item = BatchItem(argv, (*warm_keys, claim) if claim else warm_keys, records, _ms(now))
+        record = EntryAdded(entry.partition, entry.exact) if entry.text is not None else None
+        behind = (appending(record),) if record is not None and self._keeps_order else ()
+        item = BatchItem(argv, (*warm_keys, claim) if claim else warm_keys, behind, _ms(now))
         was_there, *evicted = await self._batch.store(_terms(entry.partition, size_bytes_max, warm_ttl_s), item)
+        if record is not None and not behind:
+            await self.log.append(record)
         # the indexes may have the one before
         dropped = (entry.exact, *evicted) if was_there and entry.text is None else tuple(evicted)
-        if dropped:
-            await self.log.append(EntriesDropped(entry.partition, dropped))
+        if dropped:  # no store waits for that: a pointer to what is gone finds nothing
+            self._announcing = asyncio.ensure_future(self.log.append(EntriesDropped(entry.partition, dropped)))
         return StoreEffect(bool(was_there), tuple(evicted))
 
     async def store_warm(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:

@@ -28,8 +28,7 @@ from cache.verdicts.records import AnswerSuspended
 from cache.verdicts.store import VerdictStore
 
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
-_LISTENED_MS = 250
-_RETRY_S = 0.25
+_LISTENED_S = 0.4  # at a time
 
 T = TypeVar("T")
 
@@ -79,7 +78,8 @@ class Follower:
         self._log = EntryLog(listening or redis)
         self._wait_ms = 0
         self._position: LogPosition | None = None
-        self._reading: asyncio.Future[Any] | None = None  # of what follows that position
+        # of a read of what follows that position
+        self._replies: tuple[asyncio.Future[Any], asyncio.Future[Any]] | None = None
         self._lock = asyncio.Lock()
         self._has_warned = False
 
@@ -90,14 +90,14 @@ class Follower:
 
     async def listen(self) -> None:
         """For ever: fold what the log gets as soon as it has it, so that a lookup asks Redis nothing."""
-        self._wait_ms = _LISTENED_MS
+        self._wait_ms = int(1000 * _LISTENED_S)
         while True:
             try:
                 await self._receive()
             except REDIS_FAILURES as error:
                 self._fail(error)
             if not (self.is_up and self.is_following):
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_LISTENED_S)
 
     async def follow(self) -> None:
         """Fold what the log has; where there is no place in the log, rebuild first. Then keep in Redis
@@ -107,8 +107,6 @@ class Follower:
             if self._position is None:
                 async with self._lock:
                     self._position = await self._rebuild()
-            elif await self._store.log.epoch() != self._position.epoch:
-                self._position = self._reading = None  # rebuilt by the next call
             await self._receive()
             await self._read_sketches()
             await self._save_vectors()
@@ -118,39 +116,40 @@ class Follower:
             self._fail(error)
 
     async def catch_up(self) -> None:
-        """Fold what has come of the log before a lookup, unless Redis is away or a rebuild is running.
-
-        Redis sends the record of a store before it replies to that store, and in the same moment.
-        """
+        """Fold what the log has before a lookup, unless Redis is away or a rebuild is running."""
         if self.is_up and self._position is not None:
             try:
-                await self._fold_received()
+                await self._fold_replies()
             except REDIS_FAILURES as error:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.is_up = False
         self.failure = f"{type(error).__name__}: {error}"
-        self._reading = None  # what it brought may not be folded
+        self._replies = None  # what they bring may not be folded
 
     async def _receive(self) -> None:
-        """Wait for the reply to a read of the log, and fold it. Raises RedisError, OSError."""
+        """Wait for a read of the log, and fold it. Raises RedisError, OSError."""
         is_more = True
         while is_more and self._position is not None:
-            if self._reading is None:
-                self._reading = asyncio.ensure_future(self._log.listen(self._position, self._wait_ms))
-            await asyncio.wait((self._reading,))
-            is_more = await self._fold_received()
+            if self._replies is None:
+                self._replies = self._log.listen(self._position, self._wait_ms)
+            await asyncio.wait((self._replies[1],))
+            is_more = await self._fold_replies()
 
-    async def _fold_received(self) -> bool:
-        """Fold the replies that have come, while Redis waits to send the next. Whether the log has more."""
+    async def _fold_replies(self) -> bool:
+        """Fold the reads of the log that have ended, while the next one is under way. Whether the log has more."""
         is_more = False
         async with self._lock:
-            while self._position is not None and self._reading is not None and self._reading.done():
-                reading, self._reading = self._reading, None
-                read = await self._store.log.read(self._position, reading.result())
-                if self._wait_ms:
-                    self._reading = asyncio.ensure_future(self._log.listen(read.position, self._wait_ms))
+            while self._position is not None and self._replies is not None:
+                epoch, records = self._replies
+                # Redis has the read now. The records of a store that has ended came before this reply
+                if not epoch.done():
+                    await asyncio.wait((epoch,))
+                if not records.done():
+                    break
+                read = await self._store.log.read(self._position, *await asyncio.gather(epoch, records))
+                self._replies = self._log.listen(read.position, self._wait_ms) if self._wait_ms else None
                 if read.records:
                     await self._resolve(read.records)
                 self._position, is_more = None if read.is_lost else read.position, read.is_more
@@ -234,8 +233,6 @@ class Follower:
             self._verdicts.groups(partition, exacts),
             self._store.lookup_vectors(partition, self._embedder_key, exacts),
         )
-        if None in abouts:  # a cluster may have the record first
-            abouts = await self._store.lookup_abouts(partition, exacts)
         if b"" in vectors:
             self._warn_of_another_embedder()
         added = []
