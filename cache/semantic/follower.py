@@ -28,7 +28,8 @@ from cache.verdicts.records import AnswerSuspended
 from cache.verdicts.store import VerdictStore
 
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
-_LISTENED_S = 0.4  # at a time
+_LISTENED_S = 1.0  # at a time: a lookup that comes while Redis gets the next read waits for it
+_RETRY_S = 0.25
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class Follower:
             except REDIS_FAILURES as error:
                 self._fail(error)
             if not (self.is_up and self.is_following):
-                await asyncio.sleep(_LISTENED_S)
+                await asyncio.sleep(_RETRY_S)
 
     async def follow(self) -> None:
         """Fold what the log has; where there is no place in the log, rebuild first. Then keep in Redis

@@ -131,7 +131,7 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis, listening = (RedisLink(self._options.redis_url, _REDIS_TIMEOUT_S) for _ in range(2))
+        redis, listening = (RedisLink(self._options.redis_url, times * _REDIS_TIMEOUT_S) for times in (1, 2))
         self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max, listening)
         self._judging = AnswerJudging(cache)
         self._cache = cache

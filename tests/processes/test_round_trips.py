@@ -6,8 +6,9 @@ longest chain, however long a reply takes and whatever the gateway's loops ask m
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from tests.services import run_redis
 from tests.slow_redis import SlowRedis, run_slow_redis
 
 _STILL_S = 0.25  # after which nothing goes on
-_TRIES = 3  # on a machine that stood still for longer
+_TRIES = 6  # on a machine that stood still for longer
 _TRIPS_MAX = 20
+_THINGS = ("a violin", "a glacier", "a satellite", "bread", "a tiger", "a rose")
+_COUNTRIES = ("France", "Spain", "Norway", "Chile", "Japan", "Kenya")
 
 
 @dataclass(frozen=True)
@@ -96,37 +99,39 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
             yield Slow(gateway, redis)
 
 
-def least(slow: Slow, contents: list[str], source: str, **how: bool) -> Trips:
-    """The least of some tries, each with a text of its own."""
-    found = [slow.trips(content, **how) for content in contents[:_TRIES]]
-    assert {trips.source for trips in found} == {source}
-    return min(found, key=lambda trips: trips.before_record)
+def least(slow: Slow, contents: Iterable[str], expected: Trips, **how: bool) -> Trips:
+    """The least of some tries, each with a text of its own, until one is as expected."""
+    least = Trips(expected.source, _TRIPS_MAX, _TRIPS_MAX)
+    for content in contents:
+        trips = slow.trips(content, **how)
+        assert trips.source == expected.source
+        least = min(least, trips, key=lambda one: one.before_record)
+        if least.before_record <= expected.before_record:
+            break
+        time.sleep(random.random())  # the cache worker's wait for the log is renewed at another moment
+    return least
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_miss_waits_for_three(slow: Slow, is_stream: bool) -> None:
     """The lookup and the hold before the generation, the settlement with the store and its announcement after it."""
-    texts = [f"What is {topic} made of, {is_stream}?" for topic in ("a violin", "a glacier", "a satellite")]
-    assert least(slow, texts, "miss", is_stream=is_stream) == Trips("miss", 2, 3)
+    expected = Trips("miss", 2, 3)
+    texts = (f"What is {thing} made of, {is_stream}?" for thing in _THINGS)
+    assert least(slow, texts, expected, is_stream=is_stream) == expected
 
 
 def test_a_hit_waits_for_one(slow: Slow) -> None:
     """At most: the worker that generated it has it in memory."""
     slow.gateway.chat("Who painted it?")
-    trips = least(slow, ["Who painted it?"] * _TRIES, "exact")
+    trips = least(slow, ["Who painted it?"] * _TRIES, Trips("exact", 1, 1))
     assert trips.before_record <= 1
 
 
 def test_a_hit_by_meaning_waits_for_two(slow: Slow) -> None:
     """At most: the lookup, and the entry, which the worker may have. Its words point at the entry after the reply."""
-    pairs = {
-        "What is the capital of France?": "What's the capital of France?",
-        "What is the capital of Spain?": "What's the capital of Spain?",
-        "What is the capital of Norway?": "What's the capital of Norway?",
-    }
-    for stored in pairs:
-        slow.gateway.chat(stored)
+    for country in _COUNTRIES:
+        slow.gateway.chat(f"What is the capital of {country}?")
     time.sleep(1.0)
-    trips = least(slow, list(pairs.values()), "semantic")
+    trips = least(slow, (f"What's the capital of {country}?" for country in _COUNTRIES), Trips("semantic", 2, 3))
     assert trips.before_first_byte <= 2
     assert trips.before_record <= 3
