@@ -160,10 +160,10 @@ class Breaker:
         if self.allows():
             return f"{cause}, the next request tries it"
         if now < self._open_until:
-            words = f"{cause}, next try in {_rounded(self._open_until - now)}"
+            text = f"{cause}, next try in {_rounded(self._open_until - now)}"
             if now < self._alone_until < self._open_until:
-                words += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
-            return words
+                text += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
+            return text
         return f"{cause}, one call is probing it"
 
     def is_probe(self, unit: str) -> bool:
@@ -365,14 +365,14 @@ class Health:
 
     def breaker(self, path: str) -> Breaker:
         """The breaker of a scope, or of `scope caller`; made where there is none."""
-        found = self.breakers.get(path)
-        if found is None:
+        breaker = self.breakers.get(path)
+        if breaker is None:
             if len(self.breakers) >= _NODES_MAX:
                 idle = (name for name, one in self.breakers.items() if not one.is_failing)
                 del self.breakers[next(idle, next(iter(self.breakers)))]
-            found = Breaker(self.clock, self._random, self._limits, of_all=" " not in path)
-            self.breakers[path] = found
-        return found
+            breaker = Breaker(self.clock, self._random, self._limits, of_all=" " not in path)
+            self.breakers[path] = breaker
+        return breaker
 
     @property
     def is_resting(self) -> bool:
@@ -413,12 +413,12 @@ class Health:
         """Report a success; one that ends an outage of all ends it for each caller."""
         of_all = self.breaker(asker.scope)
         was_open = of_all.is_open
-        for one, unit, shape in self._of(asker):
-            one.record_success(unit, shape)
+        for breaker, unit, shape in self._of(asker):
+            breaker.record_success(unit, shape)
         if was_open and not of_all.is_open:
-            for path, one in self.breakers.items():
+            for path, breaker in self.breakers.items():
                 if path.startswith(f"{asker.scope} "):
-                    one.reset()
+                    breaker.reset()
 
     def accepted(self, asker: Asker) -> None:
         """Report that a call which is still running was accepted: it ends a denial."""
@@ -428,9 +428,9 @@ class Health:
     def failed(self, asker: Asker, retry_after_s: float | None = None, denial: str = "") -> None:
         """Report a failure, as `Breaker.record_failure`."""
         of_all = self.breaker(asker.scope)
-        own = self.breaker(f"{asker.scope} {asker.caller}")
-        is_probe = of_all.is_open and not own.is_open
-        own.record_failure(asker.request, asker.shape, retry_after_s, denial, is_probe=is_probe)
+        of_caller = self.breaker(f"{asker.scope} {asker.caller}")
+        is_probe = of_all.is_open and not of_caller.is_open
+        of_caller.record_failure(asker.request, asker.shape, retry_after_s, denial, is_probe=is_probe)
         of_all.record_failure(asker.caller, "", retry_after_s, denial)
 
     def rest(self, asker: Asker, rest_s: float, why: str) -> None:
@@ -454,14 +454,14 @@ class Health:
         An operation is well if one of its models is. It is not well if it fails in an operation
         that it once did, or in all that it was asked for.
         """
-        asked: dict[str, list[Breaker]] = {}
-        for path, one in self.breakers.items():
-            if " " not in path and (one.was_good or one.is_failing):
-                asked.setdefault(path.partition(":")[0], []).append(one)
-        if not asked:
+        by_operation: dict[str, list[Breaker]] = {}
+        for path, breaker in self.breakers.items():
+            if " " not in path and (breaker.was_good or breaker.is_failing):
+                by_operation.setdefault(path.partition(":")[0], []).append(breaker)
+        if not by_operation:
             return None
-        failing = [ones for ones in asked.values() if all(one.is_failing for one in ones)]
-        return len(failing) < len(asked) and not any(one.was_good for ones in failing for one in ones)
+        failing = [ones for ones in by_operation.values() if all(one.is_failing for one in ones)]
+        return len(failing) < len(by_operation) and not any(one.was_good for ones in failing for one in ones)
 
     @property
     def trouble(self) -> tuple[str, str]:
@@ -474,8 +474,8 @@ class Health:
     def _of(self, asker: Asker) -> list[tuple[Breaker, str, str]]:
         """The breakers of a call, each with its unit and its shape there."""
         of_all, own = self.breakers.get(asker.scope), self.breakers.get(f"{asker.scope} {asker.caller}")
-        found = [] if of_all is None else [(of_all, asker.caller, "")]
-        return found if own is None else [*found, (own, asker.request, asker.shape)]
+        breakers = [] if of_all is None else [(of_all, asker.caller, "")]
+        return breakers if own is None else [*breakers, (own, asker.request, asker.shape)]
 
 
 def _rounded(seconds: float) -> str:

@@ -99,31 +99,31 @@ class LeasedRateLimits:
         units.
         """
         now_s = self._clock()
-        asked = [lease for lease in limited.leases if (tokens if lease.is_tokens else requests) is not None]
-        return Decision(True, 0.0, tuple([lease.state(now_s) for lease in asked]))
+        leases = [lease for lease in limited.leases if (tokens if lease.is_tokens else requests) is not None]
+        return Decision(True, 0.0, tuple([lease.state(now_s) for lease in leases]))
 
     async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
         """Charge as `RateLimits.take` does, and lease a quantum of each limit that has room for it."""
-        asked: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
+        charges: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
         for lease in limited.leases:
             cost = tokens if lease.is_tokens else requests
             if cost is None:
                 continue
             charge = max(0, cost - lease.left) if lease.quantum else cost
-            own = cost - charge
-            lease.left -= own
+            prepaid = cost - charge
+            lease.left -= prepaid
             more = 0 if lease.is_asking else max(0, lease.quantum - lease.left)
             lease.is_asking = lease.is_asking or more > 0
-            asked.append((lease, RateLimit(lease.subject, lease.unit, lease.per_min, charge, more), own))
+            charges.append((lease, RateLimit(lease.subject, lease.unit, lease.per_min, charge, more), prepaid))
         decision = None
         try:
-            decision = await self._shared.take(limited.scope, [limit for _, limit, _ in asked])
+            decision = await self._shared.take(limited.scope, [limit for _, limit, _ in charges])
         finally:
-            for i, (lease, limit, own) in enumerate(asked):
+            for i, (lease, limit, prepaid) in enumerate(charges):
                 if limit.lease:
                     lease.is_asking = False
                 if decision is None or not decision.is_allowed:
-                    lease.left += own
+                    lease.left += prepaid
                 if decision is not None:
                     state = decision.states[i]
                     lease.left += state.leased
@@ -131,7 +131,7 @@ class LeasedRateLimits:
         if not decision.is_allowed:
             return decision
         now_s = self._clock()
-        return Decision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in asked]))
+        return Decision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in charges]))
 
     def correct(self, limited: Limited, expected: int, actual: int) -> Coroutine[Any, Any, None] | None:
         """Correct the charge of a request that was charged `expected` tokens and used `actual`.
