@@ -225,9 +225,8 @@ class Budgets:
                     continue
                 frees_at_ms = None
                 if budget.window is WindowKind.ROLLING:
-                    frees_at_ms = await self._frees_at_ms(
-                        budget, counter.other if is_other else counter.name, over, at_ms
-                    )
+                    name = counter.other if is_other else counter.name
+                    frees_at_ms = await self._frees_at_ms(budget, name, over, at_ms)
                 state = BudgetState(
                     budget=budget,
                     window=budget.window_at(at_ms),

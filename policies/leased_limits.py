@@ -174,7 +174,7 @@ class LocalRateLimits:
     def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
         """Charge every limit its cost, or none if one has no room."""
         now_us = self._clock() * 1e6
-        leads_us = [max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0) for limit in limits]
+        leads_us = [self._lead_us(scope, limit, now_us) for limit in limits]
         steps_us = [limit.cost * MINUTE_US / limit.per_min for limit in limits]
         is_allowed = all(lead + step <= MINUTE_US for lead, step in zip(leads_us, steps_us, strict=True))
         if is_allowed:
@@ -187,14 +187,13 @@ class LocalRateLimits:
         now_us = self._clock() * 1e6
         changed = [limit for limit in limits if limit.unit == unit and limit.cost != actual]
         leads_us = [
-            max(
-                max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0)
-                + (actual - limit.cost) * MINUTE_US / limit.per_min,
-                0.0,
-            )
+            max(self._lead_us(scope, limit, now_us) + (actual - limit.cost) * MINUTE_US / limit.per_min, 0.0)
             for limit in changed
         ]
         self._keep(scope, changed, leads_us, now_us)
+
+    def _lead_us(self, scope: str, limit: RateLimit, now_us: float) -> float:
+        return max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0)
 
     def _keep(self, scope: str, limits: Sequence[RateLimit], leads_us: Sequence[float], now_us: float) -> None:
         if len(self._arrivals_us) > self._prune_at:  # a past arrival time limits nothing

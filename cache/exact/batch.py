@@ -75,11 +75,11 @@ class StoreBatch:
             self._send(terms, together, is_listed=False)
 
     def _send(self, terms: BatchTerms, together: list[BatchItem], is_listed: bool) -> None:
-        keys = (*terms.keys, *chain.from_iterable(one.more_keys for one in together))
-        now_ms = max(one.now_ms for one in together)
+        keys = (*terms.keys, *chain.from_iterable(item.more_keys for item in together))
+        now_ms = max(item.now_ms for item in together)
         common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
-        entries = chain.from_iterable(one.argv for one in together)
-        commands = chain.from_iterable(one.commands for one in together)
+        entries = chain.from_iterable(item.argv for item in together)
+        commands = chain.from_iterable(item.commands for item in together)
         replies = asyncio.gather(
             self._redis.eval(PUT, len(keys), *keys, *common, *entries),
             *(self._redis.execute_command(*command) for command in commands),
@@ -95,9 +95,9 @@ class StoreBatch:
             listed = asyncio.ensure_future(self._redis.execute_command(*listing))
             listed.add_done_callback(partial(self._listed, terms, together))
             return
-        for one, stored in zip(together, stored_each, strict=True):
-            if not one.stored.done():
-                one.stored.set_result(stored)
+        for item, stored in zip(together, stored_each, strict=True):
+            if not item.stored.done():
+                item.stored.set_result(stored)
 
     def _listed(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
         if not _failed(together, reply):
