@@ -13,22 +13,7 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
-from cache.entry import CacheUnavailable
-
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
-
-
-class _NeedsRedis:
-    """A block that raises CacheUnavailable where Redis fails."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, REDIS_FAILURES):
-            raise CacheUnavailable(f"Redis: {error}") from error
-
-
-needs_redis = _NeedsRedis()
 
 
 class Redis(Protocol):

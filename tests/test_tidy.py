@@ -64,7 +64,7 @@ CODE_LINES_MAX = {
     "gateway/backends": 2410, "gateway/batches": 1180, "gateway/deployments": 1240, "gateway/journey": 2570,
     "gateway/learning": 1150, "gateway/reconcile": 630, "gateway/telemetry": 2180, "gateway/transport": 600,
     "gateway/wire": 1720, "cache": 950, "cache/context": 1040, "cache/decision": 2310, "cache/encoder": 410,
-    "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 780, "policies": 2180,
+    "cache/exact": 1240, "cache/semantic": 1300, "cache/verdicts": 1050, "cache/worker": 780, "policies": 2170,
     "local_engine": 2340, "local_engine/apart": 320, "local_engine/checkpoints": 900, "local_engine/executors": 470,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 800,
     "local_engine/speculation": 300, "local_engine/text": 1000, "local_engine/weights": 700,

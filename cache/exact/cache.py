@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from cache.eligibility import Refusal
-from cache.entry import About, Entry, Purge
+from cache.entry import About, CacheUnavailable, Entry, Purge
 from cache.events import EntriesDropped
 from cache.exact.batch import Defer
 from cache.exact.claims import Look
@@ -28,7 +28,7 @@ from cache.exact.pointers import Pointer, Verified
 from cache.exact.purges import Purges
 from cache.exact.store import EntryStore, PartitionSize, Stored, pack, terms_of
 from cache.fingerprint import Fingerprint, Partition
-from cache.redis_client import REDIS_FAILURES, Redis, Subscribe, needs_redis
+from cache.redis_client import REDIS_FAILURES, Redis, Subscribe
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCHES_MAX = 4_096
@@ -123,6 +123,19 @@ class CacheStats:
     @property
     def size_bytes(self) -> int:
         return sum(one.size_bytes for one in self.partitions)
+
+
+class _NeedsRedis:
+    """A block that raises CacheUnavailable where Redis fails."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, REDIS_FAILURES):
+            raise CacheUnavailable(f"Redis: {error}") from error
+
+
+_needs_redis = _NeedsRedis()
 
 
 class ExactCache:
@@ -257,7 +270,7 @@ class ExactCache:
         """Let the words of `fp`, by their key, find an entry, until it, its answer or its group change. A claim on
         `fp` ends. Raises CacheUnavailable.
         """
-        with needs_redis:
+        with _needs_redis:
             claim = self._store.claims.end(fp.exact)
             await self._store.point(entry, words_key, verified, self.limits.size_bytes_max, claim)
 
@@ -360,7 +373,7 @@ class ExactCache:
         packed = pack(entry, has_words=words_key is not None)
         if packed.size_bytes > min(limits.entry_bytes_max, limits.size_bytes_max):
             return StoreResult(Refusal.TOO_LARGE)
-        with needs_redis:
+        with _needs_redis:
             put = await self._store.store(
                 packed,
                 terms_of(entry.partition, limits.size_bytes_max, limits.warm_ttl_s),
@@ -379,19 +392,19 @@ class ExactCache:
         CacheUnavailable.
         """
         warming = self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
-        with needs_redis:
+        with _needs_redis:
             await asyncio.gather(warming, self._store.claims.release(fp))
 
     async def release(self, fp: Fingerprint) -> None:
         """End the claim to make an entry that does not come. Raises CacheUnavailable."""
-        with needs_redis:
+        with _needs_redis:
             await self._store.claims.release(fp)
 
     async def renew_claims(self) -> None:
         """Keep the claims of entries that are still being made; call it about once a second. Raises
         CacheUnavailable.
         """
-        with needs_redis:
+        with _needs_redis:
             await self._store.claims.renew()
 
     # --- administration
@@ -403,7 +416,7 @@ class ExactCache:
         """
         count = size = 0
         samples: list[Sample] = []
-        with needs_redis:
+        with _needs_redis:
             partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
             for partition in partitions:
                 async for batch in self._matching(purge, partition):
@@ -432,7 +445,7 @@ class ExactCache:
 
     async def stats(self) -> CacheStats:
         """Sizes as they are now. Raises CacheUnavailable."""
-        with needs_redis:
+        with _needs_redis:
             sizes = await self._store.sizes()
         return CacheStats(tuple(sizes), len(self._l1), self._l1.size_bytes)
 
@@ -467,7 +480,7 @@ class ExactCache:
             self._store.touch(partition, now, [(entry.exact, count * entry.worth) for entry, count in uses.values()])
             for partition, uses in touches.items()
         ]
-        with needs_redis:
+        with _needs_redis:
             await asyncio.gather(*touching)
 
 
