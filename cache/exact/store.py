@@ -120,7 +120,7 @@ class EntryStore:
         self.claims = Claims(redis, monotonic)
         self._redis = redis
         self._batch = StoreBatch(redis, defer)
-        self._keeps_order = getattr(redis, "keeps_order", False)
+        self._is_direct = getattr(redis, "is_direct", False)
         self._announcing: asyncio.Future[Any] | None = None
 
     # --- one entry
@@ -172,7 +172,7 @@ class EntryStore:
         argv = (entry.exact, packed.data, packed.about, facts, words_key + own_pointer(entry) if words_key else b"")
         # behind the entry: a follower that reads the record fetches the facts on it
         record = EntryAdded(entry.partition, entry.exact) if entry.text is not None else None
-        behind = (appending(record),) if record is not None and self._keeps_order else ()
+        behind = (appending(record),) if record is not None and self._is_direct else ()
         item = BatchItem(argv, (*warm_keys, claim) if claim else warm_keys, behind, _ms(now))
         was_there, *evicted = await self._batch.store(terms, item)
         if record is not None and not behind:

@@ -77,6 +77,7 @@ class Follower:
         # announced, and not read yet: no lookup waits for them
         self._sketched: dict[Partition, dict[bytes, None]] = {}
         self._log = EntryLog(listening or redis)
+        self._is_direct = getattr(listening, "is_direct", False)
         self._wait_ms = 0
         self._position: LogPosition | None = None
         # of a read of what follows that position
@@ -145,7 +146,7 @@ class Follower:
             while self._position is not None and self._replies is not None:
                 epoch, records = self._replies
                 # Redis has the read now. The records of a store that has ended came before this reply
-                if not epoch.done():
+                if self._is_direct and not epoch.done():
                     await asyncio.wait((epoch,))
                 if not records.done():
                     break
