@@ -29,7 +29,7 @@ _LOG = "sameway:cache:log"
 _EPOCH = "sameway:cache:epoch"
 
 LOG_LENGTH_MAX = 100_000  # about; a follower that falls further behind rebuilds
-_READ_COUNT = 1_000
+READ_COUNT = 1_000
 _RECEIPT_TTL_S = 60
 
 
@@ -94,14 +94,14 @@ class EntryLog:
         commands.
         """
         block = ("BLOCK", wait_ms) if wait_ms else ()
-        log = ("XREAD", "COUNT", _READ_COUNT, *block, "STREAMS", _LOG, position.id)
+        log = ("XREAD", "COUNT", READ_COUNT, *block, "STREAMS", _LOG, position.id)
         epoch, records = (asyncio.ensure_future(self._redis.execute_command(*one)) for one in (("GET", _EPOCH), log))
         return epoch, records
 
     async def read(self, position: LogPosition, epoch: bytes | None, reply: Any) -> LogRead:
         """The records of the replies to `listen(position)`."""
         items = reply[0][1] if reply else ()
-        is_full, is_lost = len(items) == _READ_COUNT, epoch != position.epoch
+        is_full, is_lost = len(items) == READ_COUNT, epoch != position.epoch
         if is_full and not is_lost:
             # only a follower this far behind can have lost records to trimming
             first = await self._redis.execute_command("XRANGE", _LOG, "-", "+", "COUNT", 1)

@@ -277,7 +277,7 @@ class Follower:
             await self._store.store_vectors(partition, self._embedder_key, vectors)
 
     async def _read_sketches(self) -> None:
-        """Those that another host made."""
+        """Read the sketches that another host made."""
         while self._sketched:
             partition, exacts = next(iter(self._sketched.items()))
             await self._fold_sketches(partition, [one for one in exacts if self._cache.wants_sketch(partition, one)])
