@@ -134,8 +134,7 @@ class Follower:
         """Wait for a read of the log, and fold it. Raises RedisError, OSError."""
         is_more = True
         while is_more and self._position is not None:
-            if self._replies is None:
-                self._replies = self._log.listen(self._position, self._wait_ms)
+            self._replies = self._replies or self._log.listen(self._position, self._wait_ms)
             await asyncio.wait((self._replies[1],))
             is_more = await self._fold_replies()
 
@@ -237,11 +236,8 @@ class Follower:
         )
         if b"" in vectors:
             self._warn_of_another_embedder()
-        added = []
-        for exact, about, group, vector in zip(exacts, abouts, groups, vectors, strict=True):
-            if about is None or about.text is None:
-                continue
-            prompt = PromptAdded(
+        return [
+            PromptAdded(
                 partition=partition,
                 exact=exact,
                 compat=about.compat,
@@ -251,8 +247,9 @@ class Follower:
                 group=group[1] if group is not None and group[0] == about.created_at else b"",
                 vector=vector or b"",
             )
-            added.append(prompt)
-        return added
+            for exact, about, group, vector in zip(exacts, abouts, groups, vectors, strict=True)
+            if about is not None and about.text is not None
+        ]
 
     async def _fold(self, records: Sequence[Record]) -> None:
         for start in range(0, len(records), _FOLDED):
@@ -269,9 +266,8 @@ class Follower:
             )
 
     async def _save_vectors(self) -> None:
-        unsaved = await self._run(self._cache.take_unsaved)
         by_partition: dict[Partition, list[tuple[bytes, bytes]]] = {}
-        for partition, exact, vector in unsaved:
+        for partition, exact, vector in await self._run(self._cache.take_unsaved):
             by_partition.setdefault(partition, []).append((exact, vector))
         for partition, vectors in by_partition.items():
             await self._store.store_vectors(partition, self._embedder_key, vectors)
