@@ -5,12 +5,12 @@
 The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
 are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
 wait when the encoder is free, everything else in small pieces between them. While it decides on a
-batch, another thread embeds the next one. The log is folded as Redis sends it, so a lookup sees every store
-that finished before it, and asks Redis nothing. Invariants: a lookup waits for the batch before its own and one other
-piece of work at most; a request whose client has gone is not computed; garbage closes its own
-connection and nothing else; while Redis is away the index answers lookups (a hit is only a pointer:
-the gateway fetches the entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with
-its parent.
+batch, another thread embeds the next one. The log is folded as Redis sends it. So a lookup asks
+Redis nothing, and sees every store that finished before its request was looked up there.
+Invariants: a lookup waits for the batch before its own and one other piece of work at most; a
+request whose client has gone is not computed; garbage closes its own connection and nothing else;
+while Redis is away the index answers lookups (a hit is only a pointer: the gateway fetches the
+entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with its parent.
 """
 
 from __future__ import annotations
