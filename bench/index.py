@@ -97,9 +97,9 @@ def measure(vectors: NDArray[np.float32], keys_each: int | None) -> Row:
     folds, used_by_all, used_here = [], time.process_time(), time.thread_time()
     for place, compat in enumerate(compats):
         exact = place.to_bytes(16, "big")
-        record = PromptAdded(_PARTITION, exact, compat, f"what is the answer to question {place}?", now, now + 86_400)
-        known = {(_PARTITION, exact): vectors[place].astype("<f2").tobytes()}
-        folds.append(_timed(lambda: cache.fold([record], known)))  # noqa: B023
+        text, vector = f"what is the answer to question {place}?", vectors[place].astype("<f2").tobytes()
+        record = PromptAdded(_PARTITION, exact, compat, text, now, now + 86_400, vector=vector)
+        folds.append(_timed(lambda: cache.fold([record])))  # noqa: B023
     fold_cpu_s = time.thread_time() - used_here
     while not index.is_settled:
         time.sleep(0.05)

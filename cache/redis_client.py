@@ -13,13 +13,7 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
-from cache.entry import CacheUnavailable
-
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
-
-
-def unavailable(error: BaseException) -> CacheUnavailable:
-    return CacheUnavailable(f"Redis: {error}")
 
 
 class Redis(Protocol):

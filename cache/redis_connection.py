@@ -177,7 +177,7 @@ async def open_connection(
     redis-py reads the URL: `redis://[user[:password]@]host[:port][/db]`, `rediss://`,
     `unix://[user[:password]@]path`, each with options as in `?db=1&ssl_ca_certs=PATH`.
     """
-    place = _place_of(url)
+    server = _server_of(url)
     loop = asyncio.get_running_loop()
 
     def make() -> RedisWire:
@@ -186,16 +186,16 @@ async def open_connection(
 
     try:
         async with asyncio.timeout(timeout_s):
-            if isinstance(place, UnixDomainSocketConnection):
-                _, wire = await loop.create_unix_connection(make, place.path)
+            if isinstance(server, UnixDomainSocketConnection):
+                _, wire = await loop.create_unix_connection(make, server.path)
             else:
-                tls = place.ssl_context.get() if isinstance(place, SSLConnection) else None
-                _, wire = await loop.create_connection(make, place.host, place.port, ssl=tls)
+                tls = server.ssl_context.get() if isinstance(server, SSLConnection) else None
+                _, wire = await loop.create_connection(make, server.host, server.port, ssl=tls)
     except TimeoutError:
         raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
     except OSError as error:
         raise RedisConnectionError(f"no connection: {error}") from None
-    batch = [Pending(command, loop.create_future()) for command in _greeting(place)]
+    batch = [Pending(command, loop.create_future()) for command in _greeting(server)]
     wire.send(batch)
     try:
         await asyncio.gather(*(pending.future for pending in batch))
@@ -207,7 +207,7 @@ async def open_connection(
 
 
 @lru_cache(maxsize=8)  # what redis-py makes for a URL is a cycle, for the collector alone to free
-def _place_of(url: str) -> Any:
+def _server_of(url: str) -> Any:
     pool: Any = ConnectionPool.from_url(url)
     return pool.make_connection()
 
@@ -217,11 +217,11 @@ def _fail_all(error: RedisError, unanswered: list[Pending]) -> None:
         fail(pending, error)
 
 
-def _greeting(place: Any) -> list[Command]:
-    auth = ("AUTH", place.username or "default", place.password) if place.password else ()
+def _greeting(server: Any) -> list[Command]:
+    auth = ("AUTH", server.username or "default", server.password) if server.password else ()
     commands: list[Command] = [("HELLO", "3", *auth)]
-    if place.db:
-        commands.append(("SELECT", place.db))
+    if server.db:
+        commands.append(("SELECT", server.db))
     return commands
 
 

@@ -46,14 +46,14 @@ class RedisLink:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
         self.client = connect(url, timeout_s)
-        self.round_trips = 0  # these two are counted for tests
-        self.commands = 0
+        self.round_trips = 0  # counted for tests
         self.patience_s = _PATIENCE_S
         self._timeout_s = timeout_s
         # decision: own-redis-connection
-        self._is_direct = "+" not in url.partition("://")[0]
+        # each reply comes when it is there, in the order of the commands; a cluster's nodes have no order
+        self.is_direct = "+" not in url.partition("://")[0]
         # redis-py's conversions of replies, so that both ways give the same
-        self._callbacks = self.client.response_callbacks if self._is_direct else {}
+        self._callbacks = self.client.response_callbacks if self.is_direct else {}
         self._wire: RedisWire | None = None
         self._waiting: list[Pending] = []
         self._is_scheduled = False
@@ -104,7 +104,6 @@ class RedisLink:
         Makes no task: one would cost more than the command.
         """
         future = pending.future
-        self.commands += 1
         if not self._is_up:
             fail(pending, RedisConnectionError(f"Redis is away: {self._why}"))
             return future
@@ -159,7 +158,7 @@ class RedisLink:
             self.round_trips += 1
             self._wire.send(batch)
         elif self._pump is None:
-            self._pump = asyncio.create_task(self._connect() if self._is_direct else self._send_pooled())
+            self._pump = asyncio.create_task(self._connect() if self.is_direct else self._send_pooled())
 
     async def _connect(self) -> None:
         try:
@@ -251,7 +250,7 @@ class RedisLink:
 
     async def _probe(self) -> None:
         """Raises an error if Redis does not answer; an error reply is an answer."""
-        if not self._is_direct:
+        if not self.is_direct:
             (reply,) = await self._pipeline([_PROBE])
             if isinstance(reply, RedisConnectionError):  # it is loading its data
                 raise reply

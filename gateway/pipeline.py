@@ -216,7 +216,7 @@ class Pipeline:
         claims = _may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None
         words = self._semantic.words_key(found, controls, team, alias) if claims is not None else None
         looked = await self.exact.lookup_shared(
-            found, controls.max_age_s, wants_warm=alias.has_choice, claims=claims, words=words
+            found, controls.max_age_s, wants_warm=alias.has_choice, claims=claims, words_key=words
         )
         try:
             headers = await taking
@@ -553,7 +553,7 @@ class Pipeline:
         try:
             if entry is not None:
                 words = generation.words if entry.text is not None else None
-                result = await self.exact.store(entry, warm=deployment, chain=found.chain, words=words)
+                result = await self.exact.store(entry, warm=deployment, chain=found.chain, words_key=words)
                 store = result.refusal.value if result.refusal else store
                 generation.is_claimed = generation.is_claimed and result.refusal is not None
             elif generation.progress.has_begun and deployment is not None:

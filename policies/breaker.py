@@ -480,8 +480,8 @@ class Health:
     def _of(self, asker: Asker) -> list[tuple[Breaker, str, str]]:
         """The breakers of a call, each with its unit and its shape there."""
         of_all, own = self.breakers.get(asker.scope), self.breakers.get(f"{asker.scope} {asker.caller}")
-        found = [] if of_all is None else [(of_all, asker.caller, "")]
-        return found if own is None else [*found, (own, asker.request, asker.shape)]
+        breakers = [] if of_all is None else [(of_all, asker.caller, "")]
+        return breakers if own is None else [*breakers, (own, asker.request, asker.shape)]
 
 
 def _rounded(seconds: float) -> str:

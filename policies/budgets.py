@@ -194,17 +194,17 @@ class Budgets:
         others: list[str] = []
         # texts: each argument costs, and a number more than its digits
         arguments = [self._lease_now(), intent.hold_id, str(int(lease_s * 1000))]
-        for one in counters:
-            keys += keys_of.count_keys(one.name)
+        for counter in counters:
+            keys += keys_of.count_keys(counter.name)
             values_max = 0
-            if one.values:
+            if counter.values:
                 values_max = self._values_max
-                others += (keys_of.values_key(one.values), *keys_of.count_keys(one.other))
+                others += (keys_of.values_key(counter.values), *keys_of.count_keys(counter.other))
             limits = ""
-            for budget in one.budgets:
+            for budget in counter.budgets:
                 limits += f"{budget.limit_at(at_ms)}:{budget.is_hard:d}{budget.may_cut:d},"
-            amounts = f"{one.most} {one.usual} {one.keep_until_ms} {one.oldest}"
-            arguments.append(f"{amounts} {limits} {values_max} {one.digest} {one.shown}")
+            amounts = f"{counter.most} {counter.usual} {counter.keep_until_ms} {counter.oldest}"
+            arguments.append(f"{amounts} {limits} {values_max} {counter.digest} {counter.shown}")
         reply = await self._redis.eval(scripts.RESERVE, len(keys) + len(others), *keys, *others, *arguments)
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
@@ -216,26 +216,27 @@ class Budgets:
 
     async def _refused(self, at_ms: int, counts: _Counts) -> Refused:
         """The refusal by the budget that has room last."""
-        found: list[Refused] = []
-        for one, spent, held, is_other in counts:
-            for budget in one.budgets:
-                amount = one.usual if budget.may_cut else one.most
+        refusals: list[Refused] = []
+        for counter, spent, held, is_other in counts:
+            for budget in counter.budgets:
+                amount = counter.usual if budget.may_cut else counter.most
                 over = spent + held + amount - budget.limit_at(at_ms)
                 if over <= 0 or not budget.is_hard:
                     continue
                 frees_at_ms = None
                 if budget.window is WindowKind.ROLLING:
-                    frees_at_ms = await self._frees_at_ms(budget, one.other if is_other else one.name, over, at_ms)
+                    name = counter.other if is_other else counter.name
+                    frees_at_ms = await self._frees_at_ms(budget, name, over, at_ms)
                 state = BudgetState(
                     budget=budget,
                     window=budget.window_at(at_ms),
                     spent=spent,
                     held=held,
-                    value="*" if is_other else one.shown,
+                    value="*" if is_other else counter.shown,
                     frees_at_ms=frees_at_ms,
                 )
-                found.append(Refused(state, budget.limit_at(at_ms), amount, state.resets_in_s(at_ms / 1000)))
-        return max(found, key=lambda one: float("inf") if one.resets_in_s is None else one.resets_in_s)
+                refusals.append(Refused(state, budget.limit_at(at_ms), amount, state.resets_in_s(at_ms / 1000)))
+        return max(refusals, key=lambda one: float("inf") if one.resets_in_s is None else one.resets_in_s)
 
     async def _frees_at_ms(self, budget: Budget, name: str, over: int, at_ms: int) -> int:
         """When so much of a rolling window's spend has left it; its length from now at the latest."""
@@ -297,44 +298,44 @@ class Budgets:
         may belong to several teams. Of a budget on each value it is that of the fullest.
         """
         fullest: dict[int, BudgetState] = {}
-        for place, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms):
-            known = fullest.get(place)
+        for index, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms):
+            known = fullest.get(index)
             if known is None or state.spent + state.held > known.spent + known.held:
-                fullest[place] = state
-        return tuple(fullest[place] for place in range(len(budgets)))
+                fullest[index] = state
+        return tuple(fullest[index] for index in range(len(budgets)))
 
     async def states(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
         """As `spent`, with a state of each value that has a count."""
         return tuple(state for _, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms))
 
     async def _states(self, budgets: Sequence[Budget], at_ms: int) -> list[tuple[int, BudgetState]]:
-        """Each state with the place of its budget. A budget on each value has one at least."""
-        places: list[tuple[int, Budget, str, Counter]] = []
-        for place, budget in enumerate(budgets):
+        """Each state with the index of its budget. A budget on each value has one state at least."""
+        counters: list[tuple[int, Budget, str, Counter]] = []
+        for index, budget in enumerate(budgets):
             counter = counter_of(budget, budget.team_id, budget.value or "", at_ms)
             if not counter.values:
-                places.append((place, budget, counter.shown, counter))
+                counters.append((index, budget, counter.shown, counter))
                 continue
-            found = await self._redis.execute_command("HGETALL", keys_of.values_key(counter.values))
-            flat = list(found.items()) if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+            values = await self._redis.execute_command("HGETALL", keys_of.values_key(counter.values))
+            flat = list(values.items()) if isinstance(values, dict) else zip(values[::2], values[1::2], strict=True)
             names = {
                 digest.decode(): shown.decode("utf-8", "replace") or f"#{digest.decode()}" for digest, shown in flat
             }
             names[OTHER] = "*"
             for digest, shown in names.items():
                 name = counter.other if digest == OTHER else counter.name.replace(counter.digest, digest)
-                one = msgspec.structs.replace(counter, name=name, digest=digest)
-                places.append((place, budget, shown, one))
+                of_value = msgspec.structs.replace(counter, name=name, digest=digest)
+                counters.append((index, budget, shown, of_value))
         states = []
-        for start in range(0, len(places), _READ_BATCH):
-            batch = places[start : start + _READ_BATCH]
-            keys = [key for *_, one in batch for key in keys_of.count_keys(one.name)]
-            oldest = [one.oldest for *_, one in batch]
+        for start in range(0, len(counters), _READ_BATCH):
+            batch = counters[start : start + _READ_BATCH]
+            keys = [key for *_, counter in batch for key in keys_of.count_keys(counter.name)]
+            oldest = [counter.oldest for *_, counter in batch]
             reply = await self._redis.eval(scripts.SPENT, len(keys), *keys, self._lease_now(), *oldest)
-            for i, (place, budget, shown, one) in enumerate(batch):
+            for i, (index, budget, shown, counter) in enumerate(batch):
                 spent, held = int(reply[2 * i]), int(reply[2 * i + 1])
-                state = BudgetState(budget, budget.window_at(at_ms), spent, held, shown, digest=one.digest)
-                states.append((place, state))
+                state = BudgetState(budget, budget.window_at(at_ms), spent, held, shown, digest=counter.digest)
+                states.append((index, state))
         return states
 
     async def is_ready(self) -> bool:
@@ -357,9 +358,9 @@ class Budgets:
         for start in range(0, len(drained), _RESTATE_BATCH):
             batch = drained[start : start + _RESTATE_BATCH]
             arguments: list[Any] = []
-            for one in batch:
-                window = one.window
-                arguments += [one.team_id, window.start_ms, window.end_ms or 0, one.spent_microusd]
+            for spend in batch:
+                window = spend.window
+                arguments += [spend.team_id, window.start_ms, window.end_ms or 0, spend.spent_microusd]
                 arguments.append(keys_of.keep_until(window))
             keys = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE]
             keys += [keys_of.spend_key(one.team_id, one.window) for one in batch]
@@ -378,10 +379,10 @@ class Budgets:
         for start in range(0, len(drained), _READ_BATCH):
             batch = drained[start : start + _READ_BATCH]
             keys, arguments = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE], list[Any]()
-            for one in batch:
-                values, digest = place_of(one.name, one.field)
-                keys += (keys_of.count_keys(one.name)[0], keys_of.values_key(values))
-                arguments += (one.name, one.field, one.spent, one.keep_until_ms, digest)
+            for spend in batch:
+                values, digest = place_of(spend.name, spend.field)
+                keys += (keys_of.count_keys(spend.name)[0], keys_of.values_key(values))
+                arguments += (spend.name, spend.field, spend.spent, spend.keep_until_ms, digest)
             reply = await self._redis.eval(scripts.RESTATE_OWN, len(keys), *keys, lock_token, *arguments)
             if reply[0] == -1:
                 raise LockLost
@@ -407,13 +408,13 @@ def _taken(intent: Intent, are_others: Sequence[int], *, is_cut: bool) -> Hold:
     held: list[WindowKind] = []
     more: list[Taken] = []
     amount_microusd = None
-    for one, is_other in zip(intent.counters, are_others, strict=True):
-        amount = one.usual if is_cut else one.most
-        if one.is_shared and amount_microusd in (None, amount):
+    for counter, is_other in zip(intent.counters, are_others, strict=True):
+        amount = counter.usual if is_cut else counter.most
+        if counter.is_shared and amount_microusd in (None, amount):
             amount_microusd = amount
-            held.append(one.budgets[0].window)
+            held.append(counter.budgets[0].window)
         else:
-            more.append(one.taken(intent.hold_id, amount, is_other=is_other == 1))
+            more.append(counter.taken(intent.hold_id, amount, is_other=is_other == 1))
     return Hold(
         id=intent.hold_id,
         team_id=intent.team_id,
@@ -426,13 +427,13 @@ def _taken(intent: Intent, are_others: Sequence[int], *, is_cut: bool) -> Hold:
 
 
 def _all_of(hold: Hold) -> list[Taken]:
-    """All that a hold takes, also of its team's own windows."""
-    found = list(hold.more)
+    """All that a hold takes, of its team's windows too."""
+    taken = list(hold.more)
     if hold.held:
         hour = keys_of.hour_at(hold.team_id, hold.at_ms)
         name = keys_of.member(hold.id, hold.amount_microusd)
         for kind in hold.held:
             place = PLACES[kind]
             count = f"{hold.team_id}:{hour.windows[place].id}"
-            found.append(Taken(count, name, hold.amount_microusd, hour.keeps[place]))
-    return found
+            taken.append(Taken(count, name, hold.amount_microusd, hour.keeps[place]))
+    return taken

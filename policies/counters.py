@@ -98,22 +98,22 @@ def value_of(text: str) -> str:
 
 def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int) -> list[Counter]:
     """The counts that those of `budgets` which limit such a request limit at `at_ms`, unix milliseconds."""
-    found: dict[str, Counter] = {}
+    counters: dict[str, Counter] = {}
     for budget in budgets:
         most = need.most(budget.unit)
         if not most or (budget.axis != TEAM and not _is_about(budget, need.values)):
             continue
-        made = counter_of(budget, team_id, need.values.get(budget.axis, ""), at_ms)
-        made.most = made.usual = most
+        counter = counter_of(budget, team_id, need.values.get(budget.axis, ""), at_ms)
+        counter.most = counter.usual = most
         if (usual := need.usual(budget.unit)) is not None:
-            made.usual = min(usual, most)
-            made.most = made.usual if budget.overdraft is Overdraft.ALLOW and budget.is_hard else most
-        same = found.setdefault(made.name, made)
-        if same is not made:  # a hard and a soft budget of one window
+            counter.usual = min(usual, most)
+            counter.most = counter.usual if budget.overdraft is Overdraft.ALLOW and budget.is_hard else most
+        same = counters.setdefault(counter.name, counter)
+        if same is not counter:  # a hard and a soft budget of one window
             same.budgets.append(budget)
             if budget.is_hard:
-                same.most = made.most
-    return list(found.values())
+                same.most = counter.most
+    return list(counters.values())
 
 
 def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
@@ -124,20 +124,20 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
             f"{team_id}:{window.id}", [budget], budget.unit, keep_until_ms=keep_until(window), is_shared=True
         )
     whole = f"b{budget.id}.{budget.epoch}"
-    made = Counter(whole, [budget], budget.unit, keep_until_ms=keep_until(window))
+    counter = Counter(whole, [budget], budget.unit, keep_until_ms=keep_until(window))
     period = window.id
     if budget.window is WindowKind.ROLLING:
         bucket = budget.bucket_at(at_ms)
-        made.field, made.oldest = str(bucket), str(bucket - BUCKETS)
-        made.keep_until_ms = at_ms + budget.rolling_s * 2000 + WINDOW_KEPT_S * 1000
+        counter.field, counter.oldest = str(bucket), str(bucket - BUCKETS)
+        counter.keep_until_ms = at_ms + budget.rolling_s * 2000 + WINDOW_KEPT_S * 1000
         period = str(at_ms // (budget.rolling_s * 1000))
     if budget.axis != TEAM and budget.value is None:
         text = value_of(value)
-        made.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
-        made.shown = "=" + text[:_SHOWN_CHARS] if text else "-"
-        made.values = f"{whole}:{period}"
-    made.name, made.other = (f"{whole}:{part}:{window.id}" for part in (made.digest or "-", OTHER))
-    return made
+        counter.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
+        counter.shown = "=" + text[:_SHOWN_CHARS] if text else "-"
+        counter.values = f"{whole}:{period}"
+    counter.name, counter.other = (f"{whole}:{part}:{window.id}" for part in (counter.digest or "-", OTHER))
+    return counter
 
 
 def place_of(name: str, field: str) -> tuple[str, str]:

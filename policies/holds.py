@@ -130,20 +130,12 @@ def hour_at(team_id: int, at_ms: int) -> Hour:
 @lru_cache(maxsize=4096)
 def _hour(team_id: int, hour: int) -> Hour:
     windows = windows_at(hour * HOUR_MS)
-    return Hour(
-        windows,
-        tuple(spend_key(team_id, window) for window in windows),
-        tuple(holds_key(team_id, window) for window in windows),
-        tuple(keep_until(window) for window in windows),
-    )
+    spends, holds = zip(*(count_keys(f"{team_id}:{window.id}") for window in windows), strict=True)
+    return Hour(windows, spends, holds, tuple(keep_until(window) for window in windows))
 
 
 def spend_key(team_id: int, window: Window) -> str:
-    return f"{_PREFIX}spend:{team_id}:{window.id}"
-
-
-def holds_key(team_id: int, window: Window) -> str:
-    return f"{_PREFIX}holds:{team_id}:{window.id}"
+    return count_keys(f"{team_id}:{window.id}")[0]
 
 
 def count_keys(name: str) -> tuple[str, str]:

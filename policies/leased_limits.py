@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
 from policies.rate_limits import MINUTE_US, Decision, LimitState, RateLimit, RateLimits, decision_of
 
 # decision: limits-are-leased
@@ -50,17 +52,14 @@ class _Lease:
         return LimitState(self.subject, self.unit, self.per_min, max(0, room), lead_us / 1e6)
 
 
-class Limited:
+class Limited(msgspec.Struct, frozen=True):
     """The limits that one kind of request counts against, with this process's leases.
 
     Made by `limited`.
     """
 
-    __slots__ = ("_leases", "_scope")
-
-    def __init__(self, scope: str, leases: tuple[_Lease, ...]) -> None:
-        self._scope = scope
-        self._leases = leases
+    scope: str
+    leases: tuple[_Lease, ...]
 
 
 class LeasedRateLimits:
@@ -87,11 +86,11 @@ class LeasedRateLimits:
         Otherwise charges nothing and returns False: call `take`.
         """
         synced_since_s = self._clock() - _FRESH_S
-        for lease in limited._leases:
+        for lease in limited.leases:
             cost = tokens if lease.is_tokens else requests
             if cost is not None and (lease.left < cost or lease.synced_at_s < synced_since_s or not lease.quantum):
                 return False
-        for lease in limited._leases:
+        for lease in limited.leases:
             lease.left -= (tokens if lease.is_tokens else requests) or 0
         return True
 
@@ -100,31 +99,31 @@ class LeasedRateLimits:
         units.
         """
         now_s = self._clock()
-        asked = [lease for lease in limited._leases if (tokens if lease.is_tokens else requests) is not None]
-        return Decision(True, 0.0, tuple([lease.state(now_s) for lease in asked]))
+        leases = [lease for lease in limited.leases if (tokens if lease.is_tokens else requests) is not None]
+        return Decision(True, 0.0, tuple([lease.state(now_s) for lease in leases]))
 
     async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
         """Charge as `RateLimits.take` does, and lease a quantum of each limit that has room for it."""
-        asked: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
-        for lease in limited._leases:
+        charges: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
+        for lease in limited.leases:
             cost = tokens if lease.is_tokens else requests
             if cost is None:
                 continue
             charge = max(0, cost - lease.left) if lease.quantum else cost
-            own = cost - charge
-            lease.left -= own
+            prepaid = cost - charge
+            lease.left -= prepaid
             more = 0 if lease.is_asking else max(0, lease.quantum - lease.left)
             lease.is_asking = lease.is_asking or more > 0
-            asked.append((lease, RateLimit(lease.subject, lease.unit, lease.per_min, charge, more), own))
+            charges.append((lease, RateLimit(lease.subject, lease.unit, lease.per_min, charge, more), prepaid))
         decision = None
         try:
-            decision = await self._shared.take(limited._scope, [limit for _, limit, _ in asked])
+            decision = await self._shared.take(limited.scope, [limit for _, limit, _ in charges])
         finally:
-            for i, (lease, limit, own) in enumerate(asked):
+            for i, (lease, limit, prepaid) in enumerate(charges):
                 if limit.lease:
                     lease.is_asking = False
                 if decision is None or not decision.is_allowed:
-                    lease.left += own
+                    lease.left += prepaid
                 if decision is not None:
                     state = decision.states[i]
                     lease.left += state.leased
@@ -132,7 +131,7 @@ class LeasedRateLimits:
         if not decision.is_allowed:
             return decision
         now_s = self._clock()
-        return Decision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in asked]))
+        return Decision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in charges]))
 
     def correct(self, limited: Limited, expected: int, actual: int) -> Coroutine[Any, Any, None] | None:
         """Correct the charge of a request that was charged `expected` tokens and used `actual`.
@@ -141,13 +140,13 @@ class LeasedRateLimits:
         difference.
         """
         charges: list[tuple[_Lease, int]] = []
-        for lease in limited._leases:
+        for lease in limited.leases:
             if not lease.is_tokens or expected == actual:
                 continue
             lease.left += expected - actual
             if not lease.quantum or not -lease.quantum <= lease.left <= 2 * lease.quantum:
                 charges.append((lease, -lease.left))
-        return self._charge(limited._scope, charges) if charges else None
+        return self._charge(limited.scope, charges) if charges else None
 
     async def _charge(self, scope: str, charges: Sequence[tuple[_Lease, int]]) -> None:
         """Charge or return these amounts in Redis, which evens the leases."""
@@ -175,7 +174,7 @@ class LocalRateLimits:
     def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
         """Charge every limit its cost, or none if one has no room."""
         now_us = self._clock() * 1e6
-        leads_us = [max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0) for limit in limits]
+        leads_us = [self._lead_us(scope, limit, now_us) for limit in limits]
         steps_us = [limit.cost * MINUTE_US / limit.per_min for limit in limits]
         is_allowed = all(lead + step <= MINUTE_US for lead, step in zip(leads_us, steps_us, strict=True))
         if is_allowed:
@@ -188,14 +187,13 @@ class LocalRateLimits:
         now_us = self._clock() * 1e6
         changed = [limit for limit in limits if limit.unit == unit and limit.cost != actual]
         leads_us = [
-            max(
-                max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0)
-                + (actual - limit.cost) * MINUTE_US / limit.per_min,
-                0.0,
-            )
+            max(self._lead_us(scope, limit, now_us) + (actual - limit.cost) * MINUTE_US / limit.per_min, 0.0)
             for limit in changed
         ]
         self._keep(scope, changed, leads_us, now_us)
+
+    def _lead_us(self, scope: str, limit: RateLimit, now_us: float) -> float:
+        return max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0)
 
     def _keep(self, scope: str, limits: Sequence[RateLimit], leads_us: Sequence[float], now_us: float) -> None:
         if len(self._arrivals_us) > self._prune_at:  # a past arrival time limits nothing

@@ -76,26 +76,26 @@ class SettleBatch:
         if not waiting:
             return  # a full batch was sent before the deferred call
         groups: dict[tuple[Any, ...], list[_Settlement]] = {}
-        for one in waiting:
-            hold = one.hold
-            alone = hold.id if hold.amount_microusd > _SUMMED_MAX or one.spend_microusd > _SUMMED_MAX else ""
-            groups.setdefault((hold.team_id, hold.at_ms // HOUR_MS, hold.held, alone), []).append(one)
+        for settlement in waiting:
+            hold = settlement.hold
+            alone = hold.id if hold.amount_microusd > _SUMMED_MAX or settlement.spend_microusd > _SUMMED_MAX else ""
+            groups.setdefault((hold.team_id, hold.at_ms // HOUR_MS, hold.held, alone), []).append(settlement)
         keys: list[str] = [LEDGER_STREAM]
         arguments: list[Any] = [SETTLED_KEPT_S * 1000]
-        for (team_id, _, held, _), some in groups.items():
-            counts, terms = _windows(team_id, some[0].hold.at_ms // HOUR_MS, held)
+        for (team_id, _, held, _), settlements in groups.items():
+            counts, terms = _windows(team_id, settlements[0].hold.at_ms // HOUR_MS, held)
             # decision: spend-always-counted
             keys += counts
-            keys += [done_key(one.hold.id) for one in some]
-            arguments.append(f"{len(some)} {terms}")
-            for one in some:
-                hold = one.hold
-                further = len(hold.more) + len(one.charges)
-                arguments += (f"{one.member}|{one.spend_microusd}|{hold.at_ms}|{further}", one.row)
+            keys += [done_key(settlement.hold.id) for settlement in settlements]
+            arguments.append(f"{len(settlements)} {terms}")
+            for settlement in settlements:
+                hold = settlement.hold
+                further = len(hold.more) + len(settlement.charges)
+                arguments += (f"{settlement.member}|{settlement.spend_microusd}|{hold.at_ms}|{further}", settlement.row)
                 if further:
-                    _add_further(keys, arguments, hold, one.charges)
+                    _add_further(keys, arguments, hold, settlement.charges)
         reply = asyncio.ensure_future(self._redis.eval(SETTLE, len(keys), *keys, *arguments))
-        reply.add_done_callback(partial(_answer_each, [one.settled for some in groups.values() for one in some]))
+        reply.add_done_callback(partial(_answer_each, [one.settled for group in groups.values() for one in group]))
 
 
 @lru_cache(maxsize=4096)
@@ -119,10 +119,10 @@ def _add_further(keys: list[str], arguments: list[Any], hold: Hold, charges: Seq
 
 def _answer_each(settled: Sequence[asyncio.Future[bool]], reply: asyncio.Future[Any]) -> None:
     error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
-    for place, future in enumerate(settled):
+    for index, future in enumerate(settled):
         if future.done():
             continue  # its caller was cancelled
         if error is None:
-            future.set_result(reply.result()[place] == 1)
+            future.set_result(reply.result()[index] == 1)
         else:
             future.set_exception(error)

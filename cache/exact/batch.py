@@ -39,12 +39,15 @@ class BatchTerms(msgspec.Struct, frozen=True):
 
 
 class BatchItem(msgspec.Struct):
-    """One entry: the script's arguments and keys for it."""
+    """One entry: the script's arguments and keys for it, and the commands that follow the script."""
 
     argv: tuple[Any, ...]
     more_keys: Sequence[str]
+    commands: Sequence[tuple[Any, ...]]
     now_ms: int
-    stored: asyncio.Future[list[Any]]
+    stored: asyncio.Future[list[Any]] = msgspec.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class StoreBatch:
@@ -56,18 +59,15 @@ class StoreBatch:
         # by the first of their keys
         self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}
 
-    def store(
-        self, terms: BatchTerms, argv: tuple[Any, ...], more_keys: Sequence[str], now_ms: int
-    ) -> Awaitable[list[Any]]:
+    def store(self, terms: BatchTerms, item: BatchItem) -> Awaitable[list[Any]]:
         """`[was there before, evicted...]`. Raises what the client raises."""
-        stored = asyncio.get_running_loop().create_future()
         _, together = self._waiting.setdefault(terms.keys[0], (terms, []))
-        together.append(BatchItem(argv, more_keys, now_ms, stored))
+        together.append(item)
         if len(together) == _TOGETHER_MAX:
             self._leave()
         elif len(self._waiting) == len(together) == 1:
             self._defer(self._leave)
-        return stored
+        return item.stored
 
     def _leave(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -75,24 +75,29 @@ class StoreBatch:
             self._send(terms, together, is_listed=False)
 
     def _send(self, terms: BatchTerms, together: list[BatchItem], is_listed: bool) -> None:
-        keys = (*terms.keys, *chain.from_iterable(one.more_keys for one in together))
-        now_ms = max(one.now_ms for one in together)
+        keys = (*terms.keys, *chain.from_iterable(item.more_keys for item in together))
+        now_ms = max(item.now_ms for item in together)
         common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
-        entries = chain.from_iterable(one.argv for one in together)
-        reply = asyncio.ensure_future(self._redis.eval(PUT, len(keys), *keys, *common, *entries))
-        reply.add_done_callback(partial(self._answered, terms, together))
+        entries = chain.from_iterable(item.argv for item in together)
+        commands = chain.from_iterable(item.commands for item in together)
+        replies = asyncio.gather(
+            self._redis.eval(PUT, len(keys), *keys, *common, *entries),
+            *(self._redis.execute_command(*command) for command in commands),
+        )
+        replies.add_done_callback(partial(self._answered, terms, together))
 
-    def _answered(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
-        if _failed(together, reply):
+    def _answered(self, terms: BatchTerms, together: list[BatchItem], replies: asyncio.Future[list[Any]]) -> None:
+        if _failed(together, replies):
             return
-        if not reply.result():
+        stored_each = replies.result()[0]
+        if not stored_each:
             listing = ("ZADD", terms.list_key, together[0].now_ms // 1000, terms.partition)
             listed = asyncio.ensure_future(self._redis.execute_command(*listing))
             listed.add_done_callback(partial(self._listed, terms, together))
             return
-        for one, stored in zip(together, reply.result(), strict=True):
-            if not one.stored.done():
-                one.stored.set_result(stored)
+        for item, stored in zip(together, stored_each, strict=True):
+            if not item.stored.done():
+                item.stored.set_result(stored)
 
     def _listed(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
         if not _failed(together, reply):

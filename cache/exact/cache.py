@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 
 from cache.eligibility import Refusal
-from cache.entry import About, Entry, Purge
+from cache.entry import About, CacheUnavailable, Entry, Purge
 from cache.events import EntriesDropped
 from cache.exact.batch import Defer
 from cache.exact.claims import Look
 from cache.exact.l1 import L1
 from cache.exact.pointers import Pointer, Verified
 from cache.exact.purges import Purges
-from cache.exact.store import EntryStore, PartitionSize, Stored, pack
+from cache.exact.store import EntryStore, PartitionSize, Stored, pack, terms_of
 from cache.fingerprint import Fingerprint, Partition
-from cache.redis_client import REDIS_FAILURES, Redis, Subscribe, unavailable
+from cache.redis_client import REDIS_FAILURES, Redis, Subscribe
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCHES_MAX = 4_096
@@ -125,6 +125,19 @@ class CacheStats:
         return sum(one.size_bytes for one in self.partitions)
 
 
+class _NeedsRedis:
+    """A block that raises CacheUnavailable where Redis fails."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, REDIS_FAILURES):
+            raise CacheUnavailable(f"Redis: {error}") from error
+
+
+_needs_redis = _NeedsRedis()
+
+
 class ExactCache:
     """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never
     jump; stores gather until `defer` calls back (None: the end of the event loop's tick).
@@ -184,33 +197,33 @@ class ExactCache:
         *,
         wants_warm: bool = True,
         claims: bool | None = None,
-        words: bytes | None = None,
+        words_key: bytes | None = None,
     ) -> Lookup:
         """The same, past this process' own memory.
 
         Where there is no entry, and no other process has claimed to make it, the caller claims it
-        if `claims`. None: claims and `words` do not matter. `store` or `release` ends a claim.
-        `words` may point at another request's entry, which does not count as used until `use`.
+        if `claims`. None: claims and `words_key` do not matter. `store` or `release` ends a claim.
+        `words_key`, the key of its words, may point at another request's entry, which does not count as used until `use`.
         """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before, warm, depth = self._l1.purges, b"", 0
         entry, pointer = None, None
         miss: LookupMiss | None = LookupMiss.ABSENT
-        asked = None if self._l1.was_here(fp.exact) else claims  # a script costs Redis thrice
+        sent = None if self._l1.was_here(fp.exact) else claims  # a script costs Redis thrice
         try:
             # no variable holds a future that may fail: its error would hold this frame, in a cycle
             if links:
                 warmed = [fp.chain[at - 1] for at in links]
-                found, labels = await asyncio.gather(
-                    self._looking(fp, asked, words), self._store.lookup_warm(fp.partition, warmed)
+                reply, labels = await asyncio.gather(
+                    self._looking(fp, sent, words_key), self._store.lookup_warm(fp.partition, warmed)
                 )
                 hints = ((label, at) for at, label in zip(links, labels, strict=True) if label)
                 warm, depth = next(hints, (b"", 0))
             else:
-                found = await self._looking(fp, asked, words)
-            if found is None and asked is not claims:  # it is gone
-                asked, found = claims, await self._looking(fp, claims, words)
-            look = Look(found) if asked is None else self._store.claims.read(fp, found)
+                reply = await self._looking(fp, sent, words_key)
+            if reply is None and sent is not claims:  # it is gone
+                sent, reply = claims, await self._looking(fp, claims, words_key)
+            look = Look(reply) if sent is None else self._store.claims.read(fp, reply)
             if look.data is not None:
                 entry, miss = self._read(look.data, fp, max_age_s, purges_before)
                 if claims is not None and entry is None:
@@ -232,11 +245,11 @@ class ExactCache:
             pointer=pointer,
         )
 
-    def _looking(self, fp: Fingerprint, claims: bool | None, words: bytes | None) -> Awaitable[Any]:
+    def _looking(self, fp: Fingerprint, claims: bool | None, words_key: bytes | None) -> Awaitable[Any]:
         """The encoded entry or the reply for `Claims.read`."""
         if claims is None:
             return self._store.lookup(fp.partition, fp.exact)
-        return self._store.look(fp, wants=claims, words=words)
+        return self._store.look(fp, wants=claims, words_key=words_key)
 
     def _pointed(
         self, data: bytes, pointing: bytes, fp: Fingerprint, max_age_s: float | None
@@ -253,15 +266,13 @@ class ExactCache:
         """A use of an entry that words pointed at."""
         self._touch(entry)
 
-    async def point(self, fp: Fingerprint, entry: Entry, words: bytes, verified: Verified) -> None:
-        """Let the words of `fp` find an entry, until it, its answer or its group change. A claim on
+    async def point(self, fp: Fingerprint, entry: Entry, words_key: bytes, verified: Verified) -> None:
+        """Let the words of `fp`, by their key, find an entry, until it, its answer or its group change. A claim on
         `fp` ends. Raises CacheUnavailable.
         """
-        try:
+        with _needs_redis:
             claim = self._store.claims.end(fp.exact)
-            await self._store.point(entry, words, verified, self.limits.size_bytes_max, claim)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
+            await self._store.point(entry, words_key, verified, self.limits.size_bytes_max, claim)
 
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
@@ -289,8 +300,8 @@ class ExactCache:
 
     async def lookup_about(self, partition: Partition, exact: bytes) -> About | None:
         """The facts kept about one entry. Raises redis.exceptions.RedisError."""
-        found = await self._store.lookup_about(partition, exact)
-        return found.about if found is not None else None
+        stored = await self._store.lookup_about(partition, exact)
+        return stored.about if stored is not None else None
 
     async def lookup_many(self, partition: Partition, compat: bytes, exacts: Sequence[bytes]) -> list[Entry | None]:
         """Entries to compare with, past the L1; None for what is gone, expired or of another
@@ -345,10 +356,10 @@ class ExactCache:
             self._l1.store(entry)
 
     async def store(
-        self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = (), words: bytes | None = None
+        self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = (), words_key: bytes | None = None
     ) -> StoreResult:
         """Store an answer and, where `warm` names its deployment, the warm hint for its prefixes in
-        `chain`. `words` is the key of its prompt's words, if they may find it.
+        `chain`. `words_key` is the key of its prompt's words, if they may find it.
 
         An entry over the entry limit is refused; an older answer to the same request is replaced.
         Raises CacheUnavailable.
@@ -359,48 +370,42 @@ class ExactCache:
             entry = msgspec.structs.replace(entry, ttl_s=limits.ttl_s_max)
         if entry.expires_at <= now:
             return StoreResult(Refusal.TTL)
-        packed = pack(entry, has_words=words is not None)
+        packed = pack(entry, has_words=words_key is not None)
         if packed.size_bytes > min(limits.entry_bytes_max, limits.size_bytes_max):
             return StoreResult(Refusal.TOO_LARGE)
-        try:
+        with _needs_redis:
             put = await self._store.store(
                 packed,
+                terms_of(entry.partition, limits.size_bytes_max, limits.warm_ttl_s),
                 now=now,
-                size_bytes_max=limits.size_bytes_max,
                 warm=warm,
                 chain=chain,
-                warm_ttl_s=limits.warm_ttl_s,
                 claim=self._store.claims.end(entry.exact),
-                words=words,
+                words_key=words_key,
             )
             if put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
         return StoreResult(None, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
-        """Store which deployment saw this dialogue, without an answer. Raises CacheUnavailable."""
-        try:
-            await self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
+        """Store which deployment saw this dialogue, without an answer: a claim on `fp` ends. Raises
+        CacheUnavailable.
+        """
+        warming = self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
+        with _needs_redis:
+            await asyncio.gather(warming, self._store.claims.release(fp))
 
     async def release(self, fp: Fingerprint) -> None:
         """End the claim to make an entry that does not come. Raises CacheUnavailable."""
-        try:
+        with _needs_redis:
             await self._store.claims.release(fp)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
     async def renew_claims(self) -> None:
         """Keep the claims of entries that are still being made; call it about once a second. Raises
         CacheUnavailable.
         """
-        try:
+        with _needs_redis:
             await self._store.claims.renew()
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
     # --- administration
 
@@ -411,11 +416,11 @@ class ExactCache:
         """
         count = size = 0
         samples: list[Sample] = []
-        try:
+        with _needs_redis:
             partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
             for partition in partitions:
                 async for batch in self._matching(purge, partition):
-                    samples += [_sample(partition, one) for one in batch[: _SAMPLE_MAX - len(samples)]]
+                    samples += [_sample(partition, stored) for stored in batch[: _SAMPLE_MAX - len(samples)]]
                     if is_dry_run:
                         count, size = count + len(batch), size + sum(one.size_bytes for one in batch)
                     else:
@@ -423,17 +428,15 @@ class ExactCache:
                         count, size = count + removed, size + freed
             if not is_dry_run:
                 await self._purges.announce(purge)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
         return PurgeResult(count, size, tuple(samples))
 
     async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[Stored]]:
         now = self._clock()
         if purge.id is not None:
             with contextlib.suppress(ValueError):  # not hex: the id of nothing
-                found = await self._store.lookup_about(partition, bytes.fromhex(purge.id))
-                if found is not None and purge.matches(partition, found.exact, found.about, now):
-                    yield [found]
+                stored = await self._store.lookup_about(partition, bytes.fromhex(purge.id))
+                if stored is not None and purge.matches(partition, stored.exact, stored.about, now):
+                    yield [stored]
             return
         async for batch in self._store.scan(partition):
             matching = [one for one in batch if purge.matches(partition, one.exact, one.about, now)]
@@ -442,10 +445,8 @@ class ExactCache:
 
     async def stats(self) -> CacheStats:
         """Sizes as they are now. Raises CacheUnavailable."""
-        try:
+        with _needs_redis:
             sizes = await self._store.sizes()
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
         return CacheStats(tuple(sizes), len(self._l1), self._l1.size_bytes)
 
     async def follow_purges(self, subscribe: Subscribe) -> None:
@@ -479,10 +480,8 @@ class ExactCache:
             self._store.touch(partition, now, [(entry.exact, count * entry.worth) for entry, count in uses.values()])
             for partition, uses in touches.items()
         ]
-        try:
+        with _needs_redis:
             await asyncio.gather(*touching)
-        except REDIS_FAILURES as error:
-            raise unavailable(error) from error
 
 
 def _earlier_links(chain: Sequence[bytes]) -> list[int]:

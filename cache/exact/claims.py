@@ -90,27 +90,26 @@ class Claims:
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
     def look(
-        self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, stale: bytes = b"", words: bytes | None = None
+        self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, stale: bytes = b"", words_key: bytes | None = None
     ) -> Awaitable[Any]:
-        """Look for the entry, then for the one that `words` point at; without one, claim it if the
+        """Look for the entry, then for the one that the words of `words_key` point at; without one, claim it if the
         caller `wants` that. `keys` are a partition's entries, words, groups, suspended.
 
         `stale`: an encoded entry that does not count, unless another one took its place. `read` reads
-        the reply. Raises what the
-        client raises.
+        the reply. Raises what the client raises.
         """
         terms = self._terms[wants] + (hashlib.sha1(stale, usedforsecurity=False).hexdigest() if stale else "0")
-        if words is None:
+        if words_key is None:
             return self._redis.eval(_LOOK, 2, keys[0], _key(fp), fp.exact, terms)
-        return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], _key(fp), *keys[1:], fp.exact, terms, words)
+        return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], _key(fp), *keys[1:], fp.exact, terms, words_key)
 
     def read(self, fp: Fingerprint, reply: Any) -> Look:
         """The reply to `look`."""
         if isinstance(reply, bytes):
             return Look(reply)
-        state, age_ms, *found = reply
-        if found:
-            return Look(None, pointed=(found[0], found[1]))
+        state, age_ms, *pointed = reply
+        if pointed:
+            return Look(None, pointed=(pointed[0], pointed[1]))
         # its own, and not held here: the reply to the command that took it was lost
         if state == _TAKEN or (state == _OWN and fp.exact not in self._held):
             self._held[fp.exact] = (_key(fp), self._monotonic())

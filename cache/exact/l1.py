@@ -50,11 +50,11 @@ class L1:
         return exact in self._let_go_of
 
     def lookup(self, partition: Partition, exact: bytes) -> Entry | None:
-        found = self._entries.get((partition, exact))
-        if found is None:
+        held = self._entries.get((partition, exact))
+        if held is None:
             return None
         self._entries.move_to_end((partition, exact))
-        return found.entry
+        return held.entry
 
     def store(self, entry: Entry) -> None:
         self._remove((entry.partition, entry.exact))

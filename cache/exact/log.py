@@ -13,7 +13,9 @@ follower that may have missed records gets `is_lost`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -70,9 +72,9 @@ class EntryLog:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def append(self, record: LogRecord) -> None:
-        data = _ENCODER.encode(record)
-        await self._redis.execute_command("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", data)
+    def append(self, record: LogRecord) -> Awaitable[Any]:
+        """Append a record; `RedisLink` sends it also where the result is not awaited."""
+        return self._redis.execute_command(*appending(record))
 
     async def end(self, new_epoch: bytes) -> LogPosition:
         """The position after the last record. `new_epoch` names the life of Redis' data if it has
@@ -85,17 +87,21 @@ class EntryLog:
         )
         return LogPosition(last[0][0] if last else b"0-0", epoch)
 
-    async def read(self, position: LogPosition, is_glance: bool = False) -> LogRead:
-        """Up to a thousand records after `position`; never waits for new ones. A glance is one
-        command, and leaves it to the next whole read to find that Redis has lost its data.
+    def listen(self, position: LogPosition, wait_ms: int = 0) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
+        """Ask for up to a thousand records after `position`. `read` takes the replies.
+
+        The second comes when Redis has a record, or after `wait_ms`; the first once Redis has both
+        commands.
         """
-        range_ = self._redis.execute_command("XRANGE", _LOG, b"(" + position.id, "+", "COUNT", READ_COUNT)
-        if is_glance:
-            epoch, items = position.epoch, await range_
-        else:
-            epoch, items = await asyncio.gather(self._redis.execute_command("GET", _EPOCH), range_)
-        is_full = len(items) == READ_COUNT
-        is_lost = epoch != position.epoch
+        block = ("BLOCK", wait_ms) if wait_ms else ()
+        log = ("XREAD", "COUNT", READ_COUNT, *block, "STREAMS", _LOG, position.id)
+        epoch, records = (asyncio.ensure_future(self._redis.execute_command(*one)) for one in (("GET", _EPOCH), log))
+        return epoch, records
+
+    async def read(self, position: LogPosition, epoch: bytes | None, reply: Any) -> LogRead:
+        """The records of the replies to `listen(position)`."""
+        items = reply[0][1] if reply else ()
+        is_full, is_lost = len(items) == READ_COUNT, epoch != position.epoch
         if is_full and not is_lost:
             # only a follower this far behind can have lost records to trimming
             first = await self._redis.execute_command("XRANGE", _LOG, "-", "+", "COUNT", 1)
@@ -110,19 +116,13 @@ class EntryLog:
         end = LogPosition(items[-1][0] if items else position.id, position.epoch)
         return LogRead(tuple(records), end, is_lost, is_full)
 
-    async def announce(self, purge: Purge, receipt: bytes = b"") -> int:
-        """Send a purge to every in-process cache; returns how many listen. Each signs the receipt
-        when it has applied the purge.
+    async def announce(self, purge: Purge | None, receipt: bytes = b"") -> int:
+        """Send a purge, or without one a heartbeat, to every in-process cache; returns how many
+        listen. Each signs the receipt when it has applied the purge.
         """
-        return await self._publish(Announced(purge, receipt))
-
-    async def beat(self, name: bytes) -> None:
-        """Send a heartbeat on the purge channel, under the name of its sender."""
-        await self._publish(Announced(None, name))
-
-    async def _publish(self, message: Announced) -> int:
-        heard: int = await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, _ENCODER.encode(message))
-        return heard
+        message = _ENCODER.encode(Announced(purge, receipt))
+        listening: int = await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, message)
+        return listening
 
     async def sign(self, receipt: bytes) -> None:
         key = _receipt_key(receipt)
@@ -137,6 +137,11 @@ class EntryLog:
 _ENCODER = msgspec.msgpack.Encoder()
 _records: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
 _read = reader(_records)
+
+
+def appending(record: LogRecord) -> tuple[Any, ...]:
+    """The command that appends a record."""
+    return ("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", _ENCODER.encode(record))
 
 
 def _receipt_key(receipt: bytes) -> str:

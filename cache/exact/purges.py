@@ -100,7 +100,7 @@ class Purges:
     async def _beat(self, name: bytes) -> None:
         while True:
             with contextlib.suppress(*REDIS_FAILURES):  # a missing heartbeat turns the L1 off
-                await self._log.beat(name)
+                await self._log.announce(None, name)
             await asyncio.sleep(_HEARTBEAT_S if self.is_on else _HEARTBEAT_S / 10)
 
     def _apply(self, purge: Purge) -> None:

@@ -35,9 +35,9 @@ import msgspec
 
 from cache.entry import About, Entry
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded
-from cache.exact.batch import BatchTerms, Defer, StoreBatch
+from cache.exact.batch import BatchItem, BatchTerms, Defer, StoreBatch
 from cache.exact.claims import Claims
-from cache.exact.log import EntryLog
+from cache.exact.log import EntryLog, appending
 from cache.exact.pointers import Verified, own_pointer
 from cache.exact.scripts import DROP, FORGET_PARTITION, POINT, PUT_SKETCHES, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Fingerprint, Partition
@@ -120,22 +120,24 @@ class EntryStore:
         self.claims = Claims(redis, monotonic)
         self._redis = redis
         self._batch = StoreBatch(redis, defer)
+        self._is_direct = getattr(redis, "is_direct", False)
+        self._announcing: asyncio.Future[Any] | None = None
 
     # --- one entry
 
-    def look(self, fp: Fingerprint, *, wants: bool, stale: bytes = b"", words: bytes | None = None) -> Awaitable[Any]:
+    def look(self, fp: Fingerprint, wants: bool, stale: bytes = b"", words_key: bytes | None = None) -> Awaitable[Any]:
         """The encoded entry or the state of its claim, for `claims.read`; see `Claims.look`."""
         keys = _keys(fp.partition)
-        return self.claims.look(fp, (keys[0], keys[7], keys[6], keys[8]), wants=wants, stale=stale, words=words)
+        return self.claims.look(fp, (keys[0], keys[7], keys[6], keys[8]), wants=wants, stale=stale, words_key=words_key)
 
     def lookup(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
         """The encoded entry, perhaps an expired one."""
         return self._redis.execute_command("HGET", _keys(partition)[0], exact)
 
-    async def point(self, entry: Entry, words: bytes, verified: Verified, size_bytes_max: int, claim: str = "") -> None:
-        """Let words point at an entry for as long as it and its answer are there. `claim`: see `store`."""
+    async def point(self, entry: Entry, words_key: bytes, verified: Verified, size_bytes_max: int, claim: str) -> None:
+        """Let the words of a key point at an entry for as long as it and its answer are there. `claim`: see `store`."""
         keys = (*_keys(entry.partition)[:8], *((claim,) if claim else ()))
-        terms = (size_bytes_max, words, entry.exact, struct.pack(">d", entry.created_at), verified.encode())
+        terms = (size_bytes_max, words_key, entry.exact, struct.pack(">d", entry.created_at), verified.encode())
         await self._redis.eval(POINT, len(keys), *keys, *terms, self.claims.process)
 
     async def lookup_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
@@ -150,38 +152,35 @@ class EntryStore:
     async def store(
         self,
         packed: Packed,
+        terms: BatchTerms,
         *,
         now: float,
-        size_bytes_max: int,
         warm: str | None,
         chain: Sequence[bytes],
-        warm_ttl_s: float,
         claim: str = "",
-        words: bytes | None = None,
+        words_key: bytes | None = None,
     ) -> StoreEffect:
         """Store an entry, evicting those of its partition that have been worth least lately until
-        it fits. The key `claim`, if any, goes. `words` is the key by which its prompt's words find
+        it fits. The key `claim`, if any, goes. `words_key` is the key by which its prompt's words find
         it.
         """
         entry, warm_keys = packed.entry, []
         if warm is not None:
             links = dict.fromkeys((entry.exact, *chain[-1:], *chain[:1]))
             warm_keys = [_warm_key(entry.partition, link) for link in links]
-        terms = f"{_ms(entry.expires_at)} {entry.worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
-        argv = (entry.exact, packed.data, packed.about, terms, words + own_pointer(entry) if words else b"")
-        was_there, *evicted = await self._batch.store(
-            _terms(entry.partition, size_bytes_max, warm_ttl_s),
-            argv,
-            (*warm_keys, claim) if claim else warm_keys,
-            _ms(now),
-        )
-        # after the entry is there: a follower that reads the record fetches the facts on it
-        if entry.text is not None:
-            await self.log.append(EntryAdded(entry.partition, entry.exact))
+        facts = f"{_ms(entry.expires_at)} {entry.worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
+        argv = (entry.exact, packed.data, packed.about, facts, words_key + own_pointer(entry) if words_key else b"")
+        # behind the entry: a follower that reads the record fetches the facts on it
+        record = EntryAdded(entry.partition, entry.exact) if entry.text is not None else None
+        behind = (appending(record),) if record is not None and self._is_direct else ()
+        item = BatchItem(argv, (*warm_keys, claim) if claim else warm_keys, behind, _ms(now))
+        was_there, *evicted = await self._batch.store(terms, item)
+        if record is not None and not behind:
+            await self.log.append(record)
         # the indexes may have the one before
         dropped = (entry.exact, *evicted) if was_there and entry.text is None else tuple(evicted)
-        if dropped:
-            await self.log.append(EntriesDropped(entry.partition, dropped))
+        if dropped:  # no store waits for that: a pointer to what is gone finds nothing
+            self._announcing = asyncio.ensure_future(self.log.append(EntriesDropped(entry.partition, dropped)))
         return StoreEffect(bool(was_there), tuple(evicted))
 
     async def store_warm(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:
@@ -221,22 +220,20 @@ class EntryStore:
         reply: list[Any] = await self._redis.execute_command("ZREVRANGE", _PARTITIONS, 0, -1, "WITHSCORES")
         latest = {Partition(member): score for member, score in reply if len(member) == DIGEST_BYTES}
         sizes = []
-        for some in _portions(list(latest), _AT_ONCE):
-            sizes += await asyncio.gather(*(self.size(partition) for partition in some))
-        for empty in (one.partition for one in sizes if one.entries == 0):
+        for portion in _portions(list(latest), _AT_ONCE):
+            sizes += await asyncio.gather(*(self.size(partition) for partition in portion))
+        for empty in (size.partition for size in sizes if size.entries == 0):
             # unless an entry was stored there meanwhile
             await self._redis.eval(FORGET_PARTITION, 1, _PARTITIONS, empty, int(latest[empty]))
-        return [one for one in sizes if one.entries]
+        return [size for size in sizes if size.entries]
 
     async def scan(self, partition: Partition) -> AsyncIterator[list[Stored]]:
         """Batches of the partition's entries: each that is there all the while at least once."""
-        cursor = 0
+        cursor, key = 0, _keys(partition)[1]
         while True:
-            cursor, found = await self._redis.execute_command(
-                "HSCAN", _keys(partition)[1], cursor, "COUNT", _SCAN_COUNT
-            )
+            cursor, values = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", _SCAN_COUNT)
             batch = []
-            for exact, value in found.items():
+            for exact, value in values.items():
                 about = _decode_about(value)
                 if about is not None:
                     batch.append(Stored(exact, int(value[:10]), about))
@@ -293,25 +290,25 @@ class EntryStore:
         worth least lately go for them; what is gone is not kept. The log says both.
         """
         keys = _keys(partition)[:8]
-        for some in _portions(sketches, _SKETCHED_COUNT):
+        for portion in _portions(sketches, _SKETCHED_COUNT):
             argv: list[Any] = [size_bytes_max]
-            for one in some:
-                argv += (one.exact, embedder_key + struct.pack(">d", one.created_at) + one.data)
+            for sketch in portion:
+                argv += (sketch.exact, embedder_key + struct.pack(">d", sketch.created_at) + sketch.data)
             evicted: list[bytes] = await self._redis.eval(PUT_SKETCHES, len(keys), *keys, *argv)
             if evicted:
                 await self.log.append(EntriesDropped(partition, tuple(evicted)))
-            await self.log.append(AnswersSketched(partition, tuple(one.exact for one in some)))
+            await self.log.append(AnswersSketched(partition, tuple(one.exact for one in portion)))
 
     async def lookup_sketches(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
     ) -> list[Sketched]:
         """Those sketches of these entries' answers that were made with this embedder."""
         sketches = []
-        for some in _portions(exacts, _SKETCHED_COUNT):
+        for portion in _portions(exacts, _SKETCHED_COUNT):
             values: list[bytes | None] = await self._redis.execute_command(
-                "HMGET", _keys(partition)[5], *(exact + b"a" for exact in some)
+                "HMGET", _keys(partition)[5], *(exact + b"a" for exact in portion)
             )
-            for exact, value in zip(some, values, strict=True):
+            for exact, value in zip(portion, values, strict=True):
                 if value is not None and value.startswith(embedder_key) and len(value) > len(embedder_key) + 8:
                     (created_at,) = struct.unpack_from(">d", value, len(embedder_key))
                     sketches.append(Sketched(exact, created_at, value[len(embedder_key) + 8 :]))
@@ -334,7 +331,8 @@ def _keys(partition: Partition) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _terms(partition: Partition, size_bytes_max: int, warm_ttl_s: float) -> BatchTerms:
+def terms_of(partition: Partition, size_bytes_max: int, warm_ttl_s: float) -> BatchTerms:
+    """The terms on which entries of a partition are stored. The hints last for `warm_ttl_s` seconds."""
     return BatchTerms(
         keys=_keys(partition)[:8],
         size_max=size_bytes_max,

@@ -18,7 +18,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -58,7 +58,7 @@ EntryKey = tuple[Partition, bytes]
 @dataclass(frozen=True, slots=True)
 class PromptAdded:
     """A cached prompt that can be found semantically. `group` names the answers found equal to its
-    own, or is empty.
+    own, `vector` is one that `take_unsaved` gave before, here or elsewhere; each may be empty.
     """
 
     partition: Partition
@@ -68,6 +68,7 @@ class PromptAdded:
     created_at: float
     expires_at: float
     group: bytes = b""
+    vector: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,10 +420,8 @@ class SemanticCache:
 
     # --- following the log
 
-    def fold(self, records: Sequence[Record], vectors: Mapping[EntryKey, bytes] | None = None) -> None:
-        """Take in what was added, dropped and judged, in order. `vectors` has those that
-        `take_unsaved` gave before, here or elsewhere, by entry.
-        """
+    def fold(self, records: Sequence[Record]) -> None:
+        """Take in what was added, dropped and judged, in order."""
         self._expire()
         for record in records:
             if isinstance(record, EntriesDropped):
@@ -433,7 +432,7 @@ class SemanticCache:
             elif not isinstance(record, PromptAdded):
                 self._learn(record)
             elif record.expires_at > self._clock():
-                self._add(record, (vectors or {}).get((record.partition, record.exact)))
+                self._add(record)
 
     def retain(self, entries: set[EntryKey]) -> None:
         """Drop every key that is not of these entries: the end of a rebuild into a cache that was
@@ -463,11 +462,6 @@ class SemanticCache:
     @property
     def is_settled(self) -> bool:
         return not self._settling and self._contexts.is_settled
-
-    def knows_vector(self, partition: Partition, text: str) -> bool:
-        """Whether a vector for this prompt of a partition is at hand without the encoder."""
-        with read_for(partition):
-            return self._encoder.knows(partition, split(text).parts.question)
 
     def take_unsaved(self) -> list[tuple[Partition, bytes, bytes]]:
         """Vectors made here since the last call, for the store: partition, exact, float16 bytes and,
@@ -501,7 +495,7 @@ class SemanticCache:
 
     # --- keys
 
-    def _add(self, record: PromptAdded, vector: bytes | None) -> None:
+    def _add(self, record: PromptAdded) -> None:
         entry = (record.partition, record.exact)
         known = self._by_entry.get(entry)
         if known is not None:  # answered anew: the times and the answer change
@@ -537,7 +531,7 @@ class SemanticCache:
         self._enter(key)
         if key.spans:
             self._add_lines(key, prompt_split.lines)
-        self._vectorise(key, vector)
+        self._vectorise(key, record.vector)
         while len(self._keys) > self._keys_max:
             self._drop(next(iter(self._keys)))
 
@@ -561,13 +555,13 @@ class SemanticCache:
         if not room.keys:
             del self._rooms[key.room]
 
-    def _vectorise(self, key: _Key, vector: bytes | None) -> None:
+    def _vectorise(self, key: _Key, vector: bytes = b"") -> None:
         """Give a key its vector where that is at hand, else let it wait for one."""
         room = self._rooms[key.room]
         if key.number not in room.pending:
             return
         check = _check(key)
-        if vector is not None and len(vector) == 2 * self.dims + len(check) and vector.endswith(check):
+        if len(vector) == 2 * self.dims + len(check) and vector.endswith(check):
             self._put_vector(key, np.frombuffer(vector, "<f2", self.dims).astype(np.float32))
         elif self._encoder.knows(*key.asked):
             self._put_vectors([key], self._encoder.encode([key.asked]))
@@ -632,7 +626,7 @@ class SemanticCache:
                 self._leave(key)
                 key.frame, key.text = parts.frame, parts.question
                 self._enter(key)
-                self._vectorise(key, None)
+                self._vectorise(key)
 
     def _expire(self) -> None:
         now = self._clock()

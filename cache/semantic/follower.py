@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cache.entry import About
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded, LogRecord, VerdictAdded
-from cache.exact.log import LogPosition
+from cache.exact.log import EntryLog, LogPosition
 from cache.exact.store import EntryStore, Sketched
 from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
@@ -29,6 +28,8 @@ from cache.verdicts.records import AnswerSuspended
 from cache.verdicts.store import VerdictStore
 
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
+_LISTENED_S = 1.0  # at a time: a lookup that comes while Redis gets the next read waits for it
+_RETRY_S = 0.25
 
 T = TypeVar("T")
 
@@ -49,7 +50,8 @@ class Progress:
 
 class Follower:
     """Keeps `cache` equal to the entries in Redis that have a text. `embedder_key` names the model
-    of the stored vectors and sketches; `size_bytes_max` bounds a partition's entries.
+    of the stored vectors and sketches; `size_bytes_max` bounds a partition's entries. `listen`
+    needs `listening`, a connection of its own, whose commands may wait.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Follower:
         thread: ThreadPoolExecutor,
         embedder_key: bytes,
         size_bytes_max: int = 256 << 20,
+        listening: Redis | None = None,
     ) -> None:
         self.progress = Progress()
         self.is_up = False
@@ -73,7 +76,12 @@ class Follower:
         self._size_bytes_max = size_bytes_max
         # announced, and not read yet: no lookup waits for them
         self._sketched: dict[Partition, dict[bytes, None]] = {}
+        self._log = EntryLog(listening or redis)
+        self._is_direct = getattr(listening, "is_direct", False)
+        self._wait_ms = 0
         self._position: LogPosition | None = None
+        # of a read of what follows that position
+        self._replies: tuple[asyncio.Future[Any], asyncio.Future[Any]] | None = None
         self._lock = asyncio.Lock()
         self._has_warned = False
 
@@ -82,51 +90,71 @@ class Follower:
         """Whether the cache has been rebuilt and only the log is left to read."""
         return self._position is not None
 
-    async def follow(self) -> None:
-        """Fold what the log has, without waiting for more; where there is no place in the log,
-        rebuild first. While Redis is away nothing happens but `is_up`.
-        """
-        async with self._lock:
+    async def listen(self) -> None:
+        """For ever: fold what the log gets as soon as it has it, so that a lookup asks Redis nothing."""
+        self._wait_ms = int(1000 * _LISTENED_S)
+        while True:
             try:
-                if self._position is None:
-                    self._position = await self._rebuild()
-                await self._read()
-                await self._read_sketches()
-                await self._save_vectors()
-                await self._save_sketches()
-                self.is_up = True
+                await self._receive()
             except REDIS_FAILURES as error:
                 self._fail(error)
+            if not (self.is_up and self.is_following):
+                await asyncio.sleep(_RETRY_S)
+
+    async def follow(self) -> None:
+        """Fold what the log has; where there is no place in the log, rebuild first. Then keep in Redis
+        what was made here. While Redis is away nothing happens but `is_up`.
+        """
+        try:
+            if self._position is None:
+                async with self._lock:
+                    self._position = await self._rebuild()
+            await self._receive()
+            await self._read_sketches()
+            await self._save_vectors()
+            await self._save_sketches()
+            self.is_up = True
+        except REDIS_FAILURES as error:
+            self._fail(error)
 
     async def catch_up(self) -> None:
-        """Fold one read of the log before a lookup, unless Redis is away or a rebuild is running.
-
-        It waits for a read that began before, and reads again: that one may have missed records
-        that this lookup should see.
-        """
-        if not self.is_up or self._position is None:
-            return
-        async with self._lock:
+        """Fold what the log has before a lookup, unless Redis is away or a rebuild is running."""
+        if self.is_up and self._position is not None:
             try:
-                await self._read(is_once=True)
+                await self._fold_replies()
             except REDIS_FAILURES as error:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.is_up = False
         self.failure = f"{type(error).__name__}: {error}"
+        self._replies = None  # what they bring may not be folded
 
-    async def _read(self, is_once: bool = False) -> None:
-        while self._position is not None:
-            read = await self._store.log.read(self._position, is_glance=is_once)
-            if read.is_lost:
-                self._position = None  # rebuilt by the next `follow`
-                return
-            if read.records:
-                await self._fold(await self._resolve(read.records))
-            self._position = read.position
-            if is_once or not read.is_more:
-                return
+    async def _receive(self) -> None:
+        """Wait for a read of the log, and fold it. Raises RedisError, OSError."""
+        is_more = True
+        while is_more and self._position is not None:
+            self._replies = self._replies or self._log.listen(self._position, self._wait_ms)
+            await asyncio.wait((self._replies[1],))
+            is_more = await self._fold_replies()
+
+    async def _fold_replies(self) -> bool:
+        """Fold the reads of the log that have ended, while the next one is under way. Whether the log has more."""
+        is_more = False
+        async with self._lock:
+            while self._position is not None and self._replies is not None:
+                epoch, records = self._replies
+                # Redis has the read now. The records of a store that has ended came before this reply
+                if self._is_direct and not epoch.done():
+                    await asyncio.wait((epoch,))
+                if not records.done():
+                    break
+                read = await self._store.log.read(self._position, *await asyncio.gather(epoch, records))
+                self._replies = self._log.listen(read.position, self._wait_ms) if self._wait_ms else None
+                if read.records:
+                    await self._resolve(read.records)
+                self._position, is_more = None if read.is_lost else read.position, read.is_more
+        return is_more
 
     async def _rebuild(self) -> LogPosition:
         end = await self._store.log.end(uuid.uuid4().bytes)
@@ -138,97 +166,94 @@ class Follower:
         await self._run(self._cache.forget_verdicts)
         for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
-                records = await self._added(partition, [(one.exact, one.about) for one in batch])
-                seen.update((partition, record.exact) for record in records)
-                await self._fold(records)
-                await self._fold_sketches(partition, [record.exact for record in records])
+                added = await self._added(partition, [one.exact for one in batch])
+                seen.update((partition, prompt.exact) for prompt in added)
+                await self._fold(added)
+                await self._fold_sketches(partition, [prompt.exact for prompt in added])
                 self.progress.done += len(batch)
-            await self._fold(await self._new_verdicts(partition))
+            await self._fold(self._take([await self._new_verdicts(partition)]))
         await self._run(lambda: self._cache.retain(seen))
         return end
 
-    async def _resolve(self, records: Sequence[LogRecord]) -> list[Record]:
-        """The records, with the store's facts on each entry that came; entries that are gone again
-        are left out.
+    async def _resolve(self, records: Sequence[LogRecord]) -> None:
+        """Fold the records, with the store's facts on each entry that came, in one round trip; entries
+        that are gone again are left out.
 
         A model does not depend on its partition's entries, so verdicts follow at the end.
         """
         came: dict[Partition, dict[bytes, PromptAdded | None]] = {}
+        verdicts: dict[Partition, None] = {}
         for record in records:
             if isinstance(record, EntryAdded):
                 came.setdefault(record.partition, {})[record.exact] = None
             elif isinstance(record, AnswersSketched):
                 self._sketched.setdefault(record.partition, {}).update(dict.fromkeys(record.exacts))
-        for partition, added in came.items():
-            exacts = list(added)
-            abouts = await self._store.lookup_abouts(partition, exacts)
-            added.update((one.exact, one) for one in await self._added(partition, zip(exacts, abouts, strict=True)))
+            elif isinstance(record, VerdictAdded):
+                verdicts[record.partition] = None
+        # had no entries when the rebuild came by
+        verdicts |= dict.fromkeys(partition for partition in came if partition not in self._read_to)
+        facts, judged = await asyncio.gather(
+            asyncio.gather(*(self._added(partition, list(exacts)) for partition, exacts in came.items())),
+            asyncio.gather(*map(self._new_verdicts, verdicts)),
+        )
+        for partition, added in zip(came, facts, strict=True):
+            came[partition].update((prompt.exact, prompt) for prompt in added)
         resolved: list[Record] = []
         for record in records:
             if isinstance(record, EntriesDropped):
                 resolved.append(record)
-            elif isinstance(record, EntryAdded) and (known := came[record.partition][record.exact]) is not None:
-                resolved.append(known)
-        announced = [record.partition for record in records if isinstance(record, VerdictAdded)]
-        unread = [
-            partition for partition in came if partition not in self._read_to
-        ]  # had no entries when the rebuild came by
-        for partition in dict.fromkeys((*announced, *unread)):
-            resolved += await self._new_verdicts(partition)
-        return resolved
+            elif isinstance(record, EntryAdded) and (prompt := came[record.partition][record.exact]) is not None:
+                resolved.append(prompt)
+        await self._fold([*resolved, *self._take(judged)])
 
-    async def _new_verdicts(self, partition: Partition) -> list[Record]:
-        """The verdicts of a partition since the last read.
+    async def _new_verdicts(self, partition: Partition) -> tuple[Partition, bytes, list[Record]]:
+        """The verdicts of a partition since the last read, and the position after them.
 
         At the first read the stream's suspensions are history: the current ones are read after it,
         and changes in between come again with the next read.
         """
         after = self._read_to.get(partition)
-        verdicts, self._read_to[partition] = await self._verdicts.read(partition, after or b"0-0")
+        verdicts, position = await self._verdicts.read(partition, after or b"0-0")
         if after is not None:
-            return [*verdicts]
+            return partition, position, [*verdicts]
         before = [record for record in verdicts if not isinstance(record, AnswerSuspended)]
-        return [*before, *(AnswerSuspended(partition, name) for name in await self._verdicts.suspended(partition))]
+        suspended = await self._verdicts.suspended(partition)
+        return partition, position, [*before, *(AnswerSuspended(partition, name) for name in suspended)]
 
-    async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[PromptAdded]:
-        """The entries that can be found by meaning, with the groups of their answers."""
-        known = [(exact, about, about.text) for exact, about in entries if about is not None and about.text is not None]
-        if not known:
-            return []
-        groups = await self._verdicts.groups(partition, [exact for exact, _, _ in known])
+    def _take(self, judged: Iterable[tuple[Partition, bytes, list[Record]]]) -> list[Record]:
+        """What `_new_verdicts` gave, which is read no more."""
+        self._read_to.update((partition, position) for partition, position, _ in judged)
+        return [record for _, _, records in judged for record in records]
+
+    async def _added(self, partition: Partition, exacts: Sequence[bytes]) -> list[PromptAdded]:
+        """Those entries that can be found by meaning, with the groups of their answers and the vectors
+        that this or another host made before; in one round trip.
+        """
+        abouts, groups, vectors = await asyncio.gather(
+            self._store.lookup_abouts(partition, exacts),
+            self._verdicts.groups(partition, exacts),
+            self._store.lookup_vectors(partition, self._embedder_key, exacts),
+        )
+        if b"" in vectors:
+            self._warn_of_another_embedder()
         return [
             PromptAdded(
                 partition=partition,
                 exact=exact,
                 compat=about.compat,
-                text=text,
+                text=about.text,
                 created_at=about.created_at,
                 expires_at=about.expires_at,
                 group=group[1] if group is not None and group[0] == about.created_at else b"",
+                vector=vector or b"",
             )
-            for (exact, about, text), group in zip(known, groups, strict=True)
+            for exact, about, group, vector in zip(exacts, abouts, groups, vectors, strict=True)
+            if about is not None and about.text is not None
         ]
 
     async def _fold(self, records: Sequence[Record]) -> None:
-        vectors = await self._known_vectors([one for one in records if isinstance(one, PromptAdded)])
         for start in range(0, len(records), _FOLDED):
-            await self._run(partial(self._cache.fold, records[start : start + _FOLDED], vectors))
-
-    async def _known_vectors(self, added: Sequence[PromptAdded]) -> dict[EntryKey, bytes]:
-        """Vectors that this or another host made before."""
-        wanted: dict[Partition, list[bytes]] = {}
-        for record in added:
-            if not self._cache.knows_vector(record.partition, record.text):
-                wanted.setdefault(record.partition, []).append(record.exact)
-        vectors: dict[EntryKey, bytes] = {}
-        for partition, exacts in wanted.items():
-            row = await self._store.lookup_vectors(partition, self._embedder_key, exacts)
-            for exact, data in zip(exacts, row, strict=True):
-                if data == b"":
-                    self._warn_of_another_embedder()
-                elif data is not None:
-                    vectors[partition, exact] = data
-        return vectors
+            await self._run(partial(self._cache.fold, records[start : start + _FOLDED]))
 
     def _warn_of_another_embedder(self) -> None:
         """Once: vectors of two embedders are not comparable, so each host makes its own."""
@@ -241,9 +266,8 @@ class Follower:
             )
 
     async def _save_vectors(self) -> None:
-        unsaved = await self._run(self._cache.take_unsaved)
         by_partition: dict[Partition, list[tuple[bytes, bytes]]] = {}
-        for partition, exact, vector in unsaved:
+        for partition, exact, vector in await self._run(self._cache.take_unsaved):
             by_partition.setdefault(partition, []).append((exact, vector))
         for partition, vectors in by_partition.items():
             await self._store.store_vectors(partition, self._embedder_key, vectors)

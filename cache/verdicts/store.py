@@ -17,7 +17,7 @@ not entries: an answer made anew is in none.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -212,7 +212,7 @@ class VerdictStore:
             if len(items) < _READ_COUNT:
                 return records, after
 
-    async def groups(self, partition: Partition, exacts: list[bytes]) -> list[tuple[float, bytes] | None]:
+    async def groups(self, partition: Partition, exacts: Sequence[bytes]) -> list[tuple[float, bytes] | None]:
         """For each entry when its grouped answer was made, and the group."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _tag(partition) + "groups", *exacts)
         return [(_undouble(value[:8]), value[8:]) if value is not None and len(value) > 8 else None for value in values]

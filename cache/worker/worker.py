@@ -5,12 +5,12 @@
 The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
 are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
 wait when the encoder is free, everything else in small pieces between them. While it decides on a
-batch, another thread embeds the next one. Before a batch the log is folded, so a lookup sees every
-store that finished before it. Invariants: a lookup waits for the batch before its own and one other
-piece of work at most; a request whose client has gone is not computed; garbage closes its own
-connection and nothing else; while Redis is away the index answers lookups (a hit is only a pointer:
-the gateway fetches the entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with
-its parent.
+batch, another thread embeds the next one. The log is folded as Redis sends it. So a lookup asks
+Redis nothing, and sees every store that finished before its request was looked up there.
+Invariants: a lookup waits for the batch before its own and one other piece of work at most; a
+request whose client has gone is not computed; garbage closes its own connection and nothing else;
+while Redis is away the index answers lookups (a hit is only a pointer: the gateway fetches the
+entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with its parent.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis = RedisLink(self._options.redis, _REDIS_TIMEOUT_S)
-        self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max)
+        redis, listening = (RedisLink(self._options.redis, times * _REDIS_TIMEOUT_S) for times in (1, 2))
+        self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max, listening)
         self._judging = AnswerJudging(cache)
         self._cache = cache
-        await self._follow(cache)
+        await asyncio.gather(self._follow(cache), self._follower.listen())
 
     def _report_failure(self, error: Exception) -> None:
         """Keep why the embedder cannot be loaded, and log each new reason once. The worker tries
@@ -186,8 +186,8 @@ class Worker:
         return [(job, ask) for job, ask in lookups if job.is_open]
 
     async def _prepare(self, lookups: list[Lookup]) -> list[Lookup]:
-        """Embed the prompts while Redis is asked for new records. Returns the lookups whose clients
-        still wait.
+        """Embed the prompts while the log is folded: neither needs the other. Returns the lookups whose
+        clients still wait.
 
         If embedding fails, the lookup that follows fails too, and reports it.
         """

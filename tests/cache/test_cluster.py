@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from cache import CacheLimits, ExactCache, Hit, Purge, fingerprint
 from cache.exact.store import EntryStore, Sketched
 from cache.redis_client import connect
+from cache.redis_link import RedisLink
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
@@ -82,3 +83,24 @@ async def test_the_whole_life_of_entries_in_a_cluster(cluster: Any) -> None:
         await follower.follow()
         assert len(cache) == 0
     assert (await exact.stats()).entries == 0
+
+
+async def test_a_cluster_sends_its_log(cluster: Any) -> None:
+    """A host that listens through our own link has an entry soon after it was stored there."""
+    await cluster.initialize()
+    url = f"redis+cluster://127.0.0.1:{cluster.get_nodes()[0].port}"
+    links = [RedisLink(url, 2.0) for _ in range(2)]
+    with ThreadPoolExecutor(1) as thread:
+        cache = SemanticCache(FakeEmbedder())
+        follower = Follower(links[0], cache, thread, b"fakefake", listening=links[1])
+        await follower.follow()
+        listening = asyncio.create_task(follower.listen())
+        for number in range(3):
+            await ExactCache(links[0]).store(entry_for(ask(f"text {number}"), time.time()))
+            async with asyncio.timeout(5):
+                while not isinstance(cache.lookup([query(f"TEXT {number}")])[0], Hit):
+                    await follower.catch_up()
+                    await asyncio.sleep(0.001)
+        listening.cancel()
+    for link in links:
+        await link.aclose()

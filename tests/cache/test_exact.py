@@ -439,7 +439,7 @@ async def test_a_semantic_hit_is_checked_and_a_dangling_one_reported(
     assert (await exact.lookup_entry(ask("Why?"), stored.exact)).entry is not None
     gone = ask("gone")
     assert (await exact.lookup_entry(ask("Why?"), gone.exact)).miss is LookupMiss.ABSENT
-    records = (await store.log.read(start)).records
+    records = (await store.log.read(start, *await asyncio.gather(*store.log.listen(start)))).records
     assert [record.exacts for record in records] == [(gone.exact,)]
 
 

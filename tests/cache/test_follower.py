@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,17 +63,22 @@ async def test_a_store_is_seen_and_a_purge_too(redis: Redis, exact: ExactCache, 
     assert await Host(redis, thread).sees("one", "two") == [False, True]
 
 
-async def test_catching_up_is_enough_between_lookups(
+async def test_what_redis_sent_is_folded_before_a_lookup(
     redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
 ) -> None:
-    """One read of the log brings what was stored before it."""
+    """A host that listens has what was stored, without a command of the lookup's own."""
     host = Host(redis, thread)
     await host.follower.catch_up()
     assert not host.follower.is_following
     await host.follower.follow()
-    await put(exact, "one")
-    await host.follower.catch_up()
-    assert isinstance(host.cache.lookup([query("ONE")])[0], Hit)
+    listening = asyncio.create_task(host.follower.listen())
+    for text in ("one", "two", "three"):
+        await put(exact, text)
+        async with asyncio.timeout(5):
+            while not isinstance(host.cache.lookup([query(text.upper())])[0], Hit):
+                await asyncio.sleep(0.001)
+                await host.follower.catch_up()
+    listening.cancel()
 
 
 async def test_two_hosts_and_a_rebuilt_one_agree(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
@@ -220,7 +226,7 @@ async def test_redis_away_leaves_the_index_as_it_was(thread: ThreadPoolExecutor)
         assert await host.sees("one") == [True]
         for strike, heal in ((server.kill, server.start), (server.pause, server.resume)):
             strike()
-            await host.follower.catch_up()
+            await host.follower.follow()
             assert not host.follower.is_up
             assert host.follower.failure
             assert await host.sees("one") == [True]
