@@ -67,9 +67,10 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
+from gateway.journey.outcomes import AuditDraw
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, RequestFacts
-from gateway.journey.semantic import AuditDraw, Bounds, SemanticLookup
+from gateway.journey.semantic import Bounds, SemanticLookup
 from gateway.learning.allowance import Allowance
 from gateway.learning.exam import Exam
 from gateway.learning.internal_requests import InternalRequests
@@ -532,8 +533,8 @@ class _Learner:
         self.lessons: list[Lesson] = []
 
     def recorded(self, flight: Any, record: Record) -> None:
-        stored = flight.generation.stored if flight.generation.store == "stored" else None
-        self.lessons.append(Lesson(record.request.id, stored.id if stored is not None else None))
+        stored = flight.generation.stored
+        self.lessons.append(Lesson(record.request.id, stored.entry.id if stored.outcome == "stored" else None))
 
 
 @dataclass
@@ -667,8 +668,8 @@ class World:
 
     def draws_audits(self, draw: AuditDraw) -> None:
         """From now on each hit by words is audited."""
-        self._pipeline._semantic._audited = lambda *_: draw
-        self._pipeline._semantic._random = lambda: -1.0
+        self._pipeline.semantic.audited = lambda *_: draw
+        self._pipeline.semantic.random = lambda: -1.0
 
     async def quiet(self) -> None:
         """Until nothing is under way."""
@@ -1029,7 +1030,9 @@ async def _build(settings: Settings, redis: Redis) -> World:
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
-    pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
+    pipeline = Pipeline(
+        settings, accounts, rates, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learner.recorded
+    )
     outcomes: list[tuple[str, int]] = []
     store = ResponseStore(accounts.database, clock.unix, settings.responses, lambda *one: outcomes.append(one))
     memory = Memory(store, settings)

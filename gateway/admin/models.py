@@ -15,11 +15,8 @@ from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, LedgerRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.deployments.progress import Attempt
-from gateway.journey.bill import Claim
-from gateway.journey.generation import Rejection
-from gateway.journey.hedge import Hedged
+from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, Record
-from gateway.journey.rescue import Seam
 from gateway.telemetry.judge_error import ErrorRate
 from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window

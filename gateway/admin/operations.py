@@ -24,7 +24,7 @@ from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
-from gateway.journey.attempt import attempt
+from gateway.journey.attempt import UpstreamCall
 from gateway.journey.bill import CONTEXT_UNKNOWN
 from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
@@ -75,7 +75,7 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     hold = parts.budgets.unreserved(question.request_id, 0)
     deployment.places.taken += 1
     try:
-        failure = await attempt(deployment, question, progress, chunks.extend, demand=Demand(_PROMPT_TOKENS, 0, 0))
+        failure = await UpstreamCall(deployment, question, progress, Demand(_PROMPT_TOKENS, 0, 0)).run(chunks.extend)
         if failure is None:
             deployment.health.reset()
     finally:  # an operator who leaves has spent it, too

@@ -20,7 +20,7 @@ from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body
 from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
-from gateway.pipeline import Pipeline, may_use
+from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, shown
 from gateway.wire.requests import decode_object
 
@@ -87,7 +87,7 @@ class ObjectEndpoint(ABC):
         """The alias of this name, which the key may use. Raises NotFound, Forbidden."""
         alias = self._pipeline.fleet.alias(name, call.identity.key.models)
         call.alias = alias.name
-        may_use(call.identity, name, alias.name)
+        alias.allow(call.identity.key.models, name)
         return alias
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:

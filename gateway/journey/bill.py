@@ -18,9 +18,8 @@ import msgspec
 
 from gateway.accounts import Identity, LedgerRow, charges_of
 from gateway.deployments.alias import Alias
-from gateway.deployments.deployment import Deployment
-from gateway.deployments.progress import Progress
 from gateway.journey.needs import booked_labels
+from gateway.journey.outcomes import Answered, Claim, MoneyFacts, Spent, Try
 from gateway.journey.savings import CHECKING, CHECKS, TRIES, beside, compared, joined
 from gateway.journey.turn import Turn
 from gateway.wire.usage import usage_at_start
@@ -32,46 +31,6 @@ _TIMES = 1_000  # a count that no context bounds may be so many times the one th
 CONTEXT_UNKNOWN = 1 << 20
 """The bound of what is read or written in a round where a deployment's context is not known."""
 _UNSEEN_ROUNDS_MAX = 100  # of an answer that tells its calls, and not its rounds
-
-
-class Try(msgspec.Struct, frozen=True):
-    """A deployment that was tried, and its answer so far."""
-
-    deployment: Deployment
-    progress: Progress
-
-
-class Claim(msgspec.Struct, frozen=True):
-    """What a deployment reported, where it was more than what was held, or none for the prompt.
-    `is_cut`: it was beyond the bound, which is booked instead.
-    """
-
-    deployment: str
-    prompt_tokens: int
-    completion_tokens: int
-    tool_calls: int
-    units: int
-    is_cut: bool
-
-
-class Spent(msgspec.Struct, frozen=True):
-    """The tokens of the answer of a generation that has ended, and the cost of all its tries.
-
-    `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
-    tries. `is_estimated`: the deployment did not report its tokens. `baseline_microusd`: the cost
-    without Sameway, None where it is not known, and `savings` its difference to `cost_microusd` by
-    what made it.
-    """
-
-    usage: Usage
-    cost_microusd: int
-    answer_microusd: int
-    charged_tokens: int
-    is_estimated: bool = False
-    claims: tuple[Claim, ...] = ()
-    charged_deployment: str = ""  # the last one that costs something
-    baseline_microusd: int | None = None
-    savings: dict[str, int] = {}
 
 
 def charged(tries: Sequence[Try]) -> list[Try]:
@@ -132,22 +91,16 @@ def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -
 
 
 def book(
-    tries: Sequence[Try],
-    hold: Hold,
-    turn: Turn,
-    identity: Identity,
-    alias: Alias,
-    whole: Usage | None,
-    cut_at: int | None,
+    answered: Answered, hold: Hold, turn: Turn, identity: Identity, alias: Alias, cut_at: int | None
 ) -> tuple[list[LedgerRow], Spent]:
     """The rows to settle, none if nothing is charged, and their sum.
 
-    The last row settles `hold`; rows of earlier tries have ids of their own. `whole` are the tokens
-    of an answer that several deployments made, as its clients see them. No answer has more than
-    `cut_at` tokens.
+    The last row settles `hold`; rows of earlier tries have ids of their own. No answer has more
+    than `cut_at` tokens.
     """
     rows, claims = list[LedgerRow](), list[Claim]()
-    costly, usage, tokens = charged(tries), _NOTHING, 0
+    costly, whole = charged(answered.tries), answered.whole_usage
+    usage, tokens, hedge_microusd = _NOTHING, 0, 0
     for one in costly:
         is_last, deployment = one is costly[-1], one.deployment
         usage, claim = _counted(one, alias, turn.demand, cut_at)
@@ -161,18 +114,29 @@ def book(
             is_known = alias.baseline.is_price_known and deployment.is_price_known
             row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
         rows.append(row)
+        if any(one.progress is progress for progress in answered.beside):
+            hedge_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
+    if not rows:
+        return rows, Spent()
     baseline_microusd, savings = joined(rows)
+    cost_microusd = sum(row.cost_microusd for row in rows)
+    money = MoneyFacts(
+        usage_estimated=costly[-1].progress.usage is None,
+        claims=tuple(claims),
+        cost_microusd=cost_microusd,
+        baseline_microusd=baseline_microusd or 0,
+        is_baseline_unknown=baseline_microusd is None,
+        saved_microusd=baseline_microusd - cost_microusd if baseline_microusd is not None and savings else 0,
+        savings=savings or None,
+    )
     spent = Spent(
         usage=whole or usage,
-        cost_microusd=sum(row.cost_microusd for row in rows),
-        answer_microusd=rows[-1].cost_microusd if rows else 0,
+        money=money,
+        answer_microusd=rows[-1].cost_microusd,
+        hedge_microusd=hedge_microusd,
         charged_tokens=tokens,
-        is_estimated=not costly or costly[-1].progress.usage is None,
-        claims=tuple(claims),
-        charged_deployment=costly[-1].deployment.name if costly else "",
-        baseline_microusd=baseline_microusd,
-        savings=savings,
+        charged_deployment=costly[-1].deployment.name,
     )
     return rows, spent
 

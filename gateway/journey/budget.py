@@ -35,7 +35,6 @@ _CONFIRM_EVERY_S = 2.0
 _LAST_CONFIRM_S = 1.0
 _log = get_logger()
 
-
 Saved = Callable[[Collection[str]], Awaitable[set[str]]]
 """Those of the ids of rows that SQL has. Raises sqlalchemy's errors."""
 
@@ -49,9 +48,7 @@ class _Unsettled:
 
 
 class Money:
-    """Holds and settlements of one worker. `spool` keeps rows until SQL has them, over the end of
-    the process.
-    """
+    """Holds and settlements of one worker; `spool` keeps rows until SQL has them."""
 
     def __init__(self, budgets: Budgets, settings: BudgetSettings, spool: Spool, saved: Saved) -> None:
         self._budgets = budgets

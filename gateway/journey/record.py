@@ -11,10 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.deployments.progress import Attempt
-from gateway.journey.bill import Claim
-from gateway.journey.generation import Rejection
-from gateway.journey.hedge import Hedged
-from gateway.journey.rescue import Seam
+from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, Seam
 from gateway.journey.turn import Ended
 from policies import Usage
 
@@ -66,19 +63,6 @@ class AnswerFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     hedge: Hedged | None = None  # the deployment that was asked beside a slow first one
     seams: tuple[Seam, ...] = ()  # where another deployment went on with a stream that broke off
     draft: str = ""  # id of the near answer that a local engine used as a draft
-
-
-class MoneyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request cost, and what it would have cost without Sameway."""
-
-    usage_estimated: bool = False  # the deployment did not report the tokens of its answer
-    claims: tuple[Claim, ...] = ()  # reports of more than was held
-    cost_microusd: int = 0
-    baseline_microusd: int = 0  # the cost without Sameway
-    is_baseline_unknown: bool = False  # as a price is missing
-    saved_microusd: int = 0  # the baseline less the cost; below 0 where Sameway cost more
-    savings: dict[str, int] | None = None  # the same by mechanism, for generations
-    avoided_microusd: int = 0  # by a hit: the cost of the same answer when it was generated
 
 
 class Times(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,8 +3,9 @@
 from cache import Entry
 from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
-from gateway.journey.generation import Generation, Rejection
-from gateway.journey.record import AnswerFacts, CacheFacts, MoneyFacts, Record, RequestFacts, Times
+from gateway.journey.generation import Generation
+from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection
+from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError
@@ -55,18 +56,20 @@ def record_of(
         is_stream=turn is not None and turn.is_stream,
     )
     if flight is not None:
-        return _of_flight(request, ended, flight, duration_ms)
+        return Record(request, ended, *_of_flight(flight, duration_ms))
     if reply is not None:
-        return _of_reply(request, ended, reply, duration_ms)
-    return Record(request=request, ended=ended, cache=CacheFacts(source=source), times=Times(None, duration_ms))
+        return Record(request, ended, *_of_reply(reply, duration_ms))
+    return Record(request, ended, CacheFacts(source), times=Times(None, duration_ms))
 
 
-def _of_flight(request: RequestFacts, ended: Ended, flight: Flight, duration_ms: float) -> Record:
-    """The record of the request that led a flight."""
-    generation, semantic = flight.generation, flight.generation.semantic
+_Facts = tuple[CacheFacts, AnswerFacts, Usage, MoneyFacts, Times]
+
+
+def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
+    """The facts of the request that led a flight."""
+    generation, looked, stored = flight.generation, flight.generation.looked, flight.generation.stored
+    semantic, entry = looked.semantic, looked.entry or stored.entry
     awaited, awaited_ms = _awaited(generation, generation.turn)
-    served, stored = generation.served, generation.stored
-    entry = served or stored
     cache = CacheFacts(
         source=generation.source,
         similarity=semantic.similarity,
@@ -75,122 +78,89 @@ def _of_flight(request: RequestFacts, ended: Ended, flight: Flight, duration_ms:
         question=semantic.question,
         awaited=awaited,
         awaited_ms=awaited_ms,
-        store=generation.store,
+        store=stored.outcome,
         entry=entry.id if entry is not None else "",
-        degraded=generation.degraded,
+        degraded=looked.degraded,
     )
     answer = _answer_of(generation)
-    if served is not None:
-        return _replayed(request, ended, cache, answer, served, Times(duration_ms, duration_ms))
+    if looked.entry is not None:
+        return cache, answer, *_replayed(looked.entry, duration_ms, duration_ms)
     ttft_ms = None if flight.first_at is None else (flight.first_at - generation.turn.started) * 1000.0
-    times, spent = Times(ttft_ms, duration_ms), generation.spent
-    if spent is None or not spent.charged_deployment:
-        return Record(request=request, ended=ended, cache=cache, answer=answer, times=times)
-    baseline = spent.baseline_microusd
-    money = MoneyFacts(
-        usage_estimated=spent.is_estimated,
-        claims=spent.claims,
-        cost_microusd=spent.cost_microusd,
-        baseline_microusd=baseline or 0,
-        is_baseline_unknown=baseline is None,
-        saved_microusd=baseline - spent.cost_microusd if baseline is not None and spent.savings else 0,
-        savings=spent.savings or None,
-    )
-    return Record(request=request, ended=ended, cache=cache, answer=answer, usage=spent.usage, money=money, times=times)
+    return cache, answer, stored.spent.usage, stored.spent.money, Times(ttft_ms, duration_ms)
 
 
 def _answer_of(generation: Generation) -> AnswerFacts:
     """What stages 8 and 9 did."""
-    route, spent, no_room = generation.route, generation.spent, generation.no_room
-    rejected = [Rejection(one.name, one.reason) for one in route.rejected] if route is not None else []
-    if route is not None:
-        rejected += [Rejection(name, "has no room in its budget") for name in no_room]
+    answered, spent = generation.answered, generation.stored.spent
+    hedge, rejected = answered.hedge, list[Rejection]()
+    if answered.route is not None:
+        rejected = [Rejection(rejection.name, rejection.reason) for rejection in answered.route.rejected]
+        rejected += [Rejection(name, "has no room in its budget") for name in generation.holds.refusals]
     return AnswerFacts(
-        deployment=(spent.charged_deployment if spent is not None else "") or generation.answered_by,
-        policy=generation.serving.settings.policy if route is not None else "",
-        why=generation.why,
+        deployment=spent.charged_deployment or generation.deployment,
+        policy=answered.serving.settings.policy if answered.route is not None else "",
+        why=answered.why,
         rejected=tuple(rejected),
-        queued_ms=generation.queued_ms,
-        attempts=generation.attempts,
-        fallbacks=tuple(generation.fallbacks),
-        answered_alias=generation.serving.name if generation.fallbacks else "",
-        hedge=generation.hedge,
-        seams=tuple(generation.seams),
-        draft=generation.progress.draft,
+        queued_ms=answered.queued_ms,
+        attempts=answered.attempts,
+        fallbacks=answered.fallbacks,
+        answered_alias=answered.serving.name if answered.fallbacks else "",
+        hedge=Hedged(hedge.deployment, hedge.outcome, spent.hedge_microusd) if hedge is not None else None,
+        seams=answered.seams,
+        draft=answered.progress.draft,
     )
 
 
-def _of_reply(request: RequestFacts, ended: Ended, reply: Reply, duration_ms: float) -> Record:
-    """The record of a request that led no flight: a hit, or a reader of another's flight."""
-    if (reader := reply.reader) is None:
-        assert reply.entry is not None
-        semantic = reply.pointed.semantic if reply.pointed is not None else None
-        cache = CacheFacts(
-            source=reply.source,
-            similarity=semantic.similarity if semantic is not None else None,
-            question=semantic.question if semantic is not None else "",
-            entry=reply.entry.id,
-        )
-        answer = AnswerFacts(deployment=deployment_of(reply.entry))
-        return _replayed(request, ended, cache, answer, reply.entry, Times(reply.looked_up_ms, duration_ms))
-    generation, served = reader.generation, reply.served
-    times = Times(reply.begun_ms, duration_ms)
-    is_begun = times.ttft_ms is not None  # else its generation failed before the first chunk
+def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
+    """The facts of a request that led no flight: a hit, or a reader of another's flight."""
+    entry, begun_ms = reply.served, reply.begun_ms
+    if reply.flight is None:
+        assert entry is not None
+        semantic, deployment = reply.looked.semantic, deployment_of(entry)
+        cache = CacheFacts(reply.source, semantic.similarity, question=semantic.question, entry=entry.id)
+        return cache, AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
+    generation = reply.flight.generation
     awaited, awaited_ms = _awaited(generation, reply.turn)
-    entry_id = served.id if served is not None else generation.fingerprint.exact.hex()
+    entry_id = generation.looked.fingerprint.exact.hex() if entry is None else entry.id
     cache = CacheFacts(
         source=reply.source,
         awaited=awaited,
         awaited_ms=awaited_ms,
-        entry=entry_id if is_begun else "",
-        degraded=reply.degraded,
+        entry=entry_id if begun_ms is not None else "",
+        degraded=reply.looked.degraded,
     )
-    answer = AnswerFacts(deployment=generation.answered_by if is_begun else "")
-    if served is not None and is_begun:
-        return _replayed(request, ended, cache, answer, served, times)
-    spent = generation.spent
-    if spent is None or not is_begun:
-        return Record(request=request, ended=ended, cache=cache, answer=answer, times=times)
-    baseline = spent.baseline_microusd
-    money = MoneyFacts(
-        baseline_microusd=baseline or 0,
-        is_baseline_unknown=baseline is None,
-        saved_microusd=baseline or 0,
-        avoided_microusd=spent.answer_microusd,
-    )
+    if begun_ms is None:  # it failed before the first chunk
+        return cache, AnswerFacts(), Usage(), MoneyFacts(), Times(None, duration_ms)
+    answer, spent = AnswerFacts(generation.deployment), generation.stored.spent
+    if entry is not None:
+        return cache, answer, *_replayed(entry, begun_ms, duration_ms)
     usage = Usage(spent.usage.prompt_tokens, spent.usage.completion_tokens)
-    return Record(request=request, ended=ended, cache=cache, answer=answer, usage=usage, money=money, times=times)
+    return cache, answer, usage, spent.as_shared, Times(begun_ms, duration_ms)
 
 
 def _awaited(generation: Generation, turn: Turn) -> tuple[str, float]:
-    """How the wait for another worker ended, and the milliseconds of `turn` until then."""
-    if generation.awaited_until <= turn.started:
+    """How the wait for another worker ended, and the milliseconds of `turn` until then: `served`,
+    `made` here after all, or `ended` with an error.
+    """
+    looked = generation.looked
+    if looked.awaited_until <= turn.started:
         return "", 0.0
-    return generation.awaited, (generation.awaited_until - turn.started) * 1000.0
+    is_made = bool(generation.answered.tries) or looked.entry is not None
+    outcome = "served" if looked.is_from_elsewhere else "made" if is_made else "ended"
+    return outcome, (looked.awaited_until - turn.started) * 1000.0
 
 
-def _replayed(
-    request: RequestFacts, ended: Ended, cache: CacheFacts, answer: AnswerFacts, entry: Entry, times: Times
-) -> Record:
-    """The record of a request that got a recorded answer, with its cost when it was generated."""
-    baseline = _label(entry, "baseline_microusd")
+def _replayed(entry: Entry, ttft_ms: float | None, duration_ms: float) -> tuple[Usage, MoneyFacts, Times]:
+    """The facts of a recorded answer, with its cost when it was generated."""
+    labels = {name: int(entry.labels.get(name, 0)) for name in _LABELS}
     money = MoneyFacts(
-        baseline_microusd=baseline,
+        baseline_microusd=labels["baseline_microusd"],
         is_baseline_unknown="baseline_microusd" not in entry.labels,
-        saved_microusd=baseline,
-        avoided_microusd=_label(entry, "cost_microusd"),
+        saved_microusd=labels["baseline_microusd"],
+        avoided_microusd=labels["cost_microusd"],
     )
-    saved_ms = max(0.0, _label(entry, "duration_ms") - times.duration_ms)
-    return Record(
-        request=request,
-        ended=ended,
-        cache=cache,
-        answer=answer,
-        usage=Usage(_label(entry, "prompt_tokens"), _label(entry, "completion_tokens")),
-        money=money,
-        times=Times(times.ttft_ms, times.duration_ms, saved_ms),
-    )
+    saved_ms = max(0.0, labels["duration_ms"] - duration_ms)
+    return Usage(labels["prompt_tokens"], labels["completion_tokens"]), money, Times(ttft_ms, duration_ms, saved_ms)
 
 
-def _label(entry: Entry, name: str) -> int:
-    return int(entry.labels.get(name, 0))
+_LABELS = ("baseline_microusd", "cost_microusd", "prompt_tokens", "completion_tokens", "duration_ms")

@@ -26,6 +26,7 @@ from cache.entry import CacheUnavailable
 from cache.exact import Verified
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
+from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
@@ -77,29 +78,6 @@ class Bounds:
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
-class AuditDraw(msgspec.Struct, frozen=True):
-    """A would-be hit that is generated instead: its chance to be compared, and the certificate that
-    it counts for.
-    """
-
-    chance: float
-    certificate: str
-
-
-class SemanticResult(msgspec.Struct, frozen=True):
-    """The outcome of stage 6: the `entry` that is served, or the reason why there is none."""
-
-    entry: Entry | None = None
-    similarity: float | None = None  # of the hit, or of the nearest entry that is not served
-    error_max: float = 0.0  # the bound of a hit that the cache worker found
-    miss_reason: str = ""
-    nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
-    question: str = ""  # the request's own text, of a hit; empty unless prompts may be logged
-    trial: Trial | None = None  # the decision's features, for the verdict that may follow
-    degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
-    audit: AuditDraw | None = None  # of a would-be hit that is generated instead
-
-
 class _ColdShare:
     """How many hits that no verdicts vouch for may still be served, by compat, of those that this
     process sees. Pointers would else repeat such a hit without end.
@@ -137,6 +115,7 @@ class SemanticLookup:
         semantic: SemanticClient,
         exact: ExactCache,
         bounds: Bounds,
+        *,
         audited: Callable[[int, str, Trial], AuditDraw] | None = None,
         random: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.time,
@@ -145,25 +124,29 @@ class SemanticLookup:
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
-        self._audited = audited
+        self.audited = audited
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._learned = Learned()
-        self._random = random
+        self.random = random
         self._clock = clock
         self._cold = _ColdShare(COLD_FIRST / settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
-    def relaxed(self, found: Fingerprint, turn: Turn, team: Team, alias: Alias) -> tuple[Fingerprint, str]:
-        """The fingerprint of a request with what its last text does not rely on left out of its
-        compat.
-
-        With it the reason for no semantic lookup, apart from cache controls; empty if there is one.
+    def relaxed(self, looked: Looked, turn: Turn, team: Team, alias: Alias) -> Looked:
+        """5. `looked` with what the request's last text does not rely on left out of its compat, or
+        with the reason for no semantic lookup, apart from cache controls.
         """
-        unsought = self._why_not(found, team, alias)
-        if unsought or (turn.native is not None and turn.native.apart is not None):
-            return found, unsought
-        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile, self._learned), ""
+        fingerprint = looked.fingerprint
+        if reason := self._why_not(fingerprint, team, alias):
+            return msgspec.structs.replace(looked, no_lookup_reason=reason, words_key=None)
+        if turn.native is None or turn.native.apart is None:
+            fields = self._settings.cache.key_fields
+            fingerprint = relaxed(fingerprint, turn.body, fields, self._volatile, self._learned)
+        key = looked.words_key if fingerprint.compat == looked.fingerprint.compat else None
+        if key is None and fingerprint.text is not None:
+            key = words_key(fingerprint.compat, fingerprint.text)
+        return msgspec.structs.replace(looked, fingerprint=fingerprint, words_key=key)
 
     async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
         """A verified semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""
@@ -186,8 +169,8 @@ class SemanticLookup:
         if isinstance(result, Miss):
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
             audit = None
-            if result.reason is MissReason.AUDIT and result.trial is not None and self._audited is not None:
-                audit = self._audited(team.id, alias.name, result.trial)
+            if result.reason is MissReason.AUDIT and result.trial is not None and self.audited is not None:
+                audit = self.audited(team.id, alias.name, result.trial)
             return SemanticResult(
                 similarity=nearest.similarity if nearest is not None else None,
                 # another date, user or history is all that may keep an answer from it
@@ -240,8 +223,8 @@ class SemanticLookup:
                 if not self._cold.has_one(found.compat):
                     return None
                 self._cold.pay(found.compat, bound.error_max)
-        if self._audited is not None and trial.chance < 1.0 and self._random() < trial.chance:
-            audit = self._audited(team.id, alias.name, trial)
+        if self.audited is not None and trial.chance < 1.0 and self.random() < trial.chance:
+            audit = self.audited(team.id, alias.name, trial)
             return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
         if trial.is_cold:
             self._cold.spend(found.compat)

@@ -38,8 +38,8 @@ from cache.verdicts import (
 )
 from cache.worker import Answered
 from gateway.journey.flight import Flight
+from gateway.journey.outcomes import AuditDraw
 from gateway.journey.record import Record
-from gateway.journey.semantic import AuditDraw
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
@@ -190,30 +190,31 @@ class Judging:
 
     def recorded(self, flight: Flight, record: Record) -> None:
         """A request that led a flight is over."""
-        generation = flight.generation
-        trial, hit = generation.semantic.trial, generation.semantic.entry
-        stored = generation.stored if generation.store == "stored" else None
+        generation, answered = flight.generation, flight.generation.answered
+        semantic, stored = generation.looked.semantic, generation.stored
+        trial, hit = semantic.trial, semantic.entry
+        entry = stored.entry if stored.outcome == "stored" else None
         if trial is not None and hit is not None:
             self._hit(flight, record, hit, trial)
-        elif generation.is_cut:
+        elif answered.is_cut:
             return  # no judge can say what the rest of it would have been
-        elif trial is not None and generation.progress.is_complete:
+        elif trial is not None and answered.progress.is_complete:
             is_audit = record.cache.miss_reason == MissReason.AUDIT
             source = Source.AUDIT if is_audit else Source.MISS
-            audit = generation.semantic.audit
+            audit = semantic.audit
             chance, certificate = 1.0, None
             if is_audit:
                 chance = _chance(trial, self._shadow_share(record.request.team_id, record.request.alias))
             if audit is not None:
                 chance, certificate = audit.chance, audit.certificate
-            self._put(self._asked(flight, record, stored, trial, source, chance, certificate))
-        elif generation.turn.controls.no_cache and generation.progress.is_complete:
-            last = self._last_served(generation.fingerprint, record)
+            self._put(self._asked(flight, record, entry, trial, source, chance, certificate))
+        elif generation.turn.controls.no_cache and answered.progress.is_complete:
+            last = self._last_served(generation.looked.fingerprint, record)
             if last is not None:
-                self._put(self._asked(flight, record, stored, last.trial, Source.AGAIN, 1.0, None, last.answer))
+                self._put(self._asked(flight, record, entry, last.trial, Source.AGAIN, 1.0, None, last.answer))
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
-        found = flight.generation.fingerprint
+        found = flight.generation.looked.fingerprint
         answer = AnswerRef(entry.exact, entry.created_at)
         served = self._served.setdefault(record.request.key_id, deque(maxlen=4))
         served.append(_Served(time.monotonic(), _words(found.text or ""), answer, trial))
@@ -279,7 +280,7 @@ class Judging:
         certificate: str | None,
         served: AnswerRef | None = None,
     ) -> _Asked | None:
-        found, chunks = flight.generation.fingerprint, flight.chunks
+        found, chunks = flight.generation.looked.fingerprint, flight.chunks
         if found.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks

@@ -11,7 +11,7 @@ from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict
 from gateway.accounts import HitsRow
 from gateway.batches.lines import LineSpan
 from gateway.deployments.progress import Attempt
-from gateway.journey.generation import Rejection
+from gateway.journey.outcomes import Rejection
 from gateway.journey.record import Record, of_flat
 from gateway.telemetry import checks
 from gateway.telemetry.judge_error import RulingCounts

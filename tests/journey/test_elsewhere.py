@@ -15,7 +15,7 @@ from tests.world import Call, Client, Finish, Tokens, World, unavailable, until
 def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may stall a test for seconds: leases and waits end only where the test is about that."""
     if "longer_than" not in request.node.name and "never_stored" not in request.node.name:
-        monkeypatch.setattr("gateway.journey.flight._PATIENCE_TIMES", 100.0)
+        monkeypatch.setattr("gateway.journey.recorded_answers.PATIENCE_TIMES", 100.0)
         monkeypatch.setattr("cache.exact.claims._LEASE_MS", 60_000)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache import Partition
 from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict, VerdictStore
-from gateway.journey.semantic import AuditDraw
+from gateway.journey.outcomes import AuditDraw
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World
 
