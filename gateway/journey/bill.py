@@ -36,14 +36,14 @@ _UNSEEN_ROUNDS_MAX = 100  # of an answer that tells its calls, and not its round
 def charged(tries: Sequence[Try]) -> list[Try]:
     """Those of `tries` that cost something."""
     # decision: abandoned-prompts-are-charged
-    return [one for one in tries if one.progress.has_begun or one.progress.is_abandoned]
+    return [tried for tried in tries if tried.progress.has_begun or tried.progress.is_abandoned]
 
 
-def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tuple[Usage, Claim | None]:
+def _counted(tried: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tuple[Usage, Claim | None]:
     """The tokens that are booked: those that the backend counted, else an estimate, as a cut answer
     costs money, too. A hold foresees answers of `cut_at` tokens at most.
     """
-    progress, deployment = one.progress, one.deployment
+    progress, deployment = tried.progress, tried.deployment
     output = (alias.output_max(deployment, demand) if cut_at is None else cut_at) * demand.choices
     prompt_max = demand.prompt_tokens_read + progress.prefix_tokens
     output_max = max(output, progress.content_chunks)
@@ -80,14 +80,14 @@ def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tupl
     return msgspec.structs.replace(begun, completion_tokens=said).within(known_max, output_max), None
 
 
-def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
+def usage_of(tried: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
     """The tokens of a try that are booked."""
-    return _counted(one, alias, demand, cut_at)[0]
+    return _counted(tried, alias, demand, cut_at)[0]
 
 
-def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
+def cost_of(tried: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
     """The cost of a try that is charged, in µUSD."""
-    return one.deployment.cost(demand, usage_of(one, alias, demand, cut_at))
+    return tried.deployment.cost(demand, usage_of(tried, alias, demand, cut_at))
 
 
 def book(
@@ -101,12 +101,12 @@ def book(
     rows, claims = list[LedgerRow](), list[Claim]()
     costly, whole = charged(answered.tries), answered.whole_usage
     usage, tokens, hedge_microusd = _NOTHING, 0, 0
-    for one in costly:
-        is_last, deployment = one is costly[-1], one.deployment
-        usage, claim = _counted(one, alias, turn.demand, cut_at)
+    for tried in costly:
+        is_last, deployment = tried is costly[-1], tried.deployment
+        usage, claim = _counted(tried, alias, turn.demand, cut_at)
         claims += [claim] if claim is not None else []
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
-        row = _row(row_id, one, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
+        row = _row(row_id, tried, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
         is_check = row.kind == CHECKING
         if is_last and not is_check:
             row = compared(row, alias.baseline, deployment, turn.demand, usage, whole)
@@ -114,7 +114,7 @@ def book(
             is_known = alias.baseline.is_price_known and deployment.is_price_known
             row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
         rows.append(row)
-        if any(one.progress is progress for progress in answered.beside):
+        if any(tried.progress is progress for progress in answered.beside):
             hedge_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
     if not rows:
@@ -147,17 +147,17 @@ def with_charges(rows: Sequence[LedgerRow], hold: Hold, at_deployments: Mapping[
 
     A request counts once, with its last row, and once at each deployment.
     """
-    found = []
+    charged_rows = []
     for row in rows:
         counts = [taken for taken in hold.more if row is rows[-1] or taken.unit is not Unit.REQUESTS]
         at = at_deployments.get(row.deployment)
         charges = charges_of(row, [*counts, *(at.more if at is not None else ())])
-        found.append(msgspec.structs.replace(row, charges=charges))
-    return found
+        charged_rows.append(msgspec.structs.replace(row, charges=charges))
+    return charged_rows
 
 
 def _row(
-    row_id: str, one: Try, usage: Usage, cost_microusd: int, hold: Hold, turn: Turn, identity: Identity
+    row_id: str, tried: Try, usage: Usage, cost_microusd: int, hold: Hold, turn: Turn, identity: Identity
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     row = LedgerRow(
@@ -168,13 +168,13 @@ def _row(
         team_id=identity.team.id,
         key_id=identity.key.id,
         alias=turn.alias,
-        deployment=one.deployment.name,
+        deployment=tried.deployment.name,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
-        usage_estimated=one.progress.usage is None,
+        usage_estimated=tried.progress.usage is None,
     )
     more: dict[str, Any] = booked_labels(turn.body, turn.labels)
     if parts := usage.parts():

@@ -127,7 +127,7 @@ class Joint:
         stop = body.get("stop")
         self._said = said
         self._seam = seam
-        self._stops = [stop] if isinstance(stop, str) else [one for one in stop or () if one]
+        self._stops = [stop] if isinstance(stop, str) else [text for text in stop or () if text]
         self._is_exact = is_exact
         self._held = ""
         self._is_joined = False
@@ -141,36 +141,36 @@ class Joint:
 
         Raises BackendBroken if the deployment does not continue the text.
         """
-        made: list[Chunk] = []
+        joined: list[Chunk] = []
         for chunk in unfold(chunks[0].data) if chunks and chunks[0].is_whole else chunks:
             for payload in chunk.each():
                 piece = msgspec.json.decode(payload)
                 self._model = piece.get("model", self._model)
                 for choice in piece.get("choices") or ():
-                    is_over = self._take(choice, made)
+                    is_over = self._take(choice, joined)
                     if is_over:
-                        return made, True
+                        return joined, True
                 if isinstance(piece.get("usage"), dict):
-                    made.append(self._usage(piece["usage"]))
-        return made, False
+                    joined.append(self._usage(piece["usage"]))
+        return joined, False
 
-    def _take(self, choice: Mapping[str, Any], made: list[Chunk]) -> bool:
+    def _take(self, choice: Mapping[str, Any], joined: list[Chunk]) -> bool:
         text, reason = _text_of(choice), choice.get("finish_reason")
         if text is None:
             raise BackendBroken("The deployment went on with something else than text")
         if not self._is_joined:
             self._held += text
-            found = self._joined(is_last=bool(reason))
-            if found is None:
+            new = self._joined(is_last=bool(reason))
+            if new is None:
                 return False
-            text, is_stopped = found
+            text, is_stopped = new
             if is_stopped:
-                made.append(self._chunk("", "stop"))
+                joined.append(self._chunk("", "stop"))
                 return True
         if text:
-            made.append(self._chunk(text, None))
+            joined.append(self._chunk(text, None))
         if reason:
-            made.append(self._chunk("", reason))
+            joined.append(self._chunk("", reason))
         return False
 
     def _joined(self, *, is_last: bool) -> tuple[str, bool] | None:
@@ -213,18 +213,18 @@ class Joint:
     def _usage(self, counted: dict[str, Any]) -> Chunk:
         """The usage of the whole answer: the text before the joint was no part of the prompt."""
         before = 0 if self._is_restated else self._said.tokens
-        found = usage_of(msgspec.json.encode(counted)) or Usage(0, 0)
-        prompt, answer = max(0, found.prompt_tokens - before), found.completion_tokens + before
+        usage = usage_of(msgspec.json.encode(counted)) or Usage(0, 0)
+        prompt, answer = max(0, usage.prompt_tokens - before), usage.completion_tokens + before
         whole = {**counted, "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
         chunk = _read({**self._said.head, "model": self._model, "choices": [], "usage": whole})
         self.usage = chunk.usage
         return chunk
 
 
-def _shared(one: str, other: str) -> int:
+def _shared(said: str, text: str) -> int:
     """The length of the beginning that two texts share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(said, text, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(said), len(text)))
 
 
 def ended_by_length(said: Said, seam: Seam) -> Chunk:

@@ -46,10 +46,10 @@ def answer_text(whole: bytes) -> str | None:
     if not calls:
         return content or None
     try:
-        told = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
+        functions = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
     except (KeyError, TypeError):  # calls of another kind, such as custom tools
         return None
-    return json.dumps([content, *told] if content else told)
+    return json.dumps([content, *functions] if content else functions)
 
 
 def shows_left_out(fingerprint: Fingerprint, chunks: Sequence[Chunk]) -> bool:
