@@ -114,7 +114,7 @@ def book(
             is_known = alias.baseline.is_price_known and deployment.is_price_known
             row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
         rows.append(row)
-        if any(tried.progress is progress for progress in answered.beside):
+        if answered.beside and any(tried.progress is progress for progress in answered.beside):
             hedge_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
     if not rows:

@@ -144,14 +144,9 @@ class Reply(msgspec.Struct, frozen=True):
         return self.reader is not None and self.reader.is_leader
 
     @property
-    def outcome(self) -> Looked:
-        """What the cache said: to this turn, or to the one whose generation it shares."""
-        return self.looked if self.flight is None else self.flight.generation.looked
-
-    @property
     def served(self) -> Entry | None:
         """The entry that is replayed, found by stage 4, 5 or 6."""
-        return self.outcome.entry
+        return self.looked.entry if self.flight is None else self.flight.generation.looked.entry
 
     @property
     def source(self) -> str:
@@ -171,7 +166,7 @@ class Reply(msgspec.Struct, frozen=True):
     @property
     def similarity(self) -> float | None:
         """Of a semantic hit that is replayed, None of any other reply."""
-        semantic = self.outcome.semantic
+        semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
         return semantic.similarity if semantic.entry is not None else None
 
     @property

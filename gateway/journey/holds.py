@@ -24,23 +24,22 @@ from gateway.wire.errors import ApiError, BadRequest, BudgetExceeded, Unavailabl
 from policies import Hold
 
 
-class Holds:
+class Holds(msgspec.Struct, eq=False):
     """The tokens and the money of one generation, from before its first try until it is recorded."""
 
-    def __init__(self, money: Money, limits: Limits, turn: Turn, identity: Identity, alias: Alias) -> None:
-        self._money = money
-        self._limits = limits
-        self._turn = turn
-        self._identity = identity
-        self._alias = alias
-        self._first: Hold | None = None
-        self._more: list[Hold] = []  # for what tries may cost beyond the first
-        self._at_deployments: dict[str, Hold] = {}  # of the budgets on deployments, by the deployment's name
-        self._rows: list[LedgerRow] = []
-        self.cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
-        self.is_bounded = False  # by a budget
-        self.limit_headers: dict[bytes, bytes] | None = None  # of the limits on tokens, once taken
-        self.refusals: dict[str, ApiError] = {}  # by deployments whose budgets have no room
+    _money: Money
+    _limits: Limits
+    _turn: Turn
+    _identity: Identity
+    _alias: Alias
+    _first: Hold | None = None
+    _more: list[Hold] = []  # for what tries may cost beyond the first
+    _at_deployments: dict[str, Hold] = {}  # of the budgets on deployments, by the deployment's name
+    _rows: list[LedgerRow] = []
+    cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
+    is_bounded: bool = False  # by a budget
+    limit_headers: dict[bytes, bytes] | None = None  # of the limits on tokens, once taken
+    refusals: dict[str, ApiError] = {}  # by deployments whose budgets have no room
 
     async def reserve(self) -> None:
         """7. Take the tokens and the money that the generation may need, in one round trip.
@@ -74,6 +73,8 @@ class Holds:
         Returns False where a budget has no room for it.
         """
         identity, turn, serving = self._identity, self._turn, answered.serving
+        if not (answered.tries or identity.at_deployments) and serving is self._alias:
+            return True
         request_id, name = turn.arrival.request_id, deployment.name
         try:
             if identity.at_deployments and name not in self._at_deployments:

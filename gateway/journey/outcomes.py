@@ -167,17 +167,6 @@ class Spent(msgspec.Struct, frozen=True):
     charged_tokens: int = 0  # of all tries
     charged_deployment: str = ""  # the last one that costs something
 
-    @property
-    def as_shared(self) -> MoneyFacts:
-        """The money of a request that got the answer without a generation of its own."""
-        money = self.money
-        return MoneyFacts(
-            baseline_microusd=money.baseline_microusd,
-            is_baseline_unknown=money.is_baseline_unknown,
-            saved_microusd=money.baseline_microusd,
-            avoided_microusd=self.answer_microusd,
-        )
-
 
 class Stored(msgspec.Struct, frozen=True):
     """10: the cost, and the entry that was to be stored, with `stored` or the reason against it."""

@@ -20,7 +20,7 @@ from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
-from gateway.journey.outcomes import Looked, Spent, Stored
+from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
@@ -35,6 +35,7 @@ _FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
 PATIENCE_TIMES = 2.0
 """The wait for another worker's answer, as a multiple of the time that it is expected to take."""
 _PATIENCE_MS_MAX, _EXPECTED_MS = 20_000.0, 5_000.0
+_NO_SEMANTIC = SemanticResult()
 _log = get_logger()
 
 
@@ -72,21 +73,23 @@ class RecordedAnswers:
             if lookup.is_claimed:
                 await self.release(fingerprint)
             raise
-        looked = Looked(
-            fingerprint,
-            headers,
+        warm, semantic, entry = dict[str, int](), _NO_SEMANTIC, lookup.entry if may_look else None
+        if lookup.warm:
+            warm[lookup.warm] = turn.demand.prompt_tokens * lookup.warm_depth // len(fingerprint.chain)
+        if lookup.pointer is not None:
+            semantic = self._semantic.follow(fingerprint, controls, team, alias, lookup) or _NO_SEMANTIC
+            entry = semantic.entry
+        return Looked(
+            fingerprint=fingerprint,
+            limit_headers=headers,
+            entry=entry,
+            semantic=semantic,
             words_key=key,
+            warm=warm,
             degraded=("redis",) if lookup.miss is LookupMiss.UNAVAILABLE else (),
             is_claimed=lookup.is_claimed,
             claimed_for_ms=lookup.elsewhere_ms,
         )
-        if lookup.warm:
-            warm_tokens = turn.demand.prompt_tokens * lookup.warm_depth // len(fingerprint.chain)
-            looked = replace(looked, warm={lookup.warm: warm_tokens})
-        if lookup.pointer is not None:
-            semantic = self._semantic.follow(fingerprint, controls, team, alias, lookup)
-            return looked if semantic is None else replace(looked, semantic=semantic, entry=semantic.entry)
-        return replace(looked, entry=lookup.entry) if may_look and lookup.entry is not None else looked
 
     async def release(self, fingerprint: Fingerprint) -> None:
         """End the claim to make an entry that does not come."""

@@ -1,5 +1,7 @@
 """Makes the record of a finished request from the outcomes of its stages, once, on every exit."""
 
+from typing import Any
+
 from cache import Entry
 from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
@@ -135,7 +137,8 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
     if entry is not None:
         return cache, answer, *_replayed(entry, begun_ms, duration_ms)
     usage = Usage(spent.usage.prompt_tokens, spent.usage.completion_tokens)
-    return cache, answer, usage, spent.as_shared, Times(begun_ms, duration_ms)
+    baseline = None if spent.money.is_baseline_unknown else spent.money.baseline_microusd
+    return cache, answer, usage, _avoided(baseline, spent.answer_microusd), Times(begun_ms, duration_ms)
 
 
 def _awaited(generation: Generation, turn: Turn) -> tuple[str, float]:
@@ -152,15 +155,17 @@ def _awaited(generation: Generation, turn: Turn) -> tuple[str, float]:
 
 def _replayed(entry: Entry, ttft_ms: float | None, duration_ms: float) -> tuple[Usage, MoneyFacts, Times]:
     """The facts of a recorded answer, with its cost when it was generated."""
-    labels = {name: int(entry.labels.get(name, 0)) for name in _LABELS}
-    money = MoneyFacts(
-        baseline_microusd=labels["baseline_microusd"],
-        is_baseline_unknown="baseline_microusd" not in entry.labels,
-        saved_microusd=labels["baseline_microusd"],
-        avoided_microusd=labels["cost_microusd"],
+    labels: dict[str, Any] = entry.labels
+    usage = Usage(labels.get("prompt_tokens", 0), labels.get("completion_tokens", 0))
+    money = _avoided(labels.get("baseline_microusd"), labels.get("cost_microusd", 0))
+    return usage, money, Times(ttft_ms, duration_ms, max(0.0, labels.get("duration_ms", 0) - duration_ms))
+
+
+def _avoided(baseline_microusd: int | None, answer_microusd: int) -> MoneyFacts:
+    """The money of a request that got an answer without a generation of its own."""
+    return MoneyFacts(
+        baseline_microusd=baseline_microusd or 0,
+        is_baseline_unknown=baseline_microusd is None,
+        saved_microusd=baseline_microusd or 0,
+        avoided_microusd=answer_microusd,
     )
-    saved_ms = max(0.0, labels["duration_ms"] - duration_ms)
-    return Usage(labels["prompt_tokens"], labels["completion_tokens"]), money, Times(ttft_ms, duration_ms, saved_ms)
-
-
-_LABELS = ("baseline_microusd", "cost_microusd", "prompt_tokens", "completion_tokens", "duration_ms")

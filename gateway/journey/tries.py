@@ -164,7 +164,12 @@ class Tries:
             if not is_covered or deployment.places.is_full:  # since the route was made
                 route = await routed(self._flight, tried)
                 continue
-            failure = await self._try_patiently(deployment, route, is_first=is_first)
+            is_alone, waited_s = len(route.ranked) == 1, 0.0
+            failure = await self._try(deployment, best.why, is_alone=is_alone)
+            while is_first and failure is not None and (pause_s := self._pause_for_first(failure, waited_s)):
+                await asyncio.sleep(pause_s)
+                waited_s += pause_s
+                failure = await self._try(deployment, best.why, is_alone=is_alone)
             if failure is None:
                 return True
             is_permanent = isinstance(failure, BackendDenied | BackendUnfit)
@@ -178,17 +183,6 @@ class Tries:
             tried |= {best.name} | self._raced
             route = await routed(self._flight, tried)
         return False
-
-    async def _try_patiently(self, deployment: Deployment, route: Route, *, is_first: bool) -> BackendError | None:
-        """Try `deployment`; the first choice again after short pauses, where its settings allow it."""
-        why, is_alone, waited_s = route.ranked[0].why, len(route.ranked) == 1, 0.0
-        while True:
-            failure = await self._try(deployment, why, is_alone=is_alone)
-            pause_s = self._pause_for_first(failure, waited_s) if is_first and failure is not None else None
-            if pause_s is None:
-                return failure
-            await asyncio.sleep(pause_s)
-            waited_s += pause_s
 
     def _pause_for_first(self, failure: BackendError, waited_s: float) -> float | None:
         """Seconds until the first choice is asked again; None where the next one is asked."""
