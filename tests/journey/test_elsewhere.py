@@ -16,7 +16,7 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """A busy machine may stall a test for seconds: leases and waits end only where the test is about that."""
     if "longer_than" not in request.node.name and "never_stored" not in request.node.name:
         monkeypatch.setattr("gateway.journey.recorded_answers.PATIENCE_TIMES", 100.0)
-        monkeypatch.setattr("cache.exact.claims._LEASE_MS", 60_000)
+        monkeypatch.setattr("cache.exact.claims.LEASE_MS", 60_000)
 
 
 async def _claims(redis: Redis) -> list[bytes]:
