@@ -821,7 +821,7 @@ class World:
 
     def waiting(self, deployment: str) -> int:
         """Requests that wait for a place at a deployment."""
-        return self._deployment(deployment).places.waiting
+        return self._deployment(deployment).slots.waiting
 
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
@@ -870,7 +870,7 @@ class World:
         assert self.generations == 0
         assert self.flights == 0
         assert self._money.holds == 0
-        places = [one.places for one in self._pipeline.fleet.deployments]
+        places = [one.slots for one in self._pipeline.fleet.deployments]
         assert [one for one in places if one.taken or one.waiting] == []
         calls = [call for backend in self.backends.values() for call in backend.calls]
         assert [call for call in calls if not call.is_closed] == []

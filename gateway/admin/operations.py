@@ -73,7 +73,7 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     progress, chunks = Progress(deployment.name), list[Chunk]()
     question = _question(alias, deployment)
     hold = parts.budgets.unreserved(question.request_id, 0)
-    deployment.places.taken += 1
+    deployment.slots.taken += 1
     try:
         failure = await UpstreamCall(deployment, question, progress, Demand(_PROMPT_TOKENS, 0, 0)).run(chunks.extend)
         if failure is None:

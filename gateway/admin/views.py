@@ -497,7 +497,7 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         recent_calls=deployment.estimate.weight,
         denial=deployment.health.trouble[1],
         running=load.running,
-        waiting=load.waiting + deployment.places.waiting,
+        waiting=load.waiting + deployment.slots.waiting,
         ttft_ms=seen.ttft_ms,
         tpot_ms=seen.tpot_ms,
         input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,

@@ -466,7 +466,7 @@ class BatchRunner:
         except ApiError:
             return False
         return all(
-            one.places.waiting or 2 * one.places.taken >= max(2, one.places.places_max) or one.backend.load(0).waiting
+            one.slots.waiting or 2 * one.slots.taken >= max(2, one.slots.slots_max) or one.backend.load(0).waiting
             for one in alias.deployments.values()
         )
 

@@ -16,7 +16,7 @@ from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
 from gateway.deployments.build import Facts, build_backend, describe
 from gateway.deployments.deployment import Deployment
-from gateway.deployments.places import Places
+from gateway.deployments.slots import Slots
 from gateway.loggers import get_logger
 from gateway.settings import (
     DeploymentSettings,
@@ -145,7 +145,7 @@ def _deployed(
         settings=settings,
         health=Health(clock, random.random),
         estimate=Estimate(clock),
-        places=Places(settings.concurrency_max, settings.queue_max),
+        slots=Slots(settings.concurrency_max, settings.queue_max),
         claim=_alone,
         **msgspec.structs.asdict(facts),
     )

@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from gateway.deployments.places import Places, Ticket
+from gateway.deployments.slots import Slots, Ticket
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.wire.errors import DeploymentFull, sentence
@@ -58,8 +58,8 @@ async def routed(
     try:
         while not route.ranked and (names := _full(route)):
             left_s = began + wait_max_s - time.perf_counter()
-            places = [deployments[name].places for name in names]
-            called = await _call(generation.identity.team.id, places, left_s, called) if left_s > 0 else None
+            slots = [deployments[name].slots for name in names]
+            called = await _call(generation.identity.team.id, slots, left_s, called) if left_s > 0 else None
             if called is None:
                 if generation.answered.route is None:
                     note_route(generation, route)
@@ -70,7 +70,7 @@ async def routed(
         answered = generation.answered
         queued_ms = answered.queued_ms + (time.perf_counter() - began) * 1000.0
         generation.answered = msgspec.structs.replace(answered, queued_ms=queued_ms)
-        if called is not None and not (route.ranked and deployments[route.ranked[0].name].places is called):
+        if called is not None and not (route.ranked and deployments[route.ranked[0].name].slots is called):
             called.call()
 
 
@@ -78,10 +78,10 @@ def _full(route: Route) -> list[str]:
     return [rejected.name for rejected in route.rejected if rejected.cause is Cause.FULL]
 
 
-async def _call(team: int, places: list[Places], within_s: float, missed: Places | None) -> Places | None:
+async def _call(team: int, slots: list[Slots], within_s: float, missed: Slots | None) -> Slots | None:
     """The slots that call first; None if no queue has room, or none calls `within_s`."""
     ticket = Ticket(team, asyncio.get_running_loop().create_future())
-    joined = [queue for queue in places if queue.join(ticket, is_first=queue is missed)]
+    joined = [queue for queue in slots if queue.join(ticket, is_first=queue is missed)]
     try:
         if joined:
             await asyncio.wait([ticket.called], timeout=within_s)

@@ -54,7 +54,7 @@ class Rescue:
             best = route.ranked[0]
             deployment = generation.answered.serving.deployments[best.name]
             is_covered = await generation.holds.cover(generation.answered, deployment)
-            if is_covered and deployment.places.is_full:  # since the route was made
+            if is_covered and deployment.slots.is_full:  # since the route was made
                 continue
             call = None
             if is_covered:

@@ -161,7 +161,7 @@ class Tries:
             if not is_covered:
                 self._done_with |= {best.name}
                 tried |= {best.name}
-            if not is_covered or deployment.places.is_full:  # since the route was made
+            if not is_covered or deployment.slots.is_full:  # since the route was made
                 route = await routed(self._flight, tried)
                 continue
             is_alone, waited_s = len(route.ranked) == 1, 0.0

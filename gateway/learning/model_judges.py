@@ -19,7 +19,7 @@ from cache.verdicts import Judge
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
-from gateway.deployments.places import Places
+from gateway.deployments.slots import Slots
 from gateway.journey.record import Record
 from gateway.learning.allowance import Allowance
 from gateway.learning.exam import Exam, ExaminedJudge, Recent
@@ -108,7 +108,7 @@ class ModelJudges:
             _log.warning("no_judge", model=alias.name, reason=NO_JUDGE)
 
     def _copy(self, alias: Alias, deployment: Deployment) -> Alias:
-        """An alias of this deployment alone, with a breaker, estimates and places of its own."""
+        """An alias of this deployment alone, with a breaker, estimates and slots of its own."""
         key = (alias.name, deployment.name if not deployment.is_any_model else deployment.model)
         known = self._copies.get(key)
         if known is None:
@@ -118,7 +118,7 @@ class ModelJudges:
                 deployment,
                 health=Health(time.monotonic, random.random),
                 estimate=Estimate(time.monotonic),
-                places=Places(_AT_ONCE, 0),
+                slots=Slots(_AT_ONCE, 0),
             )
             known = self._copies[key] = dataclasses.replace(alias, deployments={own.name: own})
         return known
@@ -164,6 +164,6 @@ def judges_of(alias: Alias, fleet: Fleet, *, is_auto: bool) -> list[Deployment]:
 
 def _has_room(deployment: Deployment) -> bool:
     """Whether a question would delay no client's request, as far as this worker sees."""
-    load, places = deployment.backend.load(0), deployment.places
-    is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * places.taken <= places.places_max
-    return not deployment.absence and is_idle and not (load.waiting or places.waiting)
+    load, slots = deployment.backend.load(0), deployment.slots
+    is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * slots.taken <= slots.slots_max
+    return not deployment.absence and is_idle and not (load.waiting or slots.waiting)

@@ -132,7 +132,7 @@ async def test_no_second_is_asked(open_a_world: OpenWorld, why: str) -> None:
     if why == "drained":
         world.takes_out(second="drained")
     if why == "full":
-        world._deployment("second").places.taken = 1
+        world._deployment("second").slots.taken = 1
     if why == "resting":
         world.rests("second")
     world.backends["first"].plays_once(go, "late", Finish(), Tokens())
@@ -147,7 +147,7 @@ async def test_no_second_is_asked(open_a_world: OpenWorld, why: str) -> None:
     if why != "alone":
         assert world.backends["second"].calls == []
     if why == "full":
-        world._deployment("second").places.taken = 0
+        world._deployment("second").slots.taken = 0
 
 
 async def test_both_fail_and_a_third_answers(open_a_world: OpenWorld) -> None:
