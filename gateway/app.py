@@ -247,7 +247,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.parts = parts
         app.state.routes.update(_routes(settings, parts))
         app.router.routes.extend(admin_routes(parts))
-        _start_loops(parts, stack)
+        start_loops(parts, stack)
         if parts.metrics.error is not None:
             _log.warning(
                 "metrics_not_shared", reason=str(parts.metrics.error), consequence="a scrape sees one worker's"
@@ -404,7 +404,13 @@ def _batches(
     files = Files(accounts.database, settings.batches, settings.files_dir)
     batches = Batches(accounts.database, files, settings.batches)
     runner = BatchRunner(
-        batches, files, pipeline, accounts, settings.batches, routes, lambda how: metrics.add(BATCH_LINES, 1, how)
+        batches=batches,
+        files=files,
+        pipeline=pipeline,
+        accounts=accounts,
+        settings=settings.batches,
+        routes=routes,
+        on_line=lambda how: metrics.add(BATCH_LINES, 1, how),
     )
     return {"files": files, "batches": batches, "runner": runner}
 
@@ -493,7 +499,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
+def start_loops(parts: Parts, stack: AsyncExitStack) -> None:
     alerts = parts.settings.alerts
     channels: dict[str, Channel] = {}
     if alerts.webhook_url:

@@ -386,7 +386,7 @@ class Judging:
             self._report(asked, judgement, is_right)
             if not is_nothing or asked.source is not Source.MISS or trial.features:
                 verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
-                verdict = msgspec.structs.replace(verdict, asked=chance)
+                verdict = msgspec.structs.replace(verdict, judge_chance=chance)
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
                 id = f"{asked.record.request.id}:{asked.source}{':late' * asked.is_late}"
