@@ -253,12 +253,13 @@ class Pipeline:
 
         Raises RateLimited, BudgetExceeded, Unavailable, BadRequest.
         """
-        looked, drafting = generation.looked, None
+        drafting = None
         if generation.alias.has_engine:
-            drafting = self.semantic.begin_draft(looked.fingerprint, looked.semantic)
+            drafting = self.semantic.begin_draft(generation.looked.fingerprint, generation.looked.semantic)
         await generation.holds.reserve()
         if drafting is not None:
-            generation.looked = replace(looked, near=(await drafting).entry)
+            near = (await drafting).entry
+            generation.looked = replace(generation.looked, near=near)
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
         """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""

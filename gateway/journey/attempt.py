@@ -42,8 +42,8 @@ async def begin(
     `is_alone`: no other deployment can take over. `said`: the text that it goes on with.
     """
     generation = flight.generation
-    answered, near, team = generation.answered, generation.looked.near, generation.identity.team.id
-    asker = deployment.asker(answered.demand, generation.turn.arrival.request_id)
+    near, team = generation.looked.near, generation.identity.team.id
+    asker = deployment.asker(generation.answered.demand, generation.turn.arrival.request_id)
     if not deployment.begin(asker, team):
         return None
     if deployment.health.is_open(asker) and not await deployment.may_probe(asker, team):
@@ -57,6 +57,7 @@ async def begin(
     progress = Progress(deployment.name, near.id if request.draft and near is not None else "")
     if said is not None:
         progress.prefix_tokens = said.tokens
+    answered = generation.answered
     tries = (*answered.tries, Try(deployment, progress))
     generation.answered = msgspec.structs.replace(answered, tries=tries, progress=progress, why=why)
     return UpstreamCall(deployment, request, progress, answered.demand, flight)
