@@ -70,17 +70,17 @@ def _has_calls(whole: bytes) -> bool:
     return any(choice["message"].get("tool_calls") for choice in msgspec.json.decode(whole)["choices"])
 
 
-class _Named(msgspec.Struct):
+class _WithId(msgspec.Struct):
     id: str
 
 
-_NAMED = msgspec.json.Decoder(_Named)
+_WITH_ID = msgspec.json.Decoder(_WithId)
 
 
 def answer_id(entry: Entry) -> str | None:
     """The `id` in the body of the entry's answer, the same in every replay; None if it has none."""
     try:
-        return _NAMED.decode(entry.chunks[0].data).id
+        return _WITH_ID.decode(entry.chunks[0].data).id
     except (IndexError, msgspec.DecodeError):
         return None
 
