@@ -2,6 +2,7 @@
 
     ./run bench gateway [--quick] [--peers litellm,tensorzero,portkey,nginx] [--scenario NAME,...] [--json FILE]
     ./run bench gateway --profile SCENARIO
+    ./run bench gateway --bytecodes [--scenario NAME,...] [--json FILE]
     ./run bench gateway --soak REQUESTS
     ./run bench gateway --against CHECKOUT [--quick] [--repeats ROUNDS] [--starts PAIRS] [--scenario NAME,...] [--json FILE]
 
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench.lab import against
+from bench.lab import against, bytecodes
 from bench.lab.measure import Plan, Row, measure
 from bench.lab.native import BENCH, WORK, Stub, build
 from bench.lab.processes import BenchError
@@ -37,6 +39,7 @@ from bench.peers.sameway import Sameway
 _OPEN_LOOP_SHARE = 0.5
 _OPEN_LOOP_CONNECTIONS = 256
 _SOAKED = ("miss", "hit-memory", "miss-stream", "hit-memory-stream")
+_COUNTED = ("miss", "hit-memory", "hit-redis", "miss-stream")
 
 
 @dataclass(slots=True)
@@ -126,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _soak(arguments.soak, arguments.duration or 10.0)
         if arguments.against is not None:
             return _against(arguments)
+        if arguments.bytecodes:
+            return _bytecodes(arguments)
         return _profile(arguments) if arguments.profile else _compare(arguments)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -158,6 +163,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--profile", choices=names, default=None, help="sample Sameway's worker in this scenario instead"
+    )
+    parser.add_argument(
+        "--bytecodes",
+        action="store_true",
+        help="count the instructions of the product's own code that one warm request executes instead",
     )
     parser.add_argument(
         "--soak",
@@ -254,6 +264,25 @@ def _profile(arguments: argparse.Namespace) -> int:
             print(profiler.report(row.cpu_ms_by_role.get("gateway", 0.0)))
         finally:
             running.stop()
+    return 0
+
+
+def _bytecodes(arguments: argparse.Namespace) -> int:
+    """One request at a time; a gateway for each setup."""
+    names = arguments.scenario or _COUNTED
+    counts: list[bytecodes.Bytecodes] = []
+    with _workspace() as (folder, stub):
+        for number, scenario in enumerate(s for s in SCENARIOS if s.name in names):
+            counted = folder / str(number)
+            counted.mkdir()
+            running = Sameway(environ=bytecodes.environ_of(counted)).start(scenario.setup, stub, counted)
+            try:
+                counts.append(bytecodes.count(running, scenario, counted))
+            finally:
+                running.stop()
+    print(bytecodes.render(counts))
+    if arguments.json is not None:
+        arguments.json.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in counts))
     return 0
 
 

@@ -29,7 +29,7 @@ class Controls(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what
+    """The end of a generation. `finish_reasons` has one word for each choice; `size_bytes` is what
     an entry would take. `is_length_asked`: the length at which it ends is the caller's own.
     `is_servable`: some lookup could find the entry. `is_rescued`: two deployments made it.
     """
@@ -45,7 +45,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Refusal(StrEnum):
-    """Why an answer is not stored; counted by this name."""
+    """The reasons against storing an answer. Metrics count them by these names."""
 
     NO_STORE = "no_store"
     OFF = "off"  # the exact cache is off, and no semantic lookup may find the answer

@@ -72,12 +72,12 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
     @property
     def worth(self) -> float:
-        """What a hit saves for each byte that is kept."""
+        """The saving of one hit for each byte that Redis keeps."""
         return (1 + self.saves) / (_ABOUT_BYTES + self.chunks_bytes)
 
     @property
     def chunks_bytes(self) -> int:
-        """What its chunks say takes."""
+        """The bytes of its chunks' data."""
         return sum(map(len, map(_DATA, self.chunks)))
 
     def age_s(self, now: float) -> float:
@@ -94,7 +94,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
         return _read(data)
 
     def about(self) -> About:
-        """What an admin, a purge and the semantic index need of it, without its chunks."""
+        """The entry without its chunks, for admins, purges and the semantic index."""
         return About(
             compat=self.compat,
             text=self.text,

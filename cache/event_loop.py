@@ -66,7 +66,7 @@ class Loop(uvloop.Loop):
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
     ) -> list[Any]:
-        """As `socket.getaddrinfo`; the addresses of a name take turns."""
+        """Look a host up as `socket.getaddrinfo` does; the addresses of a name take turns."""
         try:
             return socket.getaddrinfo(host, port, family, type, proto, flags | socket.AI_NUMERICHOST)
         except socket.gaierror as error:
@@ -124,18 +124,18 @@ class Loop(uvloop.Loop):
         count = sum(one.lookup is not None for one in self._names.values())
         while len(self._names) > _NAMES_MAX:
             self._names.popitem(last=False)
-        found: Future[list[Any]] = Future()
+        addresses: Future[list[Any]] = Future()
         name.began = self.time()
         name.asked_since = name.began if name.asked_since is None else name.asked_since
-        name.lookup = asyncio.wrap_future(found, loop=self)
+        name.lookup = asyncio.wrap_future(addresses, loop=self)
         name.lookup.add_done_callback(lambda lookup: self._learn(name, lookup))
         if count >= _LOOKUPS_MAX:
-            found.set_exception(socket.gaierror(socket.EAI_AGAIN, f"{count} other lookups wait for the resolver"))
+            addresses.set_exception(socket.gaierror(socket.EAI_AGAIN, f"{count} other lookups wait for the resolver"))
             return name.lookup
         try:  # no executor's: the process would wait for its threads at its end
-            threading.Thread(target=_find, args=(found, key), name=f"lookup {key[0]}", daemon=True).start()
+            threading.Thread(target=_find, args=(addresses, key), name=f"lookup {key[0]}", daemon=True).start()
         except RuntimeError as error:
-            found.set_exception(socket.gaierror(socket.EAI_AGAIN, f"no thread for a lookup: {error}"))
+            addresses.set_exception(socket.gaierror(socket.EAI_AGAIN, f"no thread for a lookup: {error}"))
         return name.lookup
 
     def _learn(self, name: _Name, lookup: asyncio.Future[list[Any]]) -> None:
@@ -148,9 +148,9 @@ class Loop(uvloop.Loop):
         name.fresh_until = 0.0 if error is not None else self.time() + _FRESH_S
 
 
-def _find(found: Future[list[Any]], key: tuple[Any, ...]) -> None:
+def _find(addresses: Future[list[Any]], key: tuple[Any, ...]) -> None:
     host, *kinds = key
     try:
-        found.set_result(socket.getaddrinfo(host, 0, *kinds))
+        addresses.set_result(socket.getaddrinfo(host, 0, *kinds))
     except Exception as error:
-        found.set_exception(error)
+        addresses.set_exception(error)

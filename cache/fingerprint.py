@@ -33,7 +33,7 @@ _EXACT_INT_MAX = 2**53
 
 
 class FieldKind(StrEnum):
-    """How a request field affects the answer."""
+    """The effect of a request's field on the answer."""
 
     # another value may mean another answer: part of the key; null is the same as absent
     MEANING = "meaning"
@@ -81,7 +81,7 @@ with its nulls).
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What a request is, in digests of 16 bytes.
+    """The digests of a request, 16 bytes each.
 
     `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a
     prefix of the chain of its continuation. `compat` is equal for two requests iff they differ in
@@ -221,6 +221,8 @@ def _in_order(value: Any) -> Any:
 def _canonical(value: Any) -> Any:
     """The value with every number in its one form. Raises TypeError for what is not JSON."""
     kind = type(value)
+    if kind is float and value - value == 0 and not value.is_integer():
+        return value
     if kind is dict:
         if "properties" in value:  # of a schema: an answer has them in their order
             value = {**value, "properties": _in_order(value["properties"])}

@@ -58,7 +58,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MissReason(StrEnum):
-    """Why the semantic cache did not answer; counted by this name."""
+    """The reasons for a semantic miss. Metrics count them by these names."""
 
     EMPTY = "empty"  # nothing is cached for this partition and compat
     # the same, and the answer may depend on what is volatile in the system prompt, or on the history

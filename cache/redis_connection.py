@@ -101,40 +101,36 @@ class RedisWire(asyncio.Protocol):
         A command that cannot be encoded fails alone.
         """
         assert self._transport is not None
-        now = self._loop.time()
-        parts = []
+        now, parts = self._loop.time(), list[bytes]()
         for pending in batch:
             try:
                 parts.append(hiredis.pack_command(pending.command))
             except (TypeError, ValueError) as error:
                 fail(pending, ResponseError(f"not a command: {error}"))
-            else:
-                pending.sent_at = now
-                self._unanswered.append(pending)
+                continue
+            pending.sent_at = now
+            self._unanswered.append(pending)
         self._transport.write(b"".join(parts))
         if self._timer is None and self._unanswered:
             self._timer = self._loop.call_later(self._timeout_s, self._check)
 
     def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
-        while True:
-            try:
-                reply = self._reader.gets()
-            except (hiredis.ProtocolError, MemoryError) as error:  # MemoryError: an absurd length
-                self.end(RedisConnectionError(f"not Redis' protocol: {error}"))
-                return
-            if reply is False:
-                return
-            if isinstance(reply, hiredis.PushNotification):  # of RESP3: no command's reply
-                continue
-            if not self._unanswered:
-                self.end(RedisConnectionError("a reply that no command asked for"))
-                return
-            pending = self._unanswered.popleft()
-            if isinstance(reply, RedisError):
-                self._on_refused(pending, reply)
-            else:
-                answer(pending, reply)
+        reader, unanswered = self._reader, self._unanswered
+        reader.feed(data)
+        try:
+            while (reply := reader.gets()) is not False:
+                if isinstance(reply, hiredis.PushNotification):  # of RESP3: no command's reply
+                    continue
+                if not unanswered:
+                    self.end(RedisConnectionError("a reply that no command asked for"))
+                    return
+                pending = unanswered.popleft()
+                if isinstance(reply, RedisError):
+                    self._on_refused(pending, reply)
+                else:
+                    answer(pending, reply)
+        except (hiredis.ProtocolError, MemoryError) as error:  # MemoryError: an absurd length
+            self.end(RedisConnectionError(f"not Redis' protocol: {error}"))
 
     def _check(self) -> None:
         """End the connection if the oldest command waited too long, else set the timer for it."""

@@ -183,6 +183,11 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
     return parts
 
 
+def may_name_urls(raw: bytes) -> bool:
+    """Whether a name in the JSON `raw` may end in `url`, escaped or not."""
+    return raw.lower().find(b'url"') >= 0 or raw.find(b"\\u00") >= 0
+
+
 def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
     """The path of the first URL in `body` whose host is not among `hosts`; empty if every host is.
 
@@ -205,9 +210,7 @@ def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
 
 
 _HOLDERS = (dict, list)
-_NOT_FETCHED = frozenset(
-    {"tools", "functions", "response_format", "metadata", "tool_calls", "annotations", "citations"}
-)
+_NOT_FETCHED = {"tools", "functions", "response_format", "metadata", "tool_calls", "annotations", "citations"}
 _NOT_FETCHED |= {"action", "results", "outputs"}  # of calls that the provider made
 # no user, backslash or space: whoever reads it, reads the same host
 _PLAIN_URL = re.compile(

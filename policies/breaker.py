@@ -23,6 +23,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -31,11 +32,12 @@ from policies.durations import duration_s
 _NODES_MAX = 256
 CALLERS_MAX = 16
 _ANY = "*"
+_is_open = attrgetter("is_open")
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When a breaker opens, and for how long.
+    """The limits at which a breaker opens, and the seconds for which it stays open.
 
     It opens after `failures_max` failures in a row, and stays open for `open_s`, doubled after each
     failed probe up to `open_s_max` and spread by +-`jitter`; after a probe this counts from the
@@ -67,7 +69,7 @@ class Asker(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What has happened to one breaker since its last exchange with others.
+    """The changes of one breaker since its last exchange with other processes.
 
     `row` are the failures in a row since the last success, if there was one (`has_succeeded`), or
     all; of a state, `has_succeeded` says that there ever was one. `rests` says that it has opened
@@ -152,7 +154,7 @@ class Breaker:
 
     @property
     def reason(self) -> str:
-        """Why it is open, as text for people; empty while it is closed."""
+        """The reason why it is open, as text for people; empty while it is closed."""
         now = self._clock()
         if self._open_until is None:
             return ""
@@ -160,10 +162,10 @@ class Breaker:
         if self.allows():
             return f"{cause}, the next request tries it"
         if now < self._open_until:
-            words = f"{cause}, next try in {_rounded(self._open_until - now)}"
+            text = f"{cause}, next try in {_rounded(self._open_until - now)}"
             if now < self._alone_until < self._open_until:
-                words += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
-            return words
+                text += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
+            return text
         return f"{cause}, one call is probing it"
 
     def is_probe(self, unit: str) -> bool:
@@ -198,9 +200,11 @@ class Breaker:
         It closes an open breaker, even if the call began before the opening, but not before a
         denial.
         """
+        self._has_succeeded = self.was_good = True
+        if not self.is_failing:
+            return
         is_proof = not self.denial or self._proves(unit)
         self._row, self._row_since = [], []
-        self._has_succeeded = self.was_good = True
         if not is_proof or (self.is_open and not self.rests_for(shape)):
             return
         self._close()
@@ -255,7 +259,7 @@ class Breaker:
         self._has_succeeded = self._has_changed = True
 
     def news(self) -> News:
-        """What has happened since the last call; `adopt` or `put_back` follows."""
+        """Take the changes since the last call. The caller then calls `adopt` or `put_back`."""
         now = self._clock()
         news = News(
             version=self.version,
@@ -364,24 +368,24 @@ class Health:
         self.breakers: dict[str, Breaker] = {}  # by scope, or by scope and caller
 
     def breaker(self, path: str) -> Breaker:
-        """The breaker of a scope, or of `scope caller`; made where there is none."""
-        found = self.breakers.get(path)
-        if found is None:
+        """The breaker of a scope, or of `scope caller`. The first call makes it."""
+        breaker = self.breakers.get(path)
+        if breaker is None:
             if len(self.breakers) >= _NODES_MAX:
-                idle = (name for name, one in self.breakers.items() if not one.is_failing)
+                idle = (name for name, breaker in self.breakers.items() if not breaker.is_failing)
                 del self.breakers[next(idle, next(iter(self.breakers)))]
-            found = Breaker(self.clock, self._random, self._limits, of_all=" " not in path)
-            self.breakers[path] = found
-        return found
+            breaker = Breaker(self.clock, self._random, self._limits, of_all=" " not in path)
+            self.breakers[path] = breaker
+        return breaker
 
     @property
     def is_resting(self) -> bool:
         """Whether it rests for anyone."""
-        return any(one.is_open for one in self.breakers.values())
+        return any(map(_is_open, self.breakers.values()))
 
     def allows(self, asker: Asker, *, is_alone: bool = False) -> bool:
         """Whether a call may begin now; `is_alone`: no other deployment can take it."""
-        return all(one.allows(unit, shape, is_alone=is_alone) for one, unit, shape in self._of(asker))
+        return all(breaker.allows(unit, shape, is_alone=is_alone) for breaker, unit, shape in self._of(asker))
 
     def begin(self, asker: Asker) -> bool:
         """Take the right to make one call; returns False if another call took it."""
@@ -389,48 +393,48 @@ class Health:
             return True
         if not self.allows(asker, is_alone=True):
             return False
-        for one, unit, shape in self._of(asker):
-            one.begin(unit, shape)
+        for breaker, unit, shape in self._of(asker):
+            breaker.begin(unit, shape)
         return True
 
     def is_open(self, asker: Asker) -> bool:
         """Whether this caller's next call is a probe."""
-        return any(one.rests_for(shape) for one, _, shape in self._of(asker))
+        return self.is_resting and any(breaker.rests_for(shape) for breaker, _, shape in self._of(asker))
 
     def probed(self, asker: Asker) -> Iterator[str]:
         """A name for each breaker whose probe this call is, in its present state."""
         for path in (asker.scope, f"{asker.scope} {asker.caller}"):
-            one = self.breakers.get(path)
-            if one is not None and one.is_probe(asker.request if " " in path else asker.caller):
-                yield f"{path}:{one.version}"
+            breaker = self.breakers.get(path)
+            if breaker is not None and breaker.is_probe(asker.request if " " in path else asker.caller):
+                yield f"{path}:{breaker.version}"
 
     def resting(self, asker: Asker) -> tuple[str, bool]:
-        """Why a call may not begin, and whether the deployment denies it until a person mends something."""
-        resting = [one for one, unit, shape in self._of(asker) if not one.allows(unit, shape)]
+        """The reason why a call may not begin, and whether that is a denial."""
+        resting = [breaker for breaker, unit, shape in self._of(asker) if not breaker.allows(unit, shape)]
         return (resting[0].reason, bool(resting[0].denial) and not resting[0].is_probed) if resting else ("", False)
 
     def succeeded(self, asker: Asker) -> None:
-        """Report a success; one that ends an outage of all ends it for each caller."""
+        """Report a success. Where it ends an outage of all, it ends that of each caller."""
         of_all = self.breaker(asker.scope)
         was_open = of_all.is_open
-        for one, unit, shape in self._of(asker):
-            one.record_success(unit, shape)
+        for breaker, unit, shape in self._of(asker):
+            breaker.record_success(unit, shape)
         if was_open and not of_all.is_open:
-            for path, one in self.breakers.items():
+            for path, breaker in self.breakers.items():
                 if path.startswith(f"{asker.scope} "):
-                    one.reset()
+                    breaker.reset()
 
     def accepted(self, asker: Asker) -> None:
         """Report that a call which is still running was accepted: it ends a denial."""
-        if any(one.denial for one, _, _ in self._of(asker)):
+        if any(breaker.denial for breaker, _, _ in self._of(asker)):
             self.succeeded(asker)
 
     def failed(self, asker: Asker, retry_after_s: float | None = None, denial: str = "") -> None:
         """Report a failure, as `Breaker.record_failure`."""
         of_all = self.breaker(asker.scope)
-        own = self.breaker(f"{asker.scope} {asker.caller}")
-        is_probe = of_all.is_open and not own.is_open
-        own.record_failure(asker.request, asker.shape, retry_after_s, denial, is_probe=is_probe)
+        of_caller = self.breaker(f"{asker.scope} {asker.caller}")
+        is_probe = of_all.is_open and not of_caller.is_open
+        of_caller.record_failure(asker.request, asker.shape, retry_after_s, denial, is_probe=is_probe)
         of_all.record_failure(asker.caller, "", retry_after_s, denial)
 
     def rest(self, asker: Asker, rest_s: float, why: str) -> None:
@@ -439,13 +443,13 @@ class Health:
 
     def cancelled(self, asker: Asker) -> None:
         """Report a call without an outcome."""
-        for one, unit, _ in self._of(asker):
-            one.record_cancelled(unit)
+        for breaker, unit, _ in self._of(asker):
+            breaker.record_cancelled(unit)
 
     def reset(self) -> None:
         """Forget every failure, rest and denial."""
-        for one in self.breakers.values():
-            one.reset()
+        for breaker in self.breakers.values():
+            breaker.reset()
 
     @property
     def is_well(self) -> bool | None:
@@ -454,14 +458,16 @@ class Health:
         An operation is well if one of its models is. It is not well if it fails in an operation
         that it once did, or in all that it was asked for.
         """
-        asked: dict[str, list[Breaker]] = {}
-        for path, one in self.breakers.items():
-            if " " not in path and (one.was_good or one.is_failing):
-                asked.setdefault(path.partition(":")[0], []).append(one)
-        if not asked:
+        by_operation: dict[str, list[Breaker]] = {}
+        for path, breaker in self.breakers.items():
+            if " " not in path and (breaker.was_good or breaker.is_failing):
+                by_operation.setdefault(path.partition(":")[0], []).append(breaker)
+        if not by_operation:
             return None
-        failing = [ones for ones in asked.values() if all(one.is_failing for one in ones)]
-        return len(failing) < len(asked) and not any(one.was_good for ones in failing for one in ones)
+        failing = [breakers for breakers in by_operation.values() if all(breaker.is_failing for breaker in breakers)]
+        return len(failing) < len(by_operation) and not any(
+            breaker.was_good for breakers in failing for breaker in breakers
+        )
 
     @property
     def trouble(self) -> tuple[str, str]:

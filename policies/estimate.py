@@ -20,6 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
+from operator import add, mul
 
 import msgspec
 
@@ -82,39 +84,11 @@ class Estimate:
         self._clock = clock
         self._prior = prior or EstimatePrior()
         self._seen_at = clock()
-        self._weight = 0.0
-        self._x = 0.0
-        self._y = 0.0
-        self._xx = 0.0
-        self._xy = 0.0
-        self._calls = 0.0
-        self._log_sum = 0.0
-        self._log_squares = 0.0
-        self._tpot_weight = 0.0
-        self._tpot_sum = 0.0
-        self._calls_seen = 0
+        self._sums = (0.0,) * SUMS  # of the line, of the ratios' logarithms, of TPOT
+        self.calls_seen = 0  # observations since its start
         self._calls_unfigured = 0  # since the figures were computed
-        self._figures: Figures | None = None
-        self._figured_at_s = 0.0
-
-    @property
-    def weight(self) -> float:
-        """The number of recent calls behind the figures; 0 before the first, decreasing with time."""
-        return self.figures().weight
-
-    @property
-    def tpot_ms(self) -> float:
-        """Milliseconds per output token after the first."""
-        return self.figures().tpot_ms
-
-    @property
-    def prefill_ms_per_token(self) -> float:
-        """The time that one more prompt token adds to TTFT, and that a warm one saves."""
-        return self.figures().prefill_ms_per_token
-
-    def ttft_ms(self, prompt_tokens: int) -> float:
-        """Predicted TTFT for a prompt without warm tokens."""
-        return self.figures().ttft_ms(prompt_tokens)
+        self._figures = Figures(0.0, 0.0, 0.0, 0.0)
+        self._figured_until_s = -math.inf
 
     def figures(self) -> Figures:
         """All figures, computed at most a second ago.
@@ -123,20 +97,21 @@ class Estimate:
         (`_CALLS_FIGURED_TOGETHER`).
         """
         now_s = self._clock()
-        if self._figures is None or not 0.0 <= now_s - self._figured_at_s < _FIGURES_KEPT_S:
-            kept = self._kept(now_s)
-            belief = self._belief(kept)
-            base_ms, slope = self._line(kept, belief)
-            tpot_ms = (self._tpot_sum * kept + belief * self._prior.tpot_ms) / (self._tpot_weight * kept + belief)
-            self._figures = Figures(self._calls * kept, base_ms, slope, tpot_ms, *self._ratios(kept))
-            self._figured_at_s = now_s
+        if now_s >= self._figured_until_s:
+            sums = self.sums()
+            calls, log_sum, log_squares, tpot_weight, tpot_sum = sums[5:]
+            belief = self._prior.weight / (1.0 + calls)  # the number of calls that the prior counts for now
+            base_ms, slope = self._line(sums[:5], belief)
+            tpot_ms = (tpot_sum + belief * self._prior.tpot_ms) / (tpot_weight + belief)
+            self._figures = Figures(calls, base_ms, slope, tpot_ms, *_ratios(calls, log_sum, log_squares))
+            self._figured_until_s = now_s + _FIGURES_KEPT_S
             self._calls_unfigured = 0
         return self._figures
 
     def ttft_timeout_ms(
         self, prompt_tokens: int, floor_ms: float, ceiling_ms: float, unlearned_ms: float = math.inf
     ) -> float:
-        """How long to wait for the first token before the next candidate is tried.
+        """The milliseconds to wait for the first token before the next candidate is tried.
 
         About one call in thirty thousand of a healthy deployment exceeds this wait. It lies within
         [floor_ms, ceiling_ms]. Before `_CALLS_BEFORE_TIMEOUT` calls it is `unlearned_ms`, or twice
@@ -153,14 +128,6 @@ class Estimate:
         learned = figures.weight >= _CALLS_BEFORE_TIMEOUT
         return figures.ttft_ms(prompt_tokens) * figures.p95_ratio if learned else None
 
-    def _ratios(self, kept: float) -> tuple[float, float]:
-        weight = self._calls * kept
-        mean = self._log_sum * kept / (weight + 1.0)
-        squares = (self._log_squares * kept + _LOG_SPREAD_PRIOR**2) / (weight + 1.0)
-        spread = math.sqrt(max(squares - mean * mean, 0.01))
-        timeout, p95 = mean + _TIMEOUT_SIGMAS * spread, mean + _P95_SIGMAS * spread
-        return math.exp(min(timeout, 20.0)), math.exp(min(p95, 20.0))
-
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
         """Add one finished call. Negative and non-finite figures are ignored.
 
@@ -170,10 +137,10 @@ class Estimate:
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
         predicted_ms = self.figures().ttft_ms(prompt_tokens)
-        self._calls_seen += 1
+        self.calls_seen += 1
         self._calls_unfigured += 1
-        if self._calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
-            self._figures = None
+        if self.calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
+            self._figured_until_s = -math.inf
         # bounds an outlier's weight: one call counts as at most ten times its prediction
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
         now_s = self._clock()
@@ -181,73 +148,58 @@ class Estimate:
         self._seen_at = now_s
         keep = kept * KEEP_PER_OBSERVATION
         x = float(prompt_tokens)
-        w = _certainty(x)
-        self._weight = self._weight * keep + w
-        self._x = self._x * keep + w * x
-        self._y = self._y * keep + w * bounded_ms
-        self._xx = self._xx * keep + w * x * x
-        self._xy = self._xy * keep + w * x * bounded_ms
-        ratio = math.log(bounded_ms / predicted_ms)
-        self._calls = self._calls * keep + 1.0
-        self._log_sum = self._log_sum * keep + ratio
-        self._log_squares = self._log_squares * keep + ratio * ratio
+        w = 1.0 / (1.0 + x / _NOISE_SPAN_TOKENS) ** 2
+        wx, ratio = w * x, math.log(bounded_ms / predicted_ms)
+        call = (w, wx, w * bounded_ms, wx * x, wx * bounded_ms, 1.0, ratio, ratio * ratio)
+        *others, tpot_weight, tpot_sum = self._sums
         if tpot_ms is not None and math.isfinite(tpot_ms) and tpot_ms >= 0:
-            self._tpot_weight = self._tpot_weight * keep + 1.0
-            self._tpot_sum = self._tpot_sum * keep + tpot_ms
+            tpot_weight, tpot_sum = tpot_weight * keep + 1.0, tpot_sum * keep + tpot_ms
         else:
-            self._tpot_weight *= kept
-            self._tpot_sum *= kept
+            tpot_weight, tpot_sum = tpot_weight * kept, tpot_sum * kept
+        self._sums = (*map(add, map(mul, others, repeat(keep)), call), tpot_weight, tpot_sum)
 
     def observe_timeout(self, waited_ms: float, prompt_tokens: int) -> None:
         """Add a call without a first token within `waited_ms`: the prediction may rise, but not
         fall.
         """
-        self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
-
-    @property
-    def calls_seen(self) -> int:
-        """The number of observations since its start."""
-        return self._calls_seen
+        self.observe(max(waited_ms, self.figures().ttft_ms(prompt_tokens)), None, prompt_tokens)
 
     def sums(self) -> tuple[float, ...]:
         """The sums that it has learned, faded to now: those of several processes add up."""
         kept = self._kept(self._clock())
-        line = (self._weight, self._x, self._y, self._xx, self._xy, self._calls)
-        learned = (*line, self._log_sum, self._log_squares, self._tpot_weight, self._tpot_sum)
-        return tuple([one * kept for one in learned])
+        return tuple(map(mul, self._sums, repeat(kept)))
 
     def restore(self, sums: tuple[float, ...]) -> None:
         """Replace all that it has learned by `sums`, as of now."""
-        self._weight, self._x, self._y, self._xx, self._xy, self._calls = sums[:6]
-        self._log_sum, self._log_squares, self._tpot_weight, self._tpot_sum = sums[6:]
+        self._sums = sums
         self._seen_at = self._clock()
-        self._figures = None
+        self._figured_until_s = -math.inf
 
-    def _line(self, kept: float, belief: float) -> tuple[float, float]:
+    def _line(self, sums: tuple[float, ...], belief: float) -> tuple[float, float]:
         """Base in ms and slope in ms per token of the fitted line, neither below 0."""
-        prior = self._prior
-        weight = self._weight * kept + belief
-        x_mean = self._x * kept / weight
-        y_mean = (self._y * kept + belief * prior.ttft_ms) / weight
-        xx = self._xx * kept - weight * x_mean * x_mean
-        xy = self._xy * kept - weight * x_mean * y_mean
+        prior, (weight, x, y, xx, xy) = self._prior, sums
+        weight += belief
+        x_mean = x / weight
+        y_mean = (y + belief * prior.ttft_ms) / weight
         ridge = belief * _NOISE_SPAN_TOKENS**2
-        slope = max((xy + ridge * prior.prefill_ms_per_token) / (max(xx, 0.0) + ridge), 0.0)
+        covariance = xy - weight * x_mean * y_mean + ridge * prior.prefill_ms_per_token
+        slope = max(covariance / (max(xx - weight * x_mean * x_mean, 0.0) + ridge), 0.0)
         base_ms = y_mean - slope * x_mean
         if base_ms < 0.0:  # TTFT cannot be negative: take the line through the origin
             return 0.0, y_mean / x_mean
         return base_ms, slope
 
-    def _belief(self, kept: float) -> float:
-        """The number of calls that the prior counts for now."""
-        return self._prior.weight / (1.0 + self._calls * kept)
-
     def _kept(self, now_s: float) -> float:
         return math.pow(0.5, max(0.0, now_s - self._seen_at) / HALF_LIFE_S)
 
 
-def _certainty(prompt_tokens: float) -> float:
-    return 1.0 / (1.0 + prompt_tokens / _NOISE_SPAN_TOKENS) ** 2
+def _ratios(calls: float, log_sum: float, log_squares: float) -> tuple[float, float]:
+    """The ratios of a time-out and of the 95% quantile to the prediction."""
+    mean = log_sum / (calls + 1.0)
+    squares = (log_squares + _LOG_SPREAD_PRIOR**2) / (calls + 1.0)
+    spread = math.sqrt(max(squares - mean * mean, 0.01))
+    timeout, p95 = mean + _TIMEOUT_SIGMAS * spread, mean + _P95_SIGMAS * spread
+    return math.exp(min(timeout, 20.0)), math.exp(min(p95, 20.0))
 
 
 _LENGTHS_KEPT = 256

@@ -33,7 +33,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -51,7 +52,7 @@ _FOUND_TOKENS_MAX = 50_000  # in one round
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What one request needs from a deployment.
+    """The needs of one request, as routing compares them with deployments.
 
     `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
     with a lower bound is rejected; otherwise the bound shrinks to the deployment's. `warm` maps a
@@ -68,7 +69,8 @@ class Demand(msgspec.Struct, frozen=True):
     images, characters or seconds where a `measure` names them as `Price.unit` does; the most `calls`
     of tools that the provider runs; `compacts`: it reads the prompt once more before. `prefers` are
     capabilities that rank a deployment before all without them, and that none needs. A deployment's
-    health is asked for an `operation` and a `caller`.
+    health is asked for an `operation` and a `caller`. `may_name_urls`: the request may name
+    addresses that a server would fetch.
     """
 
     prompt_tokens: int
@@ -94,10 +96,11 @@ class Demand(msgspec.Struct, frozen=True):
     caller: str = "-"
     calls: int = 0
     compacts: bool = False
+    may_name_urls: bool = True
 
     @property
     def rounds(self) -> int:
-        """How often the provider may read the prompt again."""
+        """The number of times that the provider may read the prompt again."""
         return self.calls + self.compacts
 
     @property
@@ -107,7 +110,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Cause(StrEnum):
-    """Why a candidate was rejected, in the order of the checks."""
+    """The causes of rejections, in the order of the checks."""
 
     CAPABILITY = "capability"
     CONTEXT = "context"
@@ -218,17 +221,6 @@ class Route(msgspec.Struct, frozen=True):
 _CAUSES = tuple(Cause)
 
 
-class _Forecast(msgspec.Struct, frozen=True):
-    """One candidate's figures by the cost model. The flags say which times rest on estimates."""
-
-    warm_tokens: int
-    cost_microusd: MicroUSD
-    ttft_ms: float
-    total_ms: float
-    is_ttft_known: bool
-    is_total_known: bool
-
-
 def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy) -> Route:
     """Rank `candidates` for `demand` under `policy`.
 
@@ -240,21 +232,27 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
     if len(candidates) > 1:  # one alone has no other's figures
         ttft_prior_ms = _median([c.ttft_ms for c in candidates], ttft_prior_ms)
         tpot_prior_ms = _median([c.tpot_ms for c in candidates], tpot_prior_ms)
-    ranked: list[tuple[tuple[int, float, float, float, int, str], Ranked]] = []
+    able: list[tuple[Candidate, Ranked]] = []
     rejected: list[Rejected] = []
     for candidate in candidates:
-        forecast = _forecast(demand, candidate, ttft_prior_ms, tpot_prior_ms)
-        rejection = _unable(demand, candidate) or _beyond(demand, policy, candidate, forecast)
-        if rejection is not None:
+        rejection = _unable(demand, candidate)
+        if rejection is None:
+            ranked = _forecast(demand, candidate, policy.kind, ttft_prior_ms, tpot_prior_ms)
+            rejection = _beyond(demand, policy, candidate, ranked)
+        if rejection is None:
+            able.append((candidate, ranked))
+        else:
             rejected.append(rejection)
-            continue
-        score = _score(policy.kind, forecast)
-        lacks = len(demand.prefers - candidate.capabilities) if demand.prefers else 0
-        order = (lacks, score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
-        ranked.append((order, _ranked(candidate, forecast, score, demand)))
-    ranked.sort(key=itemgetter(0))
-    rejected.sort(key=attrgetter("name"))
-    return Route(tuple([r for _, r in ranked]), tuple(rejected))
+    if len(candidates) > 1:
+        able.sort(key=partial(_order, demand))
+        rejected.sort(key=attrgetter("name"))
+    return Route(tuple([ranked for _, ranked in able]), tuple(rejected))
+
+
+def _order(demand: Demand, able: tuple[Candidate, Ranked]) -> tuple[int, float, float, MicroUSD, int, str]:
+    candidate, ranked = able
+    lacks = len(demand.prefers - candidate.capabilities)
+    return lacks, ranked.score, ranked.total_ms, ranked.cost_microusd, -candidate.priority, candidate.name
 
 
 def _median(values: Iterable[float | None], prior: float) -> float:
@@ -264,7 +262,10 @@ def _median(values: Iterable[float | None], prior: float) -> float:
     return median(known)
 
 
-def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_prior_ms: float) -> _Forecast:
+def _forecast(
+    demand: Demand, candidate: Candidate, kind: PolicyKind, ttft_prior_ms: float, tpot_prior_ms: float
+) -> Ranked:
+    """The figures of a candidate by the cost model, in words too."""
     warm = max(0, min(demand.warm.get(candidate.name, 0), demand.prompt_tokens)) if demand.warm else 0
     room = demand.output_tokens_max
     if not demand.is_output_asked:
@@ -284,14 +285,14 @@ def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_p
         cost -= -demand.units * (price.unit(demand.measure) or 0) // 1_000_000
     if demand.is_batch:
         cost = -(-cost * candidate.batch_factor // 1_000_000)
-    return _Forecast(
-        warm_tokens=warm,
-        cost_microusd=cost,
-        ttft_ms=ttft_ms,
-        total_ms=ttft_ms + tpot_ms * expected,
-        is_ttft_known=candidate.ttft_ms is not None,
-        is_total_known=candidate.ttft_ms is not None and candidate.tpot_ms is not None,
-    )
+    total_ms = ttft_ms + tpot_ms * expected
+    why = f"{cost} µUSD, TTFT {ttft_ms:.0f} ms, {total_ms:.0f} ms in all"
+    if warm:
+        why += f", {warm} of {demand.prompt_tokens} prompt tokens warm"
+    if candidate.ttft_ms is None or candidate.tpot_ms is None:
+        why += ", not measured yet"
+    score = _score(kind, cost, total_ms)
+    return Ranked(name=candidate.name, cost_microusd=cost, ttft_ms=ttft_ms, total_ms=total_ms, score=score, why=why)
 
 
 def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
@@ -323,43 +324,30 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     return None
 
 
-def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, forecast: _Forecast) -> Rejected | None:
+def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, ranked: Ranked) -> Rejected | None:
     """The rejection of a candidate beyond the caller's deadline or the policy's limits, if any."""
     name = candidate.name
-    if demand.ttft_deadline_ms is not None and forecast.is_ttft_known and forecast.ttft_ms > demand.ttft_deadline_ms:
-        detail = f"{duration_ms(forecast.ttft_ms)} to the first token, {duration_ms(demand.ttft_deadline_ms)} are left"
+    if (
+        demand.ttft_deadline_ms is not None
+        and candidate.ttft_ms is not None
+        and ranked.ttft_ms > demand.ttft_deadline_ms
+    ):
+        detail = f"{duration_ms(ranked.ttft_ms)} to the first token, {duration_ms(demand.ttft_deadline_ms)} are left"
         return Rejected(name, Cause.DEADLINE, f"would take about {detail}")
-    if policy.ttft_ms_max is not None and forecast.is_ttft_known and forecast.ttft_ms > policy.ttft_ms_max:
+    if policy.ttft_ms_max is not None and candidate.ttft_ms is not None and ranked.ttft_ms > policy.ttft_ms_max:
         detail = (
-            f"TTFT of {duration_ms(forecast.ttft_ms)} is over the policy's limit of {duration_ms(policy.ttft_ms_max)}"
+            f"TTFT of {duration_ms(ranked.ttft_ms)} is over the policy's limit of {duration_ms(policy.ttft_ms_max)}"
         )
         return Rejected(name, Cause.LIMIT, f"is too slow: a predicted {detail}")
-    if policy.cost_microusd_max is not None and forecast.cost_microusd > policy.cost_microusd_max:
-        detail = f"{forecast.cost_microusd} µUSD are over the policy's limit of {policy.cost_microusd_max} µUSD"
+    if policy.cost_microusd_max is not None and ranked.cost_microusd > policy.cost_microusd_max:
+        detail = f"{ranked.cost_microusd} µUSD are over the policy's limit of {policy.cost_microusd_max} µUSD"
         return Rejected(name, Cause.LIMIT, f"is too dear: an expected {detail}")
     return None
 
 
-def _score(kind: PolicyKind, forecast: _Forecast) -> float:
+def _score(kind: PolicyKind, cost_microusd: MicroUSD, total_ms: float) -> float:
     if kind is _CHEAPEST:
-        return float(forecast.cost_microusd)
+        return float(cost_microusd)
     if kind is _FASTEST:
-        return forecast.total_ms
-    cost = math.log1p(forecast.cost_microusd / _COST_FLOOR_MICROUSD)
-    return cost + math.log1p(forecast.total_ms / _TIME_FLOOR_MS)
-
-
-def _ranked(candidate: Candidate, forecast: _Forecast, score: float, demand: Demand) -> Ranked:
-    why = f"{forecast.cost_microusd} µUSD, TTFT {forecast.ttft_ms:.0f} ms, {forecast.total_ms:.0f} ms in all"
-    if forecast.warm_tokens:
-        why += f", {forecast.warm_tokens} of {demand.prompt_tokens} prompt tokens warm"
-    if not forecast.is_total_known:
-        why += ", not measured yet"
-    return Ranked(
-        name=candidate.name,
-        cost_microusd=forecast.cost_microusd,
-        ttft_ms=forecast.ttft_ms,
-        total_ms=forecast.total_ms,
-        score=score,
-        why=why,
-    )
+        return total_ms
+    return math.log1p(cost_microusd / _COST_FLOOR_MICROUSD) + math.log1p(total_ms / _TIME_FLOOR_MS)

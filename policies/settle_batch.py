@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from policies.holds import LEDGER_STREAM, SETTLED_KEPT_S, Charge, Hold, count_ke
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
 from policies.scripts import SETTLE
-from policies.windows import HOUR_MS, PLACES
+from policies.windows import HOUR_MS, PLACES, WindowKind
 
 _TOGETHER_MAX = 64
 # A larger amount is settled in a group of its own: Lua could not represent a sum of such amounts
@@ -83,13 +83,11 @@ class SettleBatch:
         keys: list[str] = [LEDGER_STREAM]
         arguments: list[Any] = [SETTLED_KEPT_S * 1000]
         for (team_id, _, held, _), some in groups.items():
-            hour = hour_at(team_id, some[0].hold.at_ms)
-            places = [PLACES[kind] for kind in held]
+            counts, terms = _windows(team_id, some[0].hold.at_ms // HOUR_MS, held)
             # decision: spend-always-counted
-            keys += hour.spends
-            keys += [hour.holds[place] for place in places]
+            keys += counts
             keys += [done_key(one.hold.id) for one in some]
-            arguments.append(" ".join(map(str, (len(some), len(places), team_id, *hour.keeps, *places))))
+            arguments.append(f"{len(some)} {terms}")
             for one in some:
                 hold = one.hold
                 further = len(hold.more) + len(one.charges)
@@ -98,6 +96,15 @@ class SettleBatch:
                     _add_further(keys, arguments, hold, one.charges)
         reply = asyncio.ensure_future(self._redis.eval(SETTLE, len(keys), *keys, *arguments))
         reply.add_done_callback(partial(_answer_each, [one.settled for some in groups.values() for one in some]))
+
+
+@lru_cache(maxsize=4096)
+def _windows(team_id: int, hour: int, held: tuple[WindowKind, ...]) -> tuple[tuple[str, ...], str]:
+    """The keys of a group's spends and holds, and its argument without the number of settlements."""
+    windows = hour_at(team_id, hour * HOUR_MS)
+    places = [PLACES[kind] for kind in held]
+    keys = (*windows.spends, *(windows.holds[place] for place in places))
+    return keys, " ".join(map(str, (len(places), team_id, *windows.keeps, *places)))
 
 
 def _add_further(keys: list[str], arguments: list[Any], hold: Hold, charges: Sequence[Charge]) -> None:

@@ -88,7 +88,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return msgspec.structs.replace(self, rounds=max(0, self.rounds), **cut)
 
     def unread(self) -> Usage:
-        """As if nothing had been read from the provider's prompt cache."""
+        """This usage with the cached tokens counted as ordinary ones."""
         sounds = self.audio_prompt_tokens + self.cached_audio_tokens
         return msgspec.structs.replace(self, cached_tokens=0, cached_audio_tokens=0, audio_prompt_tokens=sounds)
 

@@ -55,7 +55,7 @@ CODE_LINES_MAX = {
     "gateway/backends": 2400, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2830,
     "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2190, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 950, "cache/context": 1010, "cache/decision": 2310, "cache/encoder": 400,
-    "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2180,
+    "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2140,
     "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,

@@ -407,5 +407,5 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         context_tokens_max=candidate.context_tokens_max,
         output_tokens_max=candidate.output_tokens_max,
         ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
-        recent_calls=deployment.estimate.weight,
+        recent_calls=deployment.estimate.figures().weight,
     )

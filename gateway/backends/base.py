@@ -213,7 +213,7 @@ class BackendTooLong(BackendUnfit):
 
 
 class Mark(StrEnum):
-    """Why a deployment denies a request until a person mends something, if others get it too."""
+    """The cause of a denial that others get too, until a person mends it."""
 
     KEY = "key refused"
     CREDIT = "no credit"

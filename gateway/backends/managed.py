@@ -117,10 +117,10 @@ def _keep_cached_sounds() -> None:
 
     def counted(completion_response: Any) -> Any:
         given = completion_response.get("usageMetadata")
-        told = {name: _readable(name, value) for name, value in given.items()} if isinstance(given, dict) else {}
-        completion_response["usageMetadata"] = told  # litellm reads more of it later
+        counts = {name: _readable(name, value) for name, value in given.items()} if isinstance(given, dict) else {}
+        completion_response["usageMetadata"] = counts  # litellm reads more of it later
         usage = count(completion_response)
-        kinds = told.get("cacheTokensDetails", ())
+        kinds = counts.get("cacheTokensDetails", ())
         sounds = sum(kind["tokenCount"] for kind in kinds if kind.get("modality") == "AUDIO")
         usage.prompt_tokens_details.cached_tokens_details = CachedTokensDetails(audio_tokens=sounds)
         return usage
@@ -145,7 +145,7 @@ async def _rehearse(litellm: Any) -> None:
     """
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "model": "openai/gpt-4o",
             "messages": [{"role": "user", "content": "?"}],
             "api_base": f"http://127.0.0.1:{bound.getsockname()[1]}/v1",
@@ -154,9 +154,9 @@ async def _rehearse(litellm: Any) -> None:
         }
         for is_stream in (False, True):
             with contextlib.suppress(litellm.exceptions.InternalServerError, litellm.exceptions.APIConnectionError):
-                await litellm.acompletion(**asked, stream=is_stream)
+                await litellm.acompletion(**request, stream=is_stream)
         options = {"stream_options": {"include_usage": True}, "mock_response": "an answer"}
-        async for _ in await litellm.acompletion(**asked, stream=True, **options):
+        async for _ in await litellm.acompletion(**request, stream=True, **options):
             pass
 
 
@@ -470,12 +470,12 @@ def _tidy(fields: dict[str, Any]) -> None:
 def _object_in(text: str) -> bytes:
     """The JSON object that `text` consists of, also where litellm printed its bytes: `b'{...}'`."""
     before, brace, rest = text.partition("{")
-    found = f"{brace}{rest[: rest.rfind('}') + 1]}"
+    object_text = f"{brace}{rest[: rest.rfind('}') + 1]}"
     match before.strip():
         case "":
-            return found.encode()
+            return object_text.encode()
         case "b'" | 'b"':
-            return found.replace("\\'", "'").replace("\\\\", "\\").encode()
+            return object_text.replace("\\'", "'").replace("\\\\", "\\").encode()
     return b""
 
 

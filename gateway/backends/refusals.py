@@ -93,12 +93,12 @@ class Refused(msgspec.Struct, frozen=True):
 def refusal(refused: Refused) -> base.BackendError:
     """The error of a refused request."""
     error = error_fields(refused.body)
-    words = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
+    codes = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
     status = refused.status
     source = "in its answer" if refused.is_in_band else f"HTTP {status}"
     detail = scrubbed(f"{source}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
-    known = next((_MARKS[word] for word in words if word in _MARKS), None)
-    if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(words):
+    known = next((_MARKS[word] for word in codes if word in _MARKS), None)
+    if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(codes):
         mark = known or _mark(status, error)
         return base.BackendDenied(_denial(refused, error, mark), detail=detail, status=status, mark=mark)
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
@@ -106,11 +106,11 @@ def refusal(refused: Refused) -> base.BackendError:
         return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
     if status in _REJECTED:
         body = _client_body(refused, error)
-        told: str = msgspec.json.decode(body)["error"]["message"]
-        if not _TOO_LONG.isdisjoint(words) or _TOO_LONG_WORDS.search(told):
-            context_tokens = _context_tokens(error, told)
-            return base.BackendTooLong(told, detail=detail, status=status, body=body, context_tokens=context_tokens)
-        return base.BackendRejected(told, detail=detail, status=status, body=body)
+        message = str(msgspec.json.decode(body)["error"]["message"])
+        if not _TOO_LONG.isdisjoint(codes) or _TOO_LONG_WORDS.search(message):
+            context_tokens = _context_tokens(error, message)
+            return base.BackendTooLong(message, detail=detail, status=status, body=body, context_tokens=context_tokens)
+        return base.BackendRejected(message, detail=detail, status=status, body=body)
     how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
     words_too = _told(refused, error) if refused.is_in_band else ""
     return base.BackendUnavailable(f"The deployment failed {how}{words_too}", detail=detail, status=status)
@@ -140,10 +140,10 @@ def _denial(refused: Refused, error: dict[str, Any], mark: Mark | None) -> str:
 
 def _told(refused: Refused, error: dict[str, Any]) -> str:
     """The provider's own words after a colon; empty without any."""
-    told = error.get("message")
-    if not isinstance(told, str) or not told.strip():
+    message = error.get("message")
+    if not isinstance(message, str) or not message.strip():
         return ""
-    return f": {scrubbed(' '.join(told.split())[:_DETAIL_CHARACTERS], refused.secret)}"
+    return f": {scrubbed(' '.join(message.split())[:_DETAIL_CHARACTERS], refused.secret)}"
 
 
 def in_band(error: Any, secret: str = "") -> base.BackendError:
@@ -200,22 +200,22 @@ def _excerpt(body: bytes) -> str:
 def error_fields(body: bytes) -> dict[str, Any]:
     """The error object in `body`, in any of the known places; {} where there is none."""
     try:
-        found = msgspec.json.decode(body)
+        answer = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
-    if isinstance(found, list) and found:  # Gemini wraps its errors in a list
-        found = found[0]
-    if not isinstance(found, dict):
+    if isinstance(answer, list) and answer:  # Gemini wraps its errors in a list
+        answer = answer[0]
+    if not isinstance(answer, dict):
         return {}
-    error = found.get("error")
+    error = answer.get("error")
     if isinstance(error, dict):
         return error
     if isinstance(error, str):
         return {"message": error}
-    if isinstance(found.get("message"), str):  # vLLM: {"object": "error", "message", "type", ...}
-        return found
-    if "detail" in found:  # FastAPI
-        detail = found["detail"]
+    if isinstance(answer.get("message"), str):  # vLLM: {"object": "error", "message", "type", ...}
+        return answer
+    if "detail" in answer:  # FastAPI
+        detail = answer["detail"]
         return {"message": detail if isinstance(detail, str) else msgspec.json.encode(detail).decode()}
     return {}
 

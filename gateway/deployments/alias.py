@@ -107,7 +107,7 @@ class Alias:
         """
         if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
             raise self._refusal([one for one in reserved(body) if one.name in demand.reserved])
-        for hosts in {d.image_hosts for d in self.deployments.values()} - {None}:
+        for hosts in {d.image_hosts for d in self.deployments.values()} - {None} if demand.may_name_urls else ():
             if place := foreign_url(body, hosts or ()):
                 raise _not_fetched(place, self.name, hosts or ())
         if self.has_engine:

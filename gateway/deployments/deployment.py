@@ -72,11 +72,11 @@ class Deployment(Facts):
         """
         scope = self._scope(demand)
         longest = self.prompts[scope].served if scope in self.prompts else 0
-        shape = "+".join(sorted(demand.needs))
+        shape = "+".join(sorted(demand.needs)) if demand.needs else ""
         return Asker(scope, demand.caller, f"{shape}+long" if demand.prompt_tokens > longest else shape, request_id)
 
     def _scope(self, demand: Demand) -> str:
-        return f"{demand.operation}:{self.model if self.is_any_model else ''}"
+        return f"{demand.operation}:{self.model}" if self.is_any_model else f"{demand.operation}:"
 
     @property
     def is_available(self) -> bool | None:

@@ -70,7 +70,7 @@ class Body:
     it was counted while it arrived.
     """
 
-    __slots__ = ("_bodies", "_headers", "_identity", "_receive", "_task", "is_counted", "taken")
+    __slots__ = ("_bodies", "_headers", "_held", "_identity", "_receive", "_task", "is_counted", "taken")
 
     def __init__(self, bodies: Bodies, receive: Receive, headers: Mapping[str, str], identity: Identity | None) -> None:
         self._bodies = bodies
@@ -78,6 +78,7 @@ class Body:
         self._headers = headers
         self._identity = identity
         self._task: asyncio.Task[Any] | None = None  # that waits for bytes; None once it is late
+        self._held = 0  # bytes of it, while it is unfinished
         self.is_counted = identity is None
         self.taken: Eager[Headers] | None = None
 
@@ -98,7 +99,8 @@ class Body:
             raise UnsupportedMediaType(
                 f"The body has Content-Encoding {encoding[:100]!r}: expected gzip, or none for a plain body"
             )
-        body = b"".join([piece async for piece in self.read(bytes_max)])
+        pieces = [piece async for piece in self.read(bytes_max)]
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return await _decompressed(body, bytes_max) if "gzip" in encoding else body
 
     def pieces(self, bytes_max: int) -> AsyncIterator[bytes]:
@@ -113,9 +115,7 @@ class Body:
         length = int(announced) if announced.isdecimal() else None
         if length is not None and length > bytes_max:
             raise _too_large(bytes_max)
-        held, size = self._bodies.held, 0
-        owner = (self._identity and self._identity.team.id, bytes_max)
-        began_s = asyncio.get_running_loop().time()
+        size, began_s = 0, asyncio.get_running_loop().time()
         try:
             while True:
                 message = await self._next(began_s, size)
@@ -123,25 +123,32 @@ class Body:
                     raise BodyBroken
                 piece: bytes = message.get("body", b"")
                 size += len(piece)
-                held[owner] += len(piece)
                 if size > bytes_max:
                     raise _too_large(bytes_max)
                 yield piece
                 if size == length or not message.get("more_body"):
                     return
-                if held[owner] > _UNFINISHED_MAX * bytes_max:
-                    raise RateLimited(
-                        f"Requests whose bodies have not come to their end hold over {_UNFINISHED_MAX * bytes_max} "
-                        "bytes: end them, or send fewer at once",
-                        retry_after_s=1.0,
-                    )
+                self._hold(size, bytes_max)
                 if not self.is_counted:  # before more of it is read
                     self.is_counted = True
                     self.taken = await self._count()
         finally:
-            held[owner] -= size
-            if not held[owner]:
-                del held[owner]
+            if self._held:
+                self._hold(0, bytes_max)
+
+    def _hold(self, size: int, bytes_max: int) -> None:
+        """Count `size` bytes of a body that is unfinished. Raises RateLimited."""
+        held, owner = self._bodies.held, (self._identity and self._identity.team.id, bytes_max)
+        held[owner] += size - self._held
+        self._held = size
+        if not held[owner]:
+            del held[owner]
+        elif size and held[owner] > _UNFINISHED_MAX * bytes_max:
+            raise RateLimited(
+                f"Requests whose bodies have not come to their end hold over {_UNFINISHED_MAX * bytes_max} "
+                "bytes: end them, or send fewer at once",
+                retry_after_s=1.0,
+            )
 
     async def _count(self) -> Eager[Headers]:
         """Count the request. Raises RateLimited."""

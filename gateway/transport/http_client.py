@@ -29,8 +29,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from gateway.exceptions import fresh
 
-HEAD_BYTES_MAX = 64 << 10  # of the fields of a response, its trailers and its interim responses
-QUIET_BYTES_MAX = 2 * HEAD_BYTES_MAX  # read without a byte of a body
+HEAD_BYTES_MAX = 64 << 10  # of the fields of a response
+QUIET_BYTES_MAX = 2 * HEAD_BYTES_MAX  # read without a byte of a body, as trailers and interim responses are
 BUFFER_BYTES_MAX = 128 << 10  # of an unread body; beyond it reading from the server pauses
 INFLATED_BYTES_MAX = 64 << 20
 DRAIN_WITHIN_S = 1.0
@@ -53,7 +53,7 @@ class Disconnected(TransportError):
 
 
 class NotHTTP(TransportError):
-    """The bytes from the server are no HTTP/1.1 response."""
+    """The server sent bytes that no HTTP/1.1 response has."""
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -221,7 +221,7 @@ class Connection(asyncio.Protocol):
         self.is_full = False  # the server takes what is written too slowly
         self._messages = 0  # of this exchange that have begun and are not interim
         self._is_kept_alive = False
-        self._head_bytes = self._quiet_bytes = 0
+        self._quiet_bytes = 0
         self._parts: list[bytes] = []
         self._parts_at_end: int | None = None  # those of the response, once it is complete
         self._headers: dict[bytes, bytes] = {}
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open, and the socket has no byte and no end that nobody asked for."""
+        """Whether the connection is open and its socket has nothing to read."""
         if self.transport is None or self.transport.is_closing():
             return False
         arrived = select.poll()
@@ -248,7 +248,7 @@ class Connection(asyncio.Protocol):
         """Send a request; the connection serves no other until the response is over."""
         assert self._exchange is None
         self._exchange, exchange.connection = exchange, self
-        self._messages = self._head_bytes = self._quiet_bytes = 0
+        self._messages = self._quiet_bytes = 0
         self._parts_at_end = None
         self.transport.writelines((exchange.lines, exchange.body))
 
@@ -351,15 +351,14 @@ class Connection(asyncio.Protocol):
         self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise ValueError(f"more than {HEAD_BYTES_MAX} bytes of fields")
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if self._parts_at_end is not None or self._exchange is None:
             return  # a second response
+        if sum(map(len, self._headers)) + sum(map(len, self._headers.values())) > HEAD_BYTES_MAX:
+            raise ValueError(f"more than {HEAD_BYTES_MAX} bytes of fields")
         if status < 200:
             self._messages -= 1
         else:

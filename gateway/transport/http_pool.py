@@ -141,12 +141,12 @@ class Pool:
             async with asyncio.timeout(self._connect_timeout_s) as exchange.opening:
                 connection = await self._dial()
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-            is_want, told = is_own_want(error), f"{type(error).__name__}: {error}"
+            is_want, detail = is_own_want(error), f"{type(error).__name__}: {error}"
             if isinstance(error, TimeoutError):
-                told = f"no connection within {duration_s(self._connect_timeout_s)}"
-                told += ": this host's resolver does not answer" if is_want else ""
+                detail = f"no connection within {duration_s(self._connect_timeout_s)}"
+                detail += ": this host's resolver does not answer" if is_want else ""
             let_go(error)
-            raise (NotAsked if is_want else Disconnected if exchange.is_over else Unreachable)(told) from None
+            raise (NotAsked if is_want else Disconnected if exchange.is_over else Unreachable)(detail) from None
         finally:
             exchange.opening = None
         if exchange.is_over:

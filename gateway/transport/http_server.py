@@ -99,10 +99,10 @@ class HttpServer:
         for fd in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                    with socket.socket(fileno=os.dup(fd)) as one:
-                        is_open = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        if is_open and one.getsockname()[1:2] == (self._port,):
-                            yield one
+                    with socket.socket(fileno=os.dup(fd)) as listener:
+                        is_open = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        if is_open and listener.getsockname()[1:2] == (self._port,):
+                            yield listener
 
     async def stop(self, grace_s: float) -> None:
         """Take no more requests, wait for those under way, and cancel them after `grace_s`."""
@@ -158,8 +158,9 @@ class _Exchange:
         """Call `callback` if the client leaves before the response is complete; None removes it."""
         if self._watch is not None:
             self._watch.cancel()
-        loop = asyncio.get_running_loop()
-        self._watch = None if callback is None else loop.call_later(_WATCH_AFTER_S, self._watch_for, callback)
+            self._watch = None
+        if callback is not None:
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._watch_for, callback)
 
     def _watch_for(self, callback: Callable[[], None]) -> None:
         self._watch = asyncio.create_task(self._until_gone(callback))

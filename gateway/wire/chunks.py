@@ -183,11 +183,11 @@ class FinishTracker(msgspec.Struct):
     def is_going_on(self, answer: ParsedAnswer) -> bool:
         """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
         choices = answer.choices
-        if choices is None or len(choices) != 1 or answer.usage != _NO_USAGE or answer.error is not None:
+        if not choices or len(choices) != 1 or choices[0].finish_reason or choices[0].index not in self._seen:
             return False
         choice = choices[0]
         text = choice.text if choice.delta is None else choice.delta.content
-        return bool(text) and not choice.finish_reason and choice.index in self._seen
+        return bool(text) and answer.usage == _NO_USAGE and answer.error is None
 
     @property
     def is_complete(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.reserved import calls_of, is_googles, reserved_names
+from gateway.reserved import calls_of, is_googles, may_name_urls, reserved_names
 from gateway.wire.errors import BadRequest
 from gateway.wire.plain import BYTES_PER_TOKEN, MEDIA_TOKENS_MAX, OUTPUT_TOKENS_MAX, PLAIN_SHAPES
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
@@ -97,22 +97,22 @@ class ChatRequest(_Request, kw_only=True):
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
-        media: list[str] = []
-        beyond = len(self.messages) - list(map(_audio_of, self.messages)).count(None)
-        if set(map(type, map(_content_of, self.messages))) != _TEXTS:
+        messages, size = self.messages, len(raw)
+        needs = set[str]() if _ASKING.isdisjoint(body) else set(self._asked(body))
+        beyond = len(messages) - list(map(_audio_of, messages)).count(None)
+        if set(map(type, map(_content_of, messages))) != _TEXTS:
             self.check_contents(body)
-            lists = [message.content for message in self.messages if type(message.content) is list]
-            media = [kind for parts in lists for kind in _media(parts)]
+            lists = [message.content for message in messages if type(message.content) is list]
+            needs.update(kind for parts in lists for kind in _media(parts))
             beyond += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
-        needs = set(media) if _ASKING.isdisjoint(body) else {*media, *self._asked(body)}
         candidates = self.candidates
-        bound = prompt_tokens_max(len(raw), len(self.messages), beyond)
-        told = len(raw) if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
+        bound = prompt_tokens_max(size, len(messages), beyond)
+        told = size if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
         least = 0 if beyond else int(told / BYTES_PER_TOKEN_MAX)
-        expected = int(len(raw) / BYTES_PER_TOKEN) + _MESSAGE_TOKENS
+        expected = int(size / BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
-        demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, body)
+        demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, raw, body)
         if body.get("reasoning_effort") not in _NO_EFFORT:
             demand = msgspec.structs.replace(demand, prefers=_REASONING)
         has_audio, is_long = "audio" in needs, has_long_writes(raw)
@@ -197,7 +197,7 @@ class CompletionRequest(_Request, kw_only=True):
         least = [len(one) / (BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
         bounds = int(max(least)), len(raw) + len(prompts)  # each has a context of its own
         output_tokens, choices = self.max_tokens or 1, candidates * len(prompts)
-        return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs, body)
+        return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs, raw, body)
 
 
 SHAPES: dict[str, type[Any]] = {CHAT.name: ChatRequest, COMPLETION.name: CompletionRequest, **PLAIN_SHAPES}
@@ -210,6 +210,7 @@ def _demand(
     output_tokens: int | None,
     choices: int,
     needs: set[str],
+    raw: bytes,
     body: dict[str, Any],
 ) -> Demand:
     """The demand of a request.
@@ -229,6 +230,7 @@ def _demand(
         needs=frozenset(needs) if needs else _NO_NEEDS,
         reserved=reserved,
         calls=calls_of(body, reserved),
+        may_name_urls=may_name_urls(raw),
     )
 
 

@@ -70,10 +70,10 @@ async def test_a_reset_forgets_failures_and_figures(world: World, client: AsyncC
     one.estimate.observe(900.0, 20.0, 100)
     await world.admin.shared_health.exchange()
     assert (await client.post("/admin/api/deployments/reset", json={"name": one.name})).json()["is_available"]
-    assert (one.health.allows(ASKER), one.estimate.weight) == (True, 0)
+    assert (one.health.allows(ASKER), one.estimate.figures().weight) == (True, 0)
     for _ in range(2):
         await world.admin.shared_health.exchange()
-    assert (one.health.allows(ASKER), one.estimate.weight) == (True, 0)
+    assert (one.health.allows(ASKER), one.estimate.figures().weight) == (True, 0)
 
 
 async def test_a_try_tells_what_came_and_closes_the_breaker(world: World, client: AsyncClient) -> None:

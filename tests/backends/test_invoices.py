@@ -351,7 +351,7 @@ def test_a_message_goes_out_with_the_calls_that_are_held(asked: dict[str, Any], 
             idle_timeout_s=1.0,
             native=Native(raw, are_calls_bound=is_bound),
         )
-        out = backend._payload(request)
+        out = backend.payload(request)
         if is_bound:
             assert json.loads(out) == {**json.loads(raw), "tools": [{**search, "max_uses": sent}, client]}
         else:

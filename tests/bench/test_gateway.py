@@ -17,6 +17,8 @@ import pytest
 
 from bench.__main__ import main as dispatch
 from bench.gateway import main
+from bench.lab.bytecodes import count, environ_of
+from bench.lab.bytecodes import render as render_bytecodes
 from bench.lab.measure import Plan, Row, measure
 from bench.lab.native import Stub
 from bench.lab.processes import BenchError, Child, Meter, answers, descendants, is_running
@@ -173,3 +175,17 @@ def test_a_system_that_fails_is_named_and_the_others_go_on(stub: Stub, tmp_path:
     with pytest.raises(BenchError, match=r"no request succeeded.*404"):
         measure("it", nowhere, stub, SCENARIOS[0], 1, None, Plan(0.05, 0.0, 1), tmp_path)
     assert answers(f"http://127.0.0.1:{stub.port}/stats")
+
+
+def test_bytecodes_are_counted_by_function(stub: Stub, tmp_path: Path) -> None:
+    """A hit from memory executes the same functions each time, and nothing of a generation."""
+    scenario = next(s for s in SCENARIOS if s.name == "hit-memory")
+    running = Sameway(environ=environ_of(tmp_path)).start(scenario.setup, stub, tmp_path)
+    try:
+        counted = count(running, scenario, tmp_path, warmups=2, requests=3)
+    finally:
+        running.stop()
+    assert counted.by_function["cache/fingerprint.py:fingerprint"] > 20
+    assert "gateway/journey/attempt.py:attempt" not in counted.by_function
+    assert counted.total < 10_000
+    assert f"{counted.total:,}  all" in render_bytecodes([counted])

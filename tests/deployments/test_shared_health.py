@@ -198,7 +198,7 @@ async def test_estimates_are_those_of_all(workers: list[Worker], redis_server: R
     await later.health.exchange()
     for worker in (first, second, later):
         assert worker.one.estimate.figures().ttft_ms(500) == pytest.approx(alone.ttft_ms(500), rel=0.05)
-        assert worker.one.estimate.weight == pytest.approx(alone.weight, rel=0.02)
+        assert worker.one.estimate.figures().weight == pytest.approx(alone.weight, rel=0.02)
         assert worker.one.ttft_timeout_s(500) == pytest.approx(third.one.ttft_timeout_s(500), rel=0.05)
     await later.link.aclose()
 
@@ -210,8 +210,8 @@ async def test_exchanges_at_once_count_nothing_twice(workers: list[Worker]) -> N
         first.one.estimate.observe(200.0, 20.0, 100)
     await asyncio.gather(*(first.health.exchange() for _ in range(5)))
     await exchange(second)
-    assert second.one.estimate.weight == pytest.approx(first.one.estimate.weight, rel=0.01)
-    assert second.one.estimate.weight < 4.0
+    assert second.one.estimate.figures().weight == pytest.approx(first.one.estimate.figures().weight, rel=0.01)
+    assert second.one.estimate.figures().weight < 4.0
 
 
 async def test_another_configuration_begins_anew(redis_server: RedisServer, tmp_path: Path, redis: Redis) -> None:
@@ -290,7 +290,7 @@ async def test_without_redis_a_worker_goes_on_alone(workers: list[Worker], monke
     monkeypatch.setattr(first.link, "execute_command", execute)
     await exchange(first, second)
     assert not second.allows()
-    assert second.one.estimate.weight > 0
+    assert second.one.estimate.figures().weight > 0
 
 
 async def test_a_redis_that_lost_its_data_closes_no_breaker(workers: list[Worker], redis: Redis) -> None:

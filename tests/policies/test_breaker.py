@@ -332,7 +332,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        was_open_before = self.breaker._open_until is not None
+        was_open_before = self.breaker.is_open
         asked = self.breaker.allows()
         begun = begin(self.breaker)
         assert asked == begun

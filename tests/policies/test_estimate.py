@@ -22,14 +22,16 @@ def clock() -> Clock:
 def test_before_the_first_call_the_prior_speaks(clock: Clock) -> None:
     """An unseen deployment is expected to behave as the prior says, and its time-out is the ceiling."""
     estimate = Estimate(clock, EstimatePrior(ttft_ms=400, prefill_ms_per_token=0.5, tpot_ms=30))
-    assert estimate.ttft_ms(0) == pytest.approx(400)
-    assert estimate.ttft_ms(1000) == pytest.approx(900)
-    assert estimate.tpot_ms == pytest.approx(30)
+    assert estimate.figures().ttft_ms(0) == pytest.approx(400)
+    assert estimate.figures().ttft_ms(1000) == pytest.approx(900)
+    assert estimate.figures().tpot_ms == pytest.approx(30)
     assert estimate.ttft_timeout_ms(100, 1000, 60_000) == 60_000
     assert estimate.ttft_timeout_ms(100, 1000, 60_000, 10_000) == 10_000
-    assert estimate.ttft_timeout_ms(40_000, 1000, 60_000, 10_000) == pytest.approx(2 * estimate.ttft_ms(40_000))
+    assert estimate.ttft_timeout_ms(40_000, 1000, 60_000, 10_000) == pytest.approx(
+        2 * estimate.figures().ttft_ms(40_000)
+    )
     assert estimate.ttft_timeout_ms(1_000_000, 1000, 60_000, 10_000) == 60_000
-    assert estimate.weight == 0
+    assert estimate.figures().weight == 0
 
 
 def test_learns_the_line_and_the_pace(clock: Clock) -> None:
@@ -38,10 +40,10 @@ def test_learns_the_line_and_the_pace(clock: Clock) -> None:
     for _ in range(200):
         tokens = noise.randrange(0, 8000)
         estimate.observe((150 + 0.1 * tokens) * noise.lognormvariate(0, 0.1), 8 * noise.lognormvariate(0, 0.1), tokens)
-    assert estimate.ttft_ms(100) == pytest.approx(160, rel=0.35)
-    assert estimate.ttft_ms(8000) == pytest.approx(950, rel=0.15)
-    assert estimate.prefill_ms_per_token == pytest.approx(0.1, rel=0.25)
-    assert estimate.tpot_ms == pytest.approx(8, rel=0.15)
+    assert estimate.figures().ttft_ms(100) == pytest.approx(160, rel=0.35)
+    assert estimate.figures().ttft_ms(8000) == pytest.approx(950, rel=0.15)
+    assert estimate.figures().prefill_ms_per_token == pytest.approx(0.1, rel=0.25)
+    assert estimate.figures().tpot_ms == pytest.approx(8, rel=0.15)
 
 
 def test_one_length_is_enough_for_that_length(clock: Clock) -> None:
@@ -49,7 +51,7 @@ def test_one_length_is_enough_for_that_length(clock: Clock) -> None:
     estimate = Estimate(clock)
     for _ in range(100):
         estimate.observe(80.0, 5.0, 500)
-    assert estimate.ttft_ms(500) == pytest.approx(80, rel=0.3)
+    assert estimate.figures().ttft_ms(500) == pytest.approx(80, rel=0.3)
 
 
 def test_follows_a_change(clock: Clock) -> None:
@@ -59,8 +61,8 @@ def test_follows_a_change(clock: Clock) -> None:
         estimate.observe(100.0, 5.0, 100)
     for _ in range(60):
         estimate.observe(1000.0, 50.0, 100)
-    assert estimate.ttft_ms(100) > 800
-    assert estimate.tpot_ms > 40
+    assert estimate.figures().ttft_ms(100) > 800
+    assert estimate.figures().tpot_ms > 40
 
 
 def test_one_freak_call_moves_little(clock: Clock) -> None:
@@ -68,9 +70,9 @@ def test_one_freak_call_moves_little(clock: Clock) -> None:
     estimate = Estimate(clock)
     for _ in range(100):
         estimate.observe(100.0, 5.0, 100)
-    before_ms = estimate.ttft_ms(100)
+    before_ms = estimate.figures().ttft_ms(100)
     estimate.observe(10_000_000.0, 5.0, 100)
-    assert estimate.ttft_ms(100) < 2 * before_ms
+    assert estimate.figures().ttft_ms(100) < 2 * before_ms
 
 
 def test_what_was_slow_long_ago_gets_another_chance(clock: Clock) -> None:
@@ -79,8 +81,8 @@ def test_what_was_slow_long_ago_gets_another_chance(clock: Clock) -> None:
     for _ in range(50):
         estimate.observe(30_000.0, 500.0, 100)
     clock.now_s += 4 * 3600
-    assert estimate.ttft_ms(0) == pytest.approx(300, rel=0.05)
-    assert estimate.tpot_ms == pytest.approx(20, rel=0.05)
+    assert estimate.figures().ttft_ms(0) == pytest.approx(300, rel=0.05)
+    assert estimate.figures().tpot_ms == pytest.approx(20, rel=0.05)
     assert estimate.ttft_timeout_ms(0, 1, 60_000) == 60_000
 
 
@@ -101,12 +103,12 @@ def test_time_outs_raise_the_prediction(clock: Clock) -> None:
     estimate = Estimate(clock)
     for _ in range(20):
         estimate.observe(100.0, 5.0, 100)
-    before_ms = estimate.ttft_ms(100)
+    before_ms = estimate.figures().ttft_ms(100)
     estimate.observe_timeout(1.0, 100)
-    assert estimate.ttft_ms(100) == pytest.approx(before_ms, rel=0.01)
+    assert estimate.figures().ttft_ms(100) == pytest.approx(before_ms, rel=0.01)
     for _ in range(10):
         estimate.observe_timeout(5000.0, 100)
-    assert estimate.ttft_ms(100) > 2 * before_ms
+    assert estimate.figures().ttft_ms(100) > 2 * before_ms
 
 
 observations = st.tuples(
@@ -124,7 +126,7 @@ def test_never_nonsense(seen: list[tuple[float, float | None, int]], tokens: int
     for ttft_ms, tpot_ms, prompt_tokens in seen:
         estimate.observe(ttft_ms, tpot_ms, prompt_tokens)
         clock.now_s += idle_s / 50
-    assert 0 < estimate.ttft_ms(tokens) < math.inf
-    assert 0 <= estimate.tpot_ms < math.inf
-    assert estimate.ttft_ms(tokens) <= estimate.ttft_ms(tokens + 100) * (1 + 1e-9)
+    assert 0 < estimate.figures().ttft_ms(tokens) < math.inf
+    assert 0 <= estimate.figures().tpot_ms < math.inf
+    assert estimate.figures().ttft_ms(tokens) <= estimate.figures().ttft_ms(tokens + 100) * (1 + 1e-9)
     assert 10 <= estimate.ttft_timeout_ms(tokens, 10, 1e5) <= 1e5

@@ -49,7 +49,7 @@ class AnswerReader:
         return [chunk for payload in payloads for chunk in self._read(payload)]
 
     def whole(self, body: bytes) -> list[bytes]:
-        """The chunks of a whole message; the body itself where it is no message."""
+        """The chunks of a whole message; `body` alone if it holds no message."""
         try:
             message = decoded(body)
             if message["type"] != "message":

@@ -39,7 +39,7 @@ class AnthropicBackend(OpenAIBackend):
 
     async def count_tokens(self, native: Native, request_id: str, model: str = "") -> int:
         """The tokens of a prompt by the server's own count. Raises BackendError, KeyError."""
-        asked = BackendRequest(
+        request = BackendRequest(
             body={},
             is_stream=False,
             salt=b"",
@@ -51,7 +51,7 @@ class AnthropicBackend(OpenAIBackend):
             model=model,
             native=native,
         )
-        (chunks,) = [chunks async for chunks in self.stream(asked)]
+        (chunks,) = [chunks async for chunks in self.stream(request)]
         counted = msgspec.json.decode(chunks[0].data)["input_tokens"]
         if type(counted) is not int or counted < 0:
             raise KeyError("input_tokens")
@@ -69,10 +69,10 @@ class AnthropicBackend(OpenAIBackend):
         lines = "" if has_version else f"anthropic-version: {version or _VERSION}\r\n"
         return f"{lines}anthropic-beta: {betas}\r\n" if betas else lines
 
-    def _payload(self, request: BackendRequest) -> bytes:
+    def payload(self, request: BackendRequest) -> bytes:
         native = request.native
         if native is None:
-            return super()._payload(request)
+            return super().payload(request)
         wanted: dict[str, Any] = {"model": request.model or self._model}
         try:
             sent = decode_strictly(native.raw)  # a second field of one name was not checked

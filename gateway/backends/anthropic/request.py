@@ -50,7 +50,7 @@ def _message(body: Mapping[str, Any]) -> dict[str, Any]:
     check_verbosity(body)
     system, messages = _dialogue(body["messages"])
     stop = body.get("stop")
-    made = {
+    message = {
         "messages": messages,
         "system": system or None,
         "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or OUTPUT_TOKENS,
@@ -67,14 +67,14 @@ def _message(body: Mapping[str, Any]) -> dict[str, Any]:
     effort = body.get("reasoning_effort")
     if effort in _BUDGETS and body.get("thinking") is None:
         # both APIs' maximum includes the thinking, and no more than it is reserved and charged
-        budget = min(_BUDGETS[effort], made["max_tokens"] // 2)
-        made["thinking"] = {"type": "enabled", "budget_tokens": budget} if budget >= _BUDGET_MIN else None
+        budget = min(_BUDGETS[effort], message["max_tokens"] // 2)
+        message["thinking"] = {"type": "enabled", "budget_tokens": budget} if budget >= _BUDGET_MIN else None
     elif effort not in (None, "none"):
         raise unfit(f"`reasoning_effort` may be none, {', '.join(_BUDGETS)}", "reasoning_effort")
     if (body.get("temperature") or 0) > 1:
         raise unfit("`temperature` is at most 1 for this model's API", "temperature")
     others = {name: value for name, value in body.items() if name not in _KNOWN}
-    return {name: value for name, value in {**others, **made}.items() if value is not None}
+    return {name: value for name, value in {**others, **message}.items() if value is not None}
 
 
 def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -141,10 +141,10 @@ def _block(part: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _source(url: str) -> dict[str, Any]:
-    found = _DATA.fullmatch(url)
-    if found is None:
+    data_url = _DATA.fullmatch(url)
+    if data_url is None:
         return {"type": "url", "url": url}
-    return {"type": "base64", "media_type": found[1], "data": found[2]}
+    return {"type": "base64", "media_type": data_url[1], "data": data_url[2]}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

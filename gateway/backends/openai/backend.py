@@ -160,7 +160,7 @@ class OpenAIBackend:
     def load(self, prompt_tokens: int) -> Load:
         return Load(is_ready=not self._unready, reason=self._unready, running=self.running)
 
-    def _payload(self, request: BackendRequest) -> bytes:
+    def payload(self, request: BackendRequest) -> bytes:
         """The body to send. Raises BackendRejected."""
         try:
             return msgspec.json.encode(request.body if request.passage is not None else self._body(request))
@@ -207,7 +207,7 @@ class OpenAIBackend:
         if at is not None and request.upload is None and not request.body:
             media, pieces, body, size = self._media, None, b"", 0
         elif request.upload is None:
-            media, pieces, body = self._media, None, self._payload(request)
+            media, pieces, body = self._media, None, self.payload(request)
             size = len(body)
         else:
             body, (media, size, pieces) = (
@@ -232,10 +232,10 @@ class OpenAIBackend:
         self.running -= 1
 
 
-def _salt(partition: bytes, own: Any) -> str:
+def _salt(partition: bytes, client_salt: Any) -> str:
     """The `cache_salt` of a partition, which does not show the partition.
 
-    `own` is the client's, if it may send one: it divides the partition further, and joins no other.
+    `client_salt` is the client's, if it may send one: it divides the partition further, and joins no other.
     """
-    given = b"" if own is None else msgspec.json.encode(own)
+    given = b"" if client_salt is None else msgspec.json.encode(client_salt)
     return blake2b(partition + given, digest_size=16, person=b"sw.cache-salt").hexdigest()

@@ -49,7 +49,7 @@ _FIRST_OF_RESPONSES = ("response.created", "response.queued", "response.in_progr
 
 
 class State(Enum):
-    """Where an answer is; see the module's drawing."""
+    """The states of an answer, which the module's head draws."""
 
     NEW = auto()
     WAITING = auto()
@@ -68,7 +68,7 @@ class EventReader(Protocol):
         """The data of events for those of the server's."""
 
     def whole(self, body: bytes) -> list[bytes]:
-        """The same for a whole answer; the body itself if it is none."""
+        """The data of events for a whole answer; `body` alone if it holds no answer."""
 
 
 class OpenAIStream(msgspec.Struct, eq=False):
@@ -156,11 +156,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
         if request.kind.is_plain and (at is not None or not is_json_or_page):
             self._passing = _Passing(kind, exchange.status, at)
-        if (
-            self._passing is not None
-            or kind.startswith(b"text/event-stream")
-            or (request.is_stream and not is_json_or_page)
-        ):
+        is_stream = request.is_stream or kind.startswith(b"text/event-stream")
+        if self._passing is not None or (is_stream and not is_json_or_page):
             await self._fill()
         else:
             self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
@@ -199,6 +196,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
                     if is_cut:
                         break
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {size_bytes_max} bytes")
+                if exchange.is_complete:
+                    break
         except TransportError as error:
             if self._error is not None:  # `aclose` was called
                 raise fresh(self._error) from None
@@ -207,8 +206,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         return b"".join(parts)
 
     def _take_whole(self, body: bytes) -> None:
-        events = [body] if self.reader is None else self.reader.whole(body)
-        if events != [body]:
+        if self.reader is not None and (events := self.reader.whole(body)) != [body]:
             self._take_events(events)
             return
         try:
@@ -481,12 +479,12 @@ class _Passing:
 
     def read(self, payload: bytes) -> _Event:
         """Read the data of one event."""
-        found: _Event = decoded(payload, _Event)
-        kind = str(found.type)
+        event: _Event = decoded(payload, _Event)
+        kind = str(event.type)
         is_last = kind in _LAST_OF_RESPONSES if kind.startswith("response.") else kind.endswith(_LAST_EVENTS)
         self.has_ended = self.has_ended or is_last
         self._counted.read(payload)
-        return found
+        return event
 
 
 class _Event(msgspec.Struct):
