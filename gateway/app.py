@@ -329,13 +329,14 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     emit = _emitter(settings, log, metrics, stats)
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
-    lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds, learning.judging.audited)
-    pipeline = Pipeline(settings, accounts, limits, exact, lookup, money, fleet, emit, learning.learn)
+    lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds, audited=learning.judging.audited)
+    pipeline = Pipeline(
+        settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learning.learn
+    )
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
-    ended = partial(metrics.add, BACKGROUND_RESPONSES, 1)
-    background = Background(pipeline, stored_responses, memory, link, ended)
+    background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)
     watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
     return WorkerParts(

@@ -67,9 +67,10 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
+from gateway.journey.outcomes import AuditDraw
 from gateway.journey.rate_limits import Limits
-from gateway.journey.record import Record
-from gateway.journey.semantic import AuditDraw, Bounds, SemanticLookup
+from gateway.journey.record import Record, RequestFacts
+from gateway.journey.semantic import Bounds, SemanticLookup
 from gateway.learning.allowance import Allowance
 from gateway.learning.exam import Exam
 from gateway.learning.internal_requests import InternalRequests
@@ -540,8 +541,8 @@ class _Learner:
         self.lessons: list[Lesson] = []
 
     def recorded(self, flight: Any, record: Record) -> None:
-        stored = flight.generation.stored if flight.generation.store == "stored" else None
-        self.lessons.append(Lesson(record.request_id, stored.id if stored is not None else None))
+        stored = flight.generation.stored
+        self.lessons.append(Lesson(record.request.id, stored.entry.id if stored.outcome == "stored" else None))
 
 
 @dataclass
@@ -654,7 +655,7 @@ class World:
         for name in self.backends:
             judges.exams.setdefault(name, Exam(lambda: 1.0)).asked = 12
             judges.exams[name].told = 12
-        record = Record(request_id="req_judged", at_s=0.0, team_id=identity.team.id, team="default", alias=alias)
+        record = Record(RequestFacts("req_judged", 0.0, team_id=identity.team.id, team="default", alias=alias))
         return judges.of(record, b"here")
 
     async def partition(self) -> Partition:
@@ -675,8 +676,8 @@ class World:
 
     def draws_audits(self, draw: AuditDraw) -> None:
         """From now on each hit by words is audited."""
-        self._pipeline._semantic._audited = lambda *_: draw
-        self._pipeline._semantic._random = lambda: -1.0
+        self._pipeline.semantic.audited = lambda *_: draw
+        self._pipeline.semantic.random = lambda: -1.0
 
     async def quiet(self) -> None:
         """Until nothing is under way."""
@@ -686,7 +687,7 @@ class World:
     async def record(self, reply: Reply) -> Record:
         """The one record of a request."""
         await self.quiet()
-        (found,) = [record for record in self.records if record.request_id == reply.id]
+        (found,) = [record for record in self.records if record.request.id == reply.id]
         return found
 
     # -- teams and money
@@ -828,7 +829,7 @@ class World:
 
     def waiting(self, deployment: str) -> int:
         """Requests that wait for a place at a deployment."""
-        return self._deployment(deployment).places.waiting
+        return self._deployment(deployment).slots.waiting
 
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
@@ -877,14 +878,14 @@ class World:
         assert self.generations == 0
         assert self.flights == 0
         assert self._money.holds == 0
-        places = [one.places for one in self._pipeline.fleet.deployments]
+        places = [one.slots for one in self._pipeline.fleet.deployments]
         assert [one for one in places if one.taken or one.waiting] == []
         calls = [call for backend in self.backends.values() for call in backend.calls]
         assert [call for call in calls if not call.is_closed] == []
         with contextlib.suppress(ConnectionError, OSError):
             for state in await self._budgets.spent(self._asked_budgets):
                 assert state.held == 0
-        ids = [record.request_id for record in self.records]
+        ids = [record.request.id for record in self.records]
         assert len(ids) == len(set(ids)), "a request was recorded twice"
 
     async def another(self) -> World:
@@ -1037,7 +1038,9 @@ async def _build(settings: Settings, redis: Redis) -> World:
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
-    pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
+    pipeline = Pipeline(
+        settings, accounts, rates, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learner.recorded
+    )
     outcomes: list[tuple[str, int]] = []
     store = ResponseStore(accounts.database, clock.unix, settings.responses, lambda *one: outcomes.append(one))
     memory = Memory(store, settings)

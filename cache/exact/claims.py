@@ -28,7 +28,7 @@ from cache.redis_client import Redis
 
 _KEY = "sameway:{%s}:claim:%s"
 LEASE_S = 3.0
-_LEASE_MS = int(LEASE_S * 1000)
+LEASE_MS = int(LEASE_S * 1000)
 HELD_S_MAX = 30.0
 _RENEWED_AFTER_S = 1.0
 _TAKEN, _OWN, _ELSEWHERE, _NONE = 1, 2, 3, 0
@@ -86,7 +86,7 @@ class Claims:
         self._redis = redis
         self._monotonic = monotonic
         self.process = secrets.token_hex(8)
-        self._terms = {wants: f"{self.process} {_LEASE_MS} {wants:d} " for wants in (False, True)}
+        self._terms = {wants: f"{self.process} {LEASE_MS} {wants:d} " for wants in (False, True)}
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
     def look(
@@ -136,7 +136,7 @@ class Claims:
         for exact in [exact for exact, (_, since) in self._held.items() if now - since > HELD_S_MAX]:
             del self._held[exact]
         old = [key for key, since in self._held.values() if now - since > _RENEWED_AFTER_S]
-        await asyncio.gather(*(self._redis.execute_command("PEXPIRE", key, _LEASE_MS) for key in old))
+        await asyncio.gather(*(self._redis.execute_command("PEXPIRE", key, LEASE_MS) for key in old))
 
 
 def _key(fp: Fingerprint) -> str:

@@ -182,13 +182,18 @@ async def answer(parts: WorkerParts, body: models.AnswerIn, operator: Acting) ->
     if entry is None:
         raise NotFound("The cache no longer has this answer", param="id", code="response_not_found")
     # first: what cannot be audited is not shown
-    await parts.audit.add(parts.audit_row(ANSWER_SHOWN, record.entry, operator, record.team_id, record.request_id))
-    is_semantic = record.cache == "semantic"
-    question = record.question or None if is_semantic else entry.text
+    request = record.request
+    await parts.audit.add(parts.audit_row(ANSWER_SHOWN, record.cache.entry, operator, request.team_id, request.id))
+    is_semantic = record.cache.source == "semantic"
+    question = record.cache.question or None if is_semantic else entry.text
     reason = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
     return models.AnswerOut.of(
-        record,
-        model=record.alias,
+        record.request,
+        record.cache,
+        record.answer,
+        request_id=request.id,
+        model=request.alias,
+        cache=record.cache.source,
         created_at_s=entry.created_at,
         question=question,
         made_for=entry.text if is_semantic else None,
@@ -200,7 +205,7 @@ async def answer(parts: WorkerParts, body: models.AnswerIn, operator: Acting) ->
 async def _record(parts: WorkerParts, request_id: str) -> Record:
     """A request of a team among the latest. Raises NotFound."""
     record = await parts.reports.find(request_id)
-    if record is None or not record.team_id:
+    if record is None or not record.request.team_id:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
     return record
 
@@ -212,11 +217,11 @@ _LATE_S = 5.0  # clocks of hosts differ
 
 async def _entry_of(parts: WorkerParts, record: Record) -> Entry | None:
     """The entry that answered the request; None where it expired or was replaced."""
-    if not record.entry:
+    if not record.cache.entry:
         return None
-    partition, exact = parts.partition_of(record.team_id), bytes.fromhex(record.entry)
+    partition, exact = parts.partition_of(record.request.team_id), bytes.fromhex(record.cache.entry)
     about = await parts.exact.lookup_about(partition, exact)
-    if about is None or about.created_at > record.at_s + record.duration_ms / 1000 + _LATE_S:
+    if about is None or about.created_at > record.request.at_s + record.times.duration_ms / 1000 + _LATE_S:
         return None
     (entry,) = await parts.exact.lookup_many(partition, about.compat, [exact])
     return entry
@@ -286,5 +291,5 @@ async def certify(parts: WorkerParts, body: models.CertificateIn, operator: Acti
 
 async def feedback(parts: WorkerParts, body: models.FeedbackIn) -> models.FeedbackOut:
     """Says of any team's response what `POST /v1/feedback` says of one's own."""
-    team_id = (await _record(parts, body.id)).team_id
+    team_id = (await _record(parts, body.id)).request.team_id
     return await parts.reports.report(parts.partition_of(team_id), team_id, body.id, body.verdict == "right", "admin")

@@ -60,11 +60,11 @@ async def cache_misses(parts: WorkerParts) -> models.MissesOut:
     totals: Counter[str] = Counter()
     examples: dict[tuple[str, str], Record] = {}
     for record in page.records:
-        pair = record.alias, CAUSE_OF.get(record.miss_reason, "other")
-        totals[record.alias] += 1
+        pair = record.request.alias, CAUSE_OF.get(record.cache.miss_reason, "other")
+        totals[record.request.alias] += 1
         counts[pair] += 1
         example = examples.setdefault(pair, record)
-        if record.nearest and not example.nearest:
+        if record.cache.nearest and not example.cache.nearest:
             examples[pair] = record
     rows = [
         models.MissCauseOut(
@@ -73,7 +73,7 @@ async def cache_misses(parts: WorkerParts) -> models.MissesOut:
             count=count,
             share=count / totals[alias],
             advice=CAUSES[cause],
-            example=models.MissExampleOut.of(examples[alias, cause], reason=examples[alias, cause].miss_reason),
+            example=_example(examples[alias, cause]),
         )
         for (alias, cause), count in counts.items()
     ]
@@ -82,4 +82,10 @@ async def cache_misses(parts: WorkerParts) -> models.MissesOut:
 
 
 def _is_miss(record: Record) -> bool:
-    return bool(record.alias) and record.cache == "miss" and record.miss_reason != "" and record.status < 400
+    is_miss = record.cache.source == "miss" and record.cache.miss_reason != ""
+    return is_miss and bool(record.request.alias) and record.ended.status < 400
+
+
+def _example(record: Record) -> models.MissExampleOut:
+    request, cache = record.request, record.cache
+    return models.MissExampleOut.of(request, cache, request_id=request.id, reason=cache.miss_reason)

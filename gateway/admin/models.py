@@ -16,11 +16,8 @@ from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, Key, LedgerRow, NewKey
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.deployments.progress import Attempt
-from gateway.journey.bill import Claim
-from gateway.journey.generation import Rejection
-from gateway.journey.hedge import Hedged
-from gateway.journey.record import Record
-from gateway.journey.rescue import Seam
+from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
+from gateway.journey.record import FIELDS, Record
 from gateway.learning.reports import Outcome
 from gateway.telemetry.judge_error import ErrorRate
 from gateway.telemetry.parts import Part
@@ -90,6 +87,8 @@ class _Flat:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
             hints = get_type_hints(source) if isinstance(source, type) else {}
+            if source is Record:  # outside this process it is flat
+                hints = {name: field.type for name, field in FIELDS.items()}
             fields: dict[str, Any] = {}
             for name in self._only or [*(name for name in hints if name not in self._without), *self._changed]:
                 changed = self._changed.get(name)

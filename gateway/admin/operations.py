@@ -25,7 +25,7 @@ from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
-from gateway.journey.attempt import attempt
+from gateway.journey.attempt import UpstreamCall
 from gateway.journey.bill import CONTEXT_UNKNOWN
 from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
@@ -66,9 +66,9 @@ async def try_deployment(parts: WorkerParts, body: models.TryDeploymentIn, opera
     progress, chunks = Progress(deployment.name), list[Chunk]()
     question = _question(alias, deployment)
     hold = parts.budgets.unreserved(question.request_id, 0)
-    deployment.places.taken += 1
+    deployment.slots.taken += 1
     try:
-        failure = await attempt(deployment, question, progress, chunks.extend, demand=Demand(_PROMPT_TOKENS, 0, 0))
+        failure = await UpstreamCall(deployment, question, progress, Demand(_PROMPT_TOKENS, 0, 0)).run(chunks.extend)
         if failure is None:
             deployment.health.reset()
     finally:  # an operator who leaves has spent it, too

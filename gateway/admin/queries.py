@@ -58,19 +58,19 @@ class RouteFilter:
 
     def matches(self, record: Record) -> bool:
         return (
-            (self.team_id is None or record.team_id == self.team_id)
-            and (not self.model or record.alias == self.model)
-            and (not self.cache or record.cache == self.cache)
-            and (not self.deployment or any(a.name == self.deployment for a in record.attempts))
-            and (not self.request_id or record.request_id == self.request_id)
+            (self.team_id is None or record.request.team_id == self.team_id)
+            and (not self.model or record.request.alias == self.model)
+            and (not self.cache or record.cache.source == self.cache)
+            and (not self.deployment or any(a.name == self.deployment for a in record.answer.attempts))
+            and (not self.request_id or record.request.id == self.request_id)
             and (not self.outcome or self.outcome in _outcomes(record))
         )
 
 
 def _outcomes(record: Record) -> tuple[str, ...]:
-    kind = kind_of(record.cache, record.status, record.error)
+    kind = kind_of(record.cache.source, record.ended.status, record.ended.error)
     outcome = kind if kind in ("refused", "failed") else "ok"
-    return (outcome, "failover") if len(record.attempts) > 1 else (outcome,)
+    return (outcome, "failover") if len(record.answer.attempts) > 1 else (outcome,)
 
 
 def ledger_filter(

@@ -39,7 +39,7 @@ from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
-from gateway.journey.record import Record
+from gateway.journey.record import FIELDS, Record, flat
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.judge_error import false_different, false_same
 from gateway.telemetry.stats import Page
@@ -180,10 +180,13 @@ def _check_cursor(cursor: str) -> None:
         raise accounts.Invalid("cursor", "expected one that an earlier page gave")
 
 
+_DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not msgspec.NODEFAULT}
+
+
 def _routes(page: Page) -> models.RoutesOut:
     """The records, each with its kind."""
     routes = [
-        {**msgspec.structs.asdict(record), "kind": kind_of(record.cache, record.status, record.error)}
+        {**_DEFAULTS, **flat(record), "kind": kind_of(record.cache.source, record.ended.status, record.ended.error)}
         for record in page.records
     ]
     return {"routes": routes, "cursor": page.cursor}
@@ -292,9 +295,9 @@ async def route_choices(parts: WorkerParts) -> Choices:
     teams, aliases, deployments = dict[int, str](), set[str](), set[str]()
 
     def note(record: Record) -> bool:
-        teams.setdefault(record.team_id, record.team)
-        aliases.add(record.alias)
-        deployments.update([attempt.name for attempt in record.attempts])
+        teams.setdefault(record.request.team_id, record.request.team)
+        aliases.add(record.request.alias)
+        deployments.update([attempt.name for attempt in record.answer.attempts])
         return False
 
     await parts.stats.routes(note)
@@ -361,10 +364,10 @@ async def _last_errors(parts: WorkerParts) -> dict[str, list[models.DeploymentEr
     errors: dict[str, list[models.DeploymentErrorOut]] = {}
 
     def note(record: Record) -> bool:
-        for attempt in record.attempts:
+        for attempt in record.answer.attempts:
             if attempt.verdict in ("error", "denied") and len(errors.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
                 error = models.DeploymentErrorOut(
-                    at_s=record.at_s, request_id=record.request_id, message=attempt.outcome
+                    at_s=record.request.at_s, request_id=record.request.id, message=attempt.outcome
                 )
                 errors[attempt.name].append(error)
         return False
@@ -397,7 +400,7 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         policy=alias.settings.policy,
         reason=deployment.trouble,
         denial=deployment.health.trouble[1],
-        waiting=load.waiting + deployment.places.waiting,
+        waiting=load.waiting + deployment.slots.waiting,
         capabilities=tuple(sorted(candidate.capabilities)),
         hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),
         hold_output_tokens=output_tokens,

@@ -21,7 +21,8 @@ from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header,
 from gateway.api.provider_ids import NamedObjects
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
-from gateway.journey.flight import Reader, Reply
+from gateway.journey.flight import Reply
+from gateway.journey.shared_stream import Reader
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Caller, Ended, Turn, arrive, read_turn, turn_of
 from gateway.pipeline import Pipeline
@@ -169,15 +170,14 @@ class AnswerEndpoint:
         first = media_headers(reply.media) if reply.turn.kind.is_plain else EVENT_STREAM
         status = reply.reader.status if reply.reader is not None else 200
         start = {"type": "http.response.start", "status": status, "headers": [*first, *answer_headers(reply)]}
-        if reply.entry is not None:
-            body = renderer.replay(reply.entry)
+        if (reader := reply.reader) is None:
+            assert reply.looked.entry is not None
+            body = renderer.replay(reply.looked.entry)
             if renderer.is_kept:
                 await renderer.keep()
             await send(start)
             await asgi.send_body(send, body)
             return Ended()
-        reader = reply.reader
-        assert reader is not None
         await send(start)
         watcher.first_chunk_left()
         try:
@@ -388,8 +388,8 @@ class DisconnectWatcher:
 
     def note(self, ended: Ended) -> None:
         """Note the end of a reply that was not complete."""
-        if self._reader is not None:
-            self._reader.ended(ended)
+        if self.reply is not None:
+            self.reply.end(ended)
 
     def _gone(self) -> None:
         self._leave(ClientGone())

@@ -20,9 +20,9 @@ from gateway.api import asgi
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body
-from gateway.journey.record import record_of
+from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
-from gateway.pipeline import Pipeline, may_use
+from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound, shown
 from gateway.wire.requests import decode_object
 
@@ -94,7 +94,7 @@ class ObjectEndpoint(ABC):
         """The alias of this name, which the key may use. Raises NotFound, Forbidden."""
         alias = self._pipeline.fleet.alias(name, call.identity.key.models)
         call.alias = alias.name
-        may_use(call.identity, name, alias.name)
+        alias.allow(call.identity.key.models, name)
         return alias
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -129,8 +129,8 @@ class ObjectEndpoint(ABC):
             facts: dict[str, Any] = {}
             if call is not None:
                 named = "" if call.alias else call.named_model
-                facts = {"identity": call.identity, "alias": call.alias, "asked": named}
-            self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), cache="bypass", **facts))
+                facts = {"identity": call.identity, "alias": call.alias, "model": named}
+            self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), source="bypass", **facts))
 
 
 # -- what a team keeps here: files, batches, responses, conversations

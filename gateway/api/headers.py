@@ -47,8 +47,8 @@ def error_headers(request_id: str, error: ApiError) -> Headers:
 
 def answer_headers(reply: Reply) -> Headers:
     """The headers of an answer that has begun."""
-    turn, source, entry, reader = reply.turn, reply.source, reply.served, reply.reader
-    deployment = deployment_of(entry) if reader is None else reader.generation.answered_by
+    turn, source, entry, flight = reply.turn, reply.source, reply.served, reply.flight
+    deployment = deployment_of(entry) if flight is None else flight.generation.deployment
     headers = [
         (b"x-request-id", turn.arrival.request_id.encode()),
         (b"x-sameway-cache", source.encode()),
@@ -56,19 +56,19 @@ def answer_headers(reply: Reply) -> Headers:
         (b"cache-status", _cache_status(source, entry).encode()),
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
-    limits = reply.limits
-    if reader is not None:
-        generation = reader.generation
-        if generation.fallbacks:
-            headers.append((b"x-sameway-fallback", generation.serving.name.encode("latin-1", "replace")))
-        if generation.hedge is not None:
-            headers.append((b"x-sameway-hedge", generation.hedge.deployment.encode("latin-1", "replace")))
-        if generation.queued_ms:
-            headers.append((b"x-sameway-queued-ms", f"{generation.queued_ms:.0f}".encode()))
-        if generation.cut_at is not None:
-            headers.append((b"x-sameway-cut-at", str(generation.cut_at).encode()))
-        if generation.headers and reader.is_leader:
-            limits = limits | generation.headers  # the tokens' limits, too
+    limit_headers = reply.looked.limit_headers
+    if flight is not None:
+        answered, holds = flight.generation.answered, flight.generation.holds
+        if answered.fallbacks:
+            headers.append((b"x-sameway-fallback", answered.serving.name.encode("latin-1", "replace")))
+        if answered.hedge is not None:
+            headers.append((b"x-sameway-hedge", answered.hedge.deployment.encode("latin-1", "replace")))
+        if answered.queued_ms:
+            headers.append((b"x-sameway-queued-ms", f"{answered.queued_ms:.0f}".encode()))
+        if holds.cut_at is not None:
+            headers.append((b"x-sameway-cut-at", str(holds.cut_at).encode()))
+        if holds.limit_headers and reply.is_leading:
+            limit_headers = limit_headers | holds.limit_headers  # the tokens' limits, too
     if entry is not None:
         if (similarity := reply.similarity) is not None:
             headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
@@ -76,7 +76,7 @@ def answer_headers(reply: Reply) -> Headers:
         headers.append((b"x-sameway-cost-usd", b"0"))
         if (baseline := entry.labels.get("baseline_microusd")) is not None:
             headers.append((b"x-sameway-saved-usd", dollars(int(baseline)).encode()))
-    headers += limits.items()
+    headers += limit_headers.items()
     return headers
 
 
@@ -85,14 +85,14 @@ def cost_header(reply: Reply) -> Headers:
 
     A stream's headers leave before its cost is known; that cost is in the ledger.
     """
-    if reply.reader is None or reply.served is not None:
+    if reply.flight is None or reply.served is not None:
         return []
-    spent = reply.reader.generation.spent
+    money = reply.flight.generation.stored.spent.money
     if reply.is_leading:
-        return [(b"x-sameway-cost-usd", dollars(spent.cost_microusd if spent is not None else 0).encode())]
+        return [(b"x-sameway-cost-usd", dollars(money.cost_microusd).encode())]
     headers = [(b"x-sameway-cost-usd", b"0")]
-    if spent is not None and spent.baseline_microusd is not None:
-        headers.append((b"x-sameway-saved-usd", dollars(spent.baseline_microusd).encode()))
+    if not money.is_baseline_unknown:
+        headers.append((b"x-sameway-saved-usd", dollars(money.baseline_microusd).encode()))
     return headers
 
 

@@ -467,8 +467,8 @@ class BatchRunner:
         except ApiError:
             return False
         return all(
-            deployment.places.waiting
-            or 2 * deployment.places.taken >= max(2, deployment.places.places_max)
+            deployment.slots.waiting
+            or 2 * deployment.slots.taken >= max(2, deployment.slots.slots_max)
             or deployment.backend.load(0).waiting
             for deployment in alias.deployments.values()
         )

@@ -22,6 +22,7 @@ from gateway.wire.errors import (
     ApiError,
     BadRequest,
     DeadlineExceeded,
+    Forbidden,
     NotFound,
     Unavailable,
     UpstreamDenied,
@@ -90,6 +91,13 @@ class Alias:
         if not takers:
             raise self._refusal(hidden)
         return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
+
+    def allow(self, models: Collection[str] | None, name: str) -> None:
+        """Refuse a key for which neither `name` nor this alias, which takes it, is one of its
+        `models`; None: it may use all. Raises Forbidden.
+        """
+        if models is not None and name not in models and self.name not in models:
+            raise Forbidden(f"This API key may not use the model `{name}`", param="model")
 
     def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
         """Refuse a request that no deployment of this alias may get, before the cache answers it.

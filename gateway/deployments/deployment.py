@@ -2,7 +2,7 @@
 estimates.
 
 It gives the values that `policies.routing` decides by, and learns from the outcome of each call.
-Knows no aliases, teams, budgets or caches. Invariant: a place that `begin` took is given back once,
+Knows no aliases, teams, budgets or caches. Invariant: a slot that `begin` took is given back once,
 by `end`.
 """
 
@@ -15,8 +15,8 @@ import msgspec
 
 from gateway.backends import base
 from gateway.deployments.build import Facts, describe
-from gateway.deployments.places import Places
 from gateway.deployments.progress import Progress
+from gateway.deployments.slots import Slots
 from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings
 from gateway.wire.types import CHAT, Kind
@@ -53,7 +53,7 @@ class Deployment(Facts):
     settings: DeploymentSettings
     health: Health
     estimate: Estimate
-    places: Places
+    slots: Slots
     claim: Callable[[Asker], Awaitable[bool]] | None = None  # the right to probe, among all workers and hosts
     ttft_timeout_min_ms: float = 5_000.0
     use: str = ""  # `drained` or `disabled` by an operator
@@ -190,7 +190,7 @@ class Deployment(Facts):
             resting=resting,
             health_reason=reason,
             use=self.use,
-            full_at=self.places.places_max if self.places.is_full else 0,
+            full_at=self.slots.slots_max if self.slots.is_full else 0,
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
@@ -225,14 +225,14 @@ class Deployment(Facts):
         return self.prompts.setdefault(scope, Prompts())
 
     def begin(self, asker: Asker, team: int = 0) -> bool:
-        """Take a place and the right to make one call; returns False if another call took it.
+        """Take a slot and the right to make one call; returns False if another call took it.
 
-        `end` gives the place back. `team`: of the request; 0 for the gateway's own.
+        `end` gives the slot back. `team`: of the request; 0 for the gateway's own.
         """
-        if not self.places.take(team):
+        if not self.slots.take(team):
             return False
         if not self.health.begin(asker):
-            self.places.give_back(team)
+            self.slots.give_back(team)
             return False
         return True
 
@@ -255,8 +255,8 @@ class Deployment(Facts):
         return is_first
 
     def end(self, team: int = 0) -> None:
-        """Give back the place of a call that has ended."""
-        self.places.give_back(team)
+        """Give back the slot of a call that has ended."""
+        self.slots.give_back(team)
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time to wait for the first chunk: as configured, else learned

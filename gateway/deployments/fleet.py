@@ -15,7 +15,7 @@ from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
 from gateway.deployments.build import Facts, build_backend, describe
 from gateway.deployments.deployment import Deployment
-from gateway.deployments.places import Places
+from gateway.deployments.slots import Slots
 from gateway.loggers import get_logger
 from gateway.settings import (
     DeploymentSettings,
@@ -144,6 +144,6 @@ def _deployed(
         settings=settings,
         health=Health(clock, random.random),
         estimate=Estimate(clock),
-        places=Places(settings.concurrency_max, settings.queue_max),
+        slots=Slots(settings.concurrency_max, settings.queue_max),
         **facts.by_name(),
     )

@@ -18,9 +18,8 @@ import msgspec
 
 from gateway.accounts import Identity, LedgerRow, charges_of
 from gateway.deployments.alias import Alias
-from gateway.deployments.deployment import Deployment
-from gateway.deployments.progress import Progress
 from gateway.journey.needs import booked_labels
+from gateway.journey.outcomes import Answered, Claim, MoneyFacts, Spent, Try
 from gateway.journey.savings import CHECKING, CHECKS, TRIES, beside, compared, joined
 from gateway.journey.turn import Turn
 from gateway.wire.usage import usage_at_start
@@ -34,57 +33,17 @@ CONTEXT_UNKNOWN = 1 << 20
 _UNSEEN_ROUNDS_MAX = 100  # of an answer that tells its calls, and not its rounds
 
 
-class Try(msgspec.Struct, frozen=True):
-    """A deployment that was tried, and its answer so far."""
-
-    deployment: Deployment
-    progress: Progress
-
-
-class Claim(msgspec.Struct, frozen=True):
-    """What a deployment reported, where it was more than what was held, or none for the prompt.
-    `is_cut`: it was beyond the bound, which is booked instead.
-    """
-
-    deployment: str
-    prompt_tokens: int
-    completion_tokens: int
-    tool_calls: int
-    units: int
-    is_cut: bool
-
-
-class Spent(msgspec.Struct, frozen=True):
-    """The tokens of the answer of a generation that has ended, and the cost of all its tries.
-
-    `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
-    tries. `is_estimated`: the deployment did not report its tokens. `baseline_microusd`: the cost
-    without Sameway, None where it is not known, and `savings` its difference to `cost_microusd` by
-    what made it.
-    """
-
-    usage: Usage
-    cost_microusd: int
-    answer_microusd: int
-    charged_tokens: int
-    is_estimated: bool = False
-    claims: tuple[Claim, ...] = ()
-    charged_deployment: str = ""  # the last one that costs something
-    baseline_microusd: int | None = None
-    savings: dict[str, int] = {}
-
-
 def charged(tries: Sequence[Try]) -> list[Try]:
     """Those of `tries` that cost something."""
     # decision: abandoned-prompts-are-charged
-    return [one for one in tries if one.progress.has_begun or one.progress.is_abandoned]
+    return [tried for tried in tries if tried.progress.has_begun or tried.progress.is_abandoned]
 
 
-def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tuple[Usage, Claim | None]:
+def _counted(tried: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tuple[Usage, Claim | None]:
     """The tokens that are booked: those that the backend counted, else an estimate, as a cut answer
     costs money, too. A hold foresees answers of `cut_at` tokens at most.
     """
-    progress, deployment = one.progress, one.deployment
+    progress, deployment = tried.progress, tried.deployment
     output = (alias.output_max(deployment, demand) if cut_at is None else cut_at) * demand.choices
     prompt_max = demand.prompt_tokens_read + progress.prefix_tokens
     output_max = max(output, progress.content_chunks)
@@ -121,39 +80,33 @@ def _counted(one: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tupl
     return msgspec.structs.replace(begun, completion_tokens=said).within(known_max, output_max), None
 
 
-def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
+def usage_of(tried: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
     """The tokens of a try that are booked."""
-    return _counted(one, alias, demand, cut_at)[0]
+    return _counted(tried, alias, demand, cut_at)[0]
 
 
-def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
+def cost_of(tried: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
     """The cost of a try that is charged, in µUSD."""
-    return one.deployment.cost(demand, usage_of(one, alias, demand, cut_at))
+    return tried.deployment.cost(demand, usage_of(tried, alias, demand, cut_at))
 
 
 def book(
-    tries: Sequence[Try],
-    hold: Hold,
-    turn: Turn,
-    identity: Identity,
-    alias: Alias,
-    whole: Usage | None,
-    cut_at: int | None,
+    answered: Answered, hold: Hold, turn: Turn, identity: Identity, alias: Alias, cut_at: int | None
 ) -> tuple[list[LedgerRow], Spent]:
     """The rows to settle, none if nothing is charged, and their sum.
 
-    The last row settles `hold`; rows of earlier tries have ids of their own. `whole` are the tokens
-    of an answer that several deployments made, as its clients see them. No answer has more than
-    `cut_at` tokens.
+    The last row settles `hold`; rows of earlier tries have ids of their own. No answer has more
+    than `cut_at` tokens.
     """
     rows, claims = list[LedgerRow](), list[Claim]()
-    costly, usage, tokens = charged(tries), _NOTHING, 0
-    for one in costly:
-        is_last, deployment = one is costly[-1], one.deployment
-        usage, claim = _counted(one, alias, turn.demand, cut_at)
+    costly, whole = charged(answered.tries), answered.whole_usage
+    usage, tokens, hedge_microusd = _NOTHING, 0, 0
+    for tried in costly:
+        is_last, deployment = tried is costly[-1], tried.deployment
+        usage, claim = _counted(tried, alias, turn.demand, cut_at)
         claims += [claim] if claim is not None else []
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
-        row = _row(row_id, one, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
+        row = _row(row_id, tried, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
         is_check = row.kind == CHECKING
         if is_last and not is_check:
             row = compared(row, alias.baseline, deployment, turn.demand, usage, whole)
@@ -161,18 +114,29 @@ def book(
             is_known = alias.baseline.is_price_known and deployment.is_price_known
             row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
         rows.append(row)
+        if answered.beside and any(tried.progress is progress for progress in answered.beside):
+            hedge_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
+    if not rows:
+        return rows, Spent()
     baseline_microusd, savings = joined(rows)
+    cost_microusd = sum(row.cost_microusd for row in rows)
+    money = MoneyFacts(
+        usage_estimated=costly[-1].progress.usage is None,
+        claims=tuple(claims),
+        cost_microusd=cost_microusd,
+        baseline_microusd=baseline_microusd or 0,
+        is_baseline_unknown=baseline_microusd is None,
+        saved_microusd=baseline_microusd - cost_microusd if baseline_microusd is not None and savings else 0,
+        savings=savings or None,
+    )
     spent = Spent(
         usage=whole or usage,
-        cost_microusd=sum(row.cost_microusd for row in rows),
-        answer_microusd=rows[-1].cost_microusd if rows else 0,
+        money=money,
+        answer_microusd=rows[-1].cost_microusd,
+        hedge_microusd=hedge_microusd,
         charged_tokens=tokens,
-        is_estimated=not costly or costly[-1].progress.usage is None,
-        claims=tuple(claims),
-        charged_deployment=costly[-1].deployment.name if costly else "",
-        baseline_microusd=baseline_microusd,
-        savings=savings,
+        charged_deployment=costly[-1].deployment.name,
     )
     return rows, spent
 
@@ -183,17 +147,17 @@ def with_charges(rows: Sequence[LedgerRow], hold: Hold, at_deployments: Mapping[
 
     A request counts once, with its last row, and once at each deployment.
     """
-    found = []
+    charged_rows = []
     for row in rows:
         counts = [taken for taken in hold.more if row is rows[-1] or taken.unit is not Unit.REQUESTS]
         at = at_deployments.get(row.deployment)
         charges = charges_of(row, [*counts, *(at.more if at is not None else ())])
-        found.append(msgspec.structs.replace(row, charges=charges))
-    return found
+        charged_rows.append(msgspec.structs.replace(row, charges=charges))
+    return charged_rows
 
 
 def _row(
-    row_id: str, one: Try, usage: Usage, cost_microusd: int, hold: Hold, turn: Turn, identity: Identity
+    row_id: str, tried: Try, usage: Usage, cost_microusd: int, hold: Hold, turn: Turn, identity: Identity
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     row = LedgerRow(
@@ -204,13 +168,13 @@ def _row(
         team_id=identity.team.id,
         key_id=identity.key.id,
         alias=turn.alias,
-        deployment=one.deployment.name,
+        deployment=tried.deployment.name,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
-        usage_estimated=one.progress.usage is None,
+        usage_estimated=tried.progress.usage is None,
     )
     more: dict[str, Any] = booked_labels(turn.body, turn.labels)
     if parts := usage.parts():

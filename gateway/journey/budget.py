@@ -35,7 +35,6 @@ _CONFIRM_EVERY_S = 2.0
 _LAST_CONFIRM_S = 1.0
 _log = get_logger()
 
-
 Saved = Callable[[Collection[str]], Awaitable[set[str]]]
 """Those of the ids of rows that SQL has. Raises sqlalchemy's errors."""
 
@@ -44,14 +43,12 @@ Saved = Callable[[Collection[str]], Awaitable[set[str]]]
 class _Unsettled:
     hold: Hold
     row: LedgerRow
-    place: range  # in the spool
+    spooled: range  # where the spool has the row
     was_settled: bool = False
 
 
 class Money:
-    """Holds and settlements of one worker. `spool` keeps rows until SQL has them, over the end of
-    the process.
-    """
+    """Holds and settlements of one worker; `spool` keeps rows until SQL has them."""
 
     def __init__(self, budgets: Budgets, settings: BudgetSettings, spool: Spool, saved: Saved) -> None:
         self._budgets = budgets
@@ -60,8 +57,8 @@ class Money:
         self._saved = saved
         self._living: dict[str, Hold] = {}
         self._unsettled: deque[_Unsettled] = deque()
-        self._settled: dict[str, range] = {}  # the places of rows by their ids
-        self._written: deque[tuple[int, dict[str, range]]] = deque()  # the same by a time when Redis had them
+        self._settled: dict[str, range] = {}  # where the spool has rows, by their ids
+        self._written: deque[tuple[int, dict[str, range]]] = deque()  # the same, by a time when Redis had the rows
 
     @property
     def unsettled(self) -> int:
@@ -105,15 +102,15 @@ class Money:
         """
         self._living.pop(hold.id, None)
         data = encode_row(row)
-        place = self._spool.put(data)
+        spooled = self._spool.put(data)
         try:
             await self._budgets.settle(hold, row.cost_microusd, data, row.charges)
         except (RedisError, asyncio.CancelledError) as error:
-            self._unsettled.append(_Unsettled(hold, row, place))
+            self._unsettled.append(_Unsettled(hold, row, spooled))
             if isinstance(error, asyncio.CancelledError):
                 raise
         else:
-            self._keep_until_saved(row.id, place)
+            self._keep_until_saved(row.id, spooled)
 
     async def release(self, hold: Hold) -> None:
         """Release the whole hold. While Redis is away, the hold ends with its lease instead."""
@@ -169,10 +166,10 @@ class Money:
                 return
             self._unsettled.popleft()
             if is_new or not waiting.was_settled:
-                self._keep_until_saved(row.id, waiting.place)
+                self._keep_until_saved(row.id, waiting.spooled)
             else:  # Redis remembers it, and its stream has it no more: the writer has set it aside
                 _log.error("ledger_row_not_saved", row=msgspec.to_builtins(row))
-                self._spool.drop(waiting.place)
+                self._spool.drop(waiting.spooled)
 
     async def confirm(self) -> None:
         """Forget the rows that SQL has. Those that neither Redis nor SQL has are settled again."""
@@ -193,44 +190,44 @@ class Money:
                 return
             self._written.popleft()
 
-    async def _compare(self, places: dict[str, range], *, was_settled: bool) -> None:
-        saved = await self._saved(places)
-        for row_id, place in places.items():
+    async def _compare(self, spooled_rows: dict[str, range], *, was_settled: bool) -> None:
+        saved = await self._saved(spooled_rows)
+        for row_id, spooled in spooled_rows.items():
             if row_id in saved:
-                self._spool.drop(place)
+                self._spool.drop(spooled)
             else:
-                self._offer(place, was_settled=was_settled)
+                self._offer(spooled, was_settled=was_settled)
 
-    def _offer(self, place: range, *, was_settled: bool) -> None:
-        row = decode_row(self._spool.read(place))
-        self._unsettled.append(_Unsettled(Hold(row.id, row.team_id, row.at_ms), row, place, was_settled))
+    def _offer(self, spooled: range, *, was_settled: bool) -> None:
+        row = decode_row(self._spool.read(spooled))
+        self._unsettled.append(_Unsettled(Hold(row.id, row.team_id, row.at_ms), row, spooled, was_settled))
 
-    def _keep_until_saved(self, row_id: str, place: range) -> None:
-        if place != NOWHERE:
-            self._settled[row_id] = place
+    def _keep_until_saved(self, row_id: str, spooled: range) -> None:
+        if spooled != NOWHERE:
+            self._settled[row_id] = spooled
 
     async def adopt(self) -> None:
         """Take over the rows of workers that ended before SQL had them.
 
         Their holds end with their leases.
         """
-        places: dict[str, range] = {}
+        spooled_rows: dict[str, range] = {}
 
-        def take(data: bytes, place: range) -> None:
+        def take(data: bytes, spooled: range) -> None:
             try:
-                places[decode_row(data).id] = place
+                spooled_rows[decode_row(data).id] = spooled
             except msgspec.MsgspecError as error:  # the host failed while it was written
                 _log.error("ledger_row_unreadable", data=data.hex(), reason=str(error))
-                self._spool.drop(place)
+                self._spool.drop(spooled)
 
         self._spool.adopt(take)
-        if places:
-            _log.info("ledger_rows_adopted", rows=len(places))
+        if spooled_rows:
+            _log.info("ledger_rows_adopted", rows=len(spooled_rows))
             try:
-                await self._compare(places, was_settled=False)
+                await self._compare(spooled_rows, was_settled=False)
             except (SQLAlchemyError, OSError):
-                for place in places.values():
-                    self._offer(place, was_settled=False)
+                for spooled in spooled_rows.values():
+                    self._offer(spooled, was_settled=False)
 
     async def aclose(self) -> None:
         """Retry once more, then leave the rows to the spool.
@@ -242,7 +239,7 @@ class Money:
             async with asyncio.timeout(_LAST_CONFIRM_S):
                 await self.confirm()
         for waiting in self._unsettled:
-            if waiting.place == NOWHERE:
+            if waiting.spooled == NOWHERE:
                 _log.error("ledger_row_not_settled", row=msgspec.to_builtins(waiting.row))
         if self._unsettled:
             _log.warning("ledger_rows_left", rows=len(self._unsettled))
@@ -253,20 +250,20 @@ def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
     state, budget, limit = refused.state, refused.state.budget, refused.limit
     window, is_money = window_words(budget), budget.unit is Unit.MONEY
     verb, does = ("is", "cost") if is_money else ("are", "use")
-    words = (
+    message = (
         f"Team {identity.team.name} has {'an' if window == 'hour' else 'a'} {window} budget of "
         f"{amount_words(limit, budget.unit)}{subject_words(state)}: {amount_words(state.spent, budget.unit)} {verb} spent, "
         f"{amount_words(state.held, budget.unit)} {verb} held by requests under way, and this request may {does} "
         f"{amount_words(refused.amount, budget.unit)}."
     )
     if refused.amount > limit and budget.unit is not Unit.REQUESTS:  # it does not fit a new window either
-        words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
-        return BudgetExceeded(words, None)
+        message += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
+        return BudgetExceeded(message, None)
     if refused.resets_in_s is None:
-        return BudgetExceeded(f"{words} It does not reset by itself: ask your admin to raise or reset it.", None)
+        return BudgetExceeded(f"{message} It does not reset by itself: ask your admin to raise or reset it.", None)
     does = "has room again" if budget.window is WindowKind.ROLLING else "resets"
-    words += f" The budget {does} in {duration_s(refused.resets_in_s)}{_at(state.window)}."
-    return BudgetExceeded(words, refused.resets_in_s)
+    message += f" The budget {does} in {duration_s(refused.resets_in_s)}{_at(state.window)}."
+    return BudgetExceeded(message, refused.resets_in_s)
 
 
 def window_words(budget: Budget) -> str:

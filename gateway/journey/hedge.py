@@ -3,110 +3,123 @@ answers.
 
 The first try that brings content gives the answer; the other is cancelled at that moment, down to
 its socket. After Dean and Barroso, "The Tail at Scale" (Communications of the ACM 56(2), 2013):
-hedged requests. Knows no routes and no budgets. Invariants: chunks of one try alone are delivered;
-when `ended` returns, or is cancelled, no try is running.
+hedged requests. Invariants: chunks of one try alone are delivered; when `Race.run` returns, or is
+cancelled, no try is running, and the share of hedges that it took is given back.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import msgspec
 
 from gateway.backends.base import BackendError
-from gateway.deployments.deployment import Deployment
-from gateway.deployments.progress import Progress
+from gateway.journey.attempt import TRIES_MAX, UpstreamCall, begin
+from gateway.journey.flight import Flight
+from gateway.journey.outcomes import Hedged
+from gateway.journey.queue import ranking
 from gateway.wire.types import Chunk
-
-Deliver = Callable[[list[Chunk]], bool | None]
-Attempt = Callable[[Deliver], Coroutine[Any, Any, BackendError | None]]
-
-
-class Hedged(msgspec.Struct, frozen=True):
-    """A second deployment that was asked beside a slow first one.
-
-    `outcome`: `won` (it answered), `lost`, or `failed` (neither answered). `cost_microusd` is what
-    the one that did not answer cost.
-    """
-
-    deployment: str
-    outcome: str
-    cost_microusd: int = 0
-
-
-class Runner(msgspec.Struct, frozen=True):
-    """One try of a race."""
-
-    deployment: Deployment
-    progress: Progress
-    task: "asyncio.Task[BackendError | None]"
 
 
 class Race:
-    """The tries of one request that run at once.
+    """A slow call, and one at another deployment than those in `excluded` beside it.
 
-    `deliver` gets the winner's chunks; before the first of them `won` is called with its progress.
+    `beside` is the name of that deployment, once it was asked.
     """
 
-    def __init__(self, deliver: Deliver, won: Callable[[Progress], None]) -> None:
-        self.runners: list[Runner] = []
-        self.winner: Runner | None = None
-        self._deliver = deliver
-        self._won = won
+    def __init__(self, flight: Flight, excluded: frozenset[str]) -> None:
+        self._flight = flight
+        self._generation = flight.generation
+        self._excluded = excluded
+        self._running: dict[UpstreamCall, asyncio.Task[BackendError | None]] = {}
+        self._winner: UpstreamCall | None = None
+        self._expected_microusd = 0  # of the second call, taken from the share of hedges
+        self.beside: frozenset[str] = frozenset()
 
-    def enter(self, deployment: Deployment, progress: Progress, attempt: Attempt) -> None:
-        """Begin a try."""
+    async def run(self, first: UpstreamCall, slow_ms: float) -> tuple[UpstreamCall, BackendError | None]:
+        """Run `first`, and where it has no content after `slow_ms` a second call beside it.
 
-        def deliver(chunks: list[Chunk]) -> bool | None:
-            if self.winner is None:
-                self._win(progress)
-            elif self.winner.progress is not progress:
-                raise asyncio.CancelledError  # as it will be in this tick
-            return self._deliver(chunks)
-
-        self.runners.append(Runner(deployment, progress, asyncio.create_task(attempt(deliver))))
-
-    def _win(self, progress: Progress) -> None:
-        for runner in self.runners:
-            if runner.progress is progress:
-                self.winner = runner
-            else:
-                _cancel(runner.task)
-        self._won(progress)
-
-    async def is_slow(self, after_s: float) -> bool:
-        """Whether the first try has neither content nor an end after so many seconds."""
+        Returns the call that answered, or `first`, with its failure.
+        """
         try:
-            await asyncio.wait([self.runners[0].task], timeout=after_s)
-        except BaseException:
-            await self.stop()
-            raise
-        return self.is_open
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the first try has neither content nor an end."""
-        return self.winner is None and not self.runners[0].task.done()
-
-    async def ended(self) -> tuple[Runner, BackendError | None]:
-        """The try that answered, or the first one, with its failure, once no try is running."""
-        try:
-            await asyncio.wait([runner.task for runner in self.runners])
-            succeeded = [one for one in self.runners if not one.task.cancelled() and one.task.result() is None]
-            found = self.winner or next(iter(succeeded), self.runners[0])
-            return found, found.task.result()
+            self._enter(first)
+            await asyncio.wait([self._running[first]], timeout=slow_ms / 1000.0)
+            if self._is_open(first):
+                await self._ask_second(first)
+            await asyncio.wait(self._running.values())
+            complete = [call for call, task in self._running.items() if not task.cancelled() and task.result() is None]
+            ended = self._winner or next(iter(complete), first)
+            if self.beside:
+                self._note_end(first, ended)
+            return ended, self._running[ended].result()
         finally:
-            await self.stop()
+            for task in self._running.values():
+                _cancel(task)
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            self._running = {}
+            self._generation.answered.serving.hedges.give_back(self._expected_microusd)
 
-    async def stop(self) -> None:
-        """Cancel what is running."""
-        tasks = [runner.task for runner in self.runners]
-        self.runners = []
-        for task in tasks:
-            _cancel(task)
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _is_open(self, first: UpstreamCall) -> bool:
+        """Whether the first try has neither content nor an end."""
+        return self._winner is None and not self._running[first].done()
+
+    async def _ask_second(self, first: UpstreamCall) -> None:
+        """Ask the next deployment, where budgets and the share of hedges have room for it."""
+        generation, answered = self._generation, self._generation.answered
+        ranked = ranking(self._flight, self._excluded | {first.deployment.name}).ranked
+        if not ranked or len(answered.tries) >= TRIES_MAX or generation.holds.cut_at is not None:
+            return  # the last: a budget is nearly used up
+        second, expected = answered.serving.deployments[ranked[0].name], ranked[0].cost_microusd
+        if second.health.is_open(second.asker(answered.demand, first.request.request_id)):
+            return
+        if not answered.serving.hedges.take(expected, answered.serving.settings.hedge_cost_max):
+            return
+        self._expected_microusd = expected
+        if not (await generation.holds.cover(answered, second) and self._is_open(first)):
+            return
+        call = await begin(self._flight, second, answered.why, is_alone=False)
+        if call is None:
+            return
+        self.beside = frozenset({second.name})
+        self._enter(call)
+        generation.answered = msgspec.structs.replace(
+            generation.answered, hedge=Hedged(second.name, "failed"), beside=(call.progress,)
+        )
+
+    def _enter(self, call: UpstreamCall) -> None:
+        def deliver(chunks: list[Chunk]) -> None:
+            if self._winner is None:
+                self._win(call)
+            elif self._winner is not call:
+                raise asyncio.CancelledError  # as it will be in this tick
+            self._flight.extend(chunks)
+
+        self._running[call] = asyncio.create_task(call.run(deliver))
+
+    def _win(self, winner: UpstreamCall) -> None:
+        """Cancel the other call; that of `winner` counts as the last try."""
+        self._winner = winner
+        for call, task in self._running.items():
+            if call is not winner:
+                _cancel(task)
+        answered = self._generation.answered
+        tries = tuple(sorted(answered.tries, key=lambda tried: tried.progress is winner.progress))
+        self._generation.answered = msgspec.structs.replace(answered, tries=tries, progress=winner.progress)
+
+    def _note_end(self, first: UpstreamCall, ended: UpstreamCall) -> None:
+        answered = self._generation.answered
+        assert answered.hedge is not None
+        is_second, outcome = ended is not first, "failed"
+        if ended.progress.has_begun:
+            outcome = "won" if is_second else "lost"
+        self._generation.answered = msgspec.structs.replace(
+            answered,
+            hedge=Hedged(answered.hedge.deployment, outcome),
+            beside=tuple([call.progress for call in self._running if call is not ended]),
+        )
+        if is_second and first.progress.attempt is not None:
+            prompt_tokens = self._generation.turn.demand.prompt_tokens
+            first.deployment.estimate.observe_timeout(first.progress.attempt.duration_ms, prompt_tokens)
 
 
 def _cancel(task: "asyncio.Task[BackendError | None]") -> None:
-    """Cancel a task after its first step: before it, its deployment would keep the place."""
+    """Cancel a task after its first step: before it, its deployment would keep the slot."""
     asyncio.get_running_loop().call_soon(task.cancel)

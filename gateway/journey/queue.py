@@ -1,50 +1,76 @@
-"""Before stage 9 of the journey: wait for a place where every deployment that could answer is full.
+"""Stage 8 of the journey: the ranking of the deployments, and the wait where every one is full.
 
-A request waits in the queues of all of these, and takes the first place. Invariants: a request that
-stops waiting leaves every queue, and passes a call on that it does not use; none waits longer than
-`wait_max_s`, and none where a deployment has room.
+A request waits in the queues of all that could answer, and takes the first slot. Invariants: a
+request that stops waiting leaves every queue, and passes a call on that it does not use; no request
+waits longer than `wait_max_s`, or where a deployment has room.
 """
 
 import asyncio
 import time
 
-from gateway.deployments.places import Places, Ticket
+import msgspec
+
+from gateway.deployments.slots import Slots, Ticket
 from gateway.journey.flight import Flight
+from gateway.journey.generation import Generation
 from gateway.wire.errors import DeploymentFull, sentence
 from policies import Cause, Route
 
 WAIT_MAX_S = 60.0
+_NAMES: frozenset[str] = frozenset()
+
+
+def ranking(flight: Flight, tried: frozenset[str] = _NAMES, needs: frozenset[str] = _NAMES) -> Route:
+    """The current ranking of the deployments for a generation, without those in `tried`.
+
+    `needs` are further capabilities that a deployment needs for it.
+    """
+    generation, answered = flight.generation, flight.generation.answered
+    demand = answered.demand
+    if needs:
+        demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
+    return answered.serving.route(demand, generation.looked.warm, flight.remaining_ms(), tried)
+
+
+def note_route(generation: Generation, route: Route) -> None:
+    """Set the route before the first try, for the record."""
+    answered = generation.answered
+    model = answered.serving.first_choice_model(generation.turn.demand, generation.looked.warm, route)
+    generation.answered = msgspec.structs.replace(answered, route=route, first_choice_model=model)
 
 
 async def routed(
     flight: Flight,
-    tried: frozenset[str] = frozenset(),
-    needs: frozenset[str] = frozenset(),
+    tried: frozenset[str] = _NAMES,
+    needs: frozenset[str] = _NAMES,
     wait_max_s: float = WAIT_MAX_S,
 ) -> Route:
-    """The ranking of the deployments without those in `tried`; `needs` as in `Flight.route`.
+    """As `ranking`; it waits where all that are left are full.
 
-    It waits where all that are left are full. Raises DeploymentFull if a queue is full, or the wait
-    too long.
+    Raises DeploymentFull if a queue is full, or the wait too long.
     """
-    route = flight.route(tried, needs)
+    route = ranking(flight, tried, needs)
     if route.ranked or not _full(route):
         return route
+    generation = flight.generation
+    deployments = generation.answered.serving.deployments
     began, called = time.perf_counter(), None
     try:
         while not route.ranked and (names := _full(route)):
             left_s = began + wait_max_s - time.perf_counter()
-            places = [flight.generation.serving.deployments[name].places for name in names]
-            called = await _call(flight.generation.identity.team.id, places, left_s, called) if left_s > 0 else None
+            slots = [deployments[name].slots for name in names]
+            called = await _call(generation.identity.team.id, slots, left_s, called) if left_s > 0 else None
             if called is None:
-                if flight.generation.route is None:
-                    flight.generation.routed(route)
+                if generation.answered.route is None:
+                    note_route(generation, route)
                 raise _too_many(route)
-            route = flight.route(tried, needs)
+            route = ranking(flight, tried, needs)
         return route
     finally:
-        flight.generation.queued_ms += (time.perf_counter() - began) * 1000.0
-        if called is not None and not (route.ranked and _of(flight, route.ranked[0].name) is called):
+        answered = generation.answered
+        queued_ms = answered.queued_ms + (time.perf_counter() - began) * 1000.0
+        generation.answered = msgspec.structs.replace(answered, queued_ms=queued_ms)
+        if called is not None and not (route.ranked and deployments[route.ranked[0].name].slots is called):
             called.call()
 
 
@@ -52,25 +78,21 @@ def _full(route: Route) -> list[str]:
     return [rejected.name for rejected in route.rejected if rejected.cause is Cause.FULL]
 
 
-def _of(flight: Flight, name: str) -> Places:
-    return flight.generation.serving.deployments[name].places
-
-
-async def _call(team: int, places: list[Places], within_s: float, missed: Places | None) -> Places | None:
-    """The place that calls first; None if no queue has room, or none calls `within_s`."""
+async def _call(team: int, slots: list[Slots], within_s: float, missed: Slots | None) -> Slots | None:
+    """The slots that call first; None if no queue has room, or none calls `within_s`."""
     ticket = Ticket(team, asyncio.get_running_loop().create_future())
-    joined = [one for one in places if one.join(ticket, is_first=one is missed)]
+    joined = [queue for queue in slots if queue.join(ticket, is_first=queue is missed)]
     try:
         if joined:
             await asyncio.wait([ticket.called], timeout=within_s)
         return ticket.called.result() if ticket.called.done() else None
     except asyncio.CancelledError:
-        if ticket.called.done() and (place := ticket.called.result()) is not None:
-            place.call()
+        if ticket.called.done() and (called := ticket.called.result()) is not None:
+            called.call()
         raise
     finally:
-        for one in joined:
-            one.leave(ticket)
+        for queue in joined:
+            queue.leave(ticket)
 
 
 def _too_many(route: Route) -> DeploymentFull:

@@ -133,17 +133,17 @@ def _refusal(verdict: Decision, headers: Headers) -> RateLimited:
     refused = verdict.refused_by
     assert refused is not None
     whose, unit = refused.subject.partition(":")[0], refused.unit
-    told = {name.decode(): value.decode() for name, value in headers.items()}
+    texts = {name.decode(): value.decode() for name, value in headers.items()}
     if verdict.retry_after_s is None:
         return RateLimited(
             f"This request needs more {unit} than this {whose} may use in a minute ({refused.limit})",
             60.0,
-            {**told, "x-should-retry": "false"},
+            {**texts, "x-should-retry": "false"},
         )
     return RateLimited(
         f"Rate limit reached for this {whose}: {refused.limit} {unit} per minute. Try again in {duration_s(verdict.retry_after_s)}",
         verdict.retry_after_s,
-        told,
+        texts,
     )
 
 

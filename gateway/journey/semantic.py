@@ -26,6 +26,7 @@ from cache.entry import CacheUnavailable
 from cache.exact import Verified
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
+from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
@@ -60,44 +61,21 @@ class Bounds:
         # by team and alias, below 1; without an entry: 1. `telemetry.measured_error` updates it
         self.strictness: dict[tuple[int, str], float] = {}
 
-    def error_max(self, team: Team, alias: str, asked: float | None = None) -> float:
-        """The least bound of settings, team, alias and request (`asked`), before any tightening."""
+    def error_max(self, team: Team, alias: str, of_request: float | None = None) -> float:
+        """The least bound of settings, team, alias and request (`of_request`), before any tightening."""
         model, cache = self._settings.models.get(alias), self._settings.cache
         of_alias = model.semantic_error_max if model is not None else None
         least = cache.error_max
-        for bound in (team.semantic_error_max, of_alias, asked):
+        for bound in (team.semantic_error_max, of_alias, of_request):
             if bound is not None and bound < least:
                 least = bound
         return least
 
-    def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
-        """The bound for a request of `team` for `alias`; `asked` is the request's own bound."""
-        error_max = self.error_max(team, alias, asked)
+    def bound(self, team: Team, alias: str, of_request: float | None) -> Bound:
+        """The bound for a request of `team` for `alias`; `of_request` is the request's own bound."""
+        error_max = self.error_max(team, alias, of_request)
         strictness = self.strictness.get((team.id, alias))
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
-
-
-class AuditDraw(msgspec.Struct, frozen=True):
-    """A would-be hit that is generated instead: its chance to be compared, and the certificate that
-    it counts for.
-    """
-
-    chance: float
-    certificate: str
-
-
-class SemanticResult(msgspec.Struct, frozen=True):
-    """The outcome of stage 6: the `entry` that is served, or the reason why there is none."""
-
-    entry: Entry | None = None
-    similarity: float | None = None  # of the hit, or of the nearest entry that is not served
-    error_max: float = 0.0  # the bound of a hit that the cache worker found
-    miss_reason: str = ""
-    nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
-    question: str = ""  # the request's own text, of a hit; empty unless prompts may be logged
-    trial: Trial | None = None  # the decision's features, for the verdict that may follow
-    degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
-    audit: AuditDraw | None = None  # of a would-be hit that is generated instead
 
 
 class _ColdShare:
@@ -137,6 +115,7 @@ class SemanticLookup:
         semantic: SemanticClient,
         exact: ExactCache,
         bounds: Bounds,
+        *,
         audited: Callable[[int, str, Trial], AuditDraw] | None = None,
         random: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.time,
@@ -145,88 +124,92 @@ class SemanticLookup:
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
-        self._audited = audited
+        self.audited = audited
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._learned = Learned()
-        self._random = random
+        self.random = random
         self._clock = clock
         self._cold = _ColdShare(COLD_FIRST / settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
-    def relaxed(self, found: Fingerprint, turn: Turn, team: Team, alias: Alias) -> tuple[Fingerprint, str]:
-        """The fingerprint of a request with what its last text does not rely on left out of its
-        compat.
-
-        With it the reason for no semantic lookup, apart from cache controls; empty if there is one.
+    def relaxed(self, looked: Looked, turn: Turn, team: Team, alias: Alias) -> Looked:
+        """5. `looked` with what the request's last text does not rely on left out of its compat, or
+        with the reason for no semantic lookup, apart from cache controls.
         """
-        unsought = self._why_not(found, team, alias)
-        if unsought or (turn.native is not None and turn.native.apart is not None):
-            return found, unsought
-        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile, self._learned), ""
+        fingerprint = looked.fingerprint
+        if reason := self._why_not(fingerprint, team, alias):
+            return msgspec.structs.replace(looked, no_lookup_reason=reason, words_key=None)
+        if turn.native is None or turn.native.apart is None:
+            fields = self._settings.cache.key_fields
+            fingerprint = relaxed(fingerprint, turn.body, fields, self._volatile, self._learned)
+        key = looked.words_key if fingerprint.compat == looked.fingerprint.compat else None
+        if key is None and fingerprint.text is not None:
+            key = words_key(fingerprint.compat, fingerprint.text)
+        return msgspec.structs.replace(looked, fingerprint=fingerprint, words_key=key)
 
-    async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
+    async def find(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
         """A verified semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""
-        if controls.no_cache or found.text is None:
+        if controls.no_cache or fingerprint.text is None:
             return SemanticResult(miss_reason="no-cache")
-        storing = self._stores.get(found.compat)
+        storing = self._stores.get(fingerprint.compat)
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        self._cold.pay(found.compat, bound.error_max)
+        self._cold.pay(fingerprint.compat, bound.error_max)
         query = Query(
-            partition=found.partition,
-            compat=found.compat,
-            text=found.text,
+            partition=fingerprint.partition,
+            compat=fingerprint.compat,
+            text=fingerprint.text,
             error_max=bound.error_max,
             untightened=bound.untightened,
-            context=found.context,
+            context=fingerprint.context,
         )
         result = await self._semantic.lookup(query)
         if isinstance(result, Miss):
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
             audit = None
-            if result.reason is MissReason.AUDIT and result.trial is not None and self._audited is not None:
-                audit = self._audited(team.id, alias.name, result.trial)
+            if result.reason is MissReason.AUDIT and result.trial is not None and self.audited is not None:
+                audit = self.audited(team.id, alias.name, result.trial)
             return SemanticResult(
                 similarity=nearest.similarity if nearest is not None else None,
                 # another date, user or history is all that may keep an answer from it
-                miss_reason=(result.reason is MissReason.EMPTY and found.kept) or result.reason.value,
+                miss_reason=(result.reason is MissReason.EMPTY and fingerprint.kept) or result.reason.value,
                 nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
                 trial=result.trial,
                 degraded=("cache_worker",) if is_away else (),
                 audit=audit,
             )
-        pointed = await self._exact.lookup_entry(found, result.exact, controls.max_age_s)
+        pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s)
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
         if result.trial is not None and result.trial.is_cold:
-            self._cold.spend(found.compat)
+            self._cold.spend(fingerprint.compat)
         return SemanticResult(
             entry=pointed.entry,
             similarity=result.similarity,
             error_max=bound.error_max,
-            question=found.text if self._settings.log_prompts else "",
+            question=fingerprint.text if self._settings.log_prompts else "",
             trial=result.trial,
         )
 
-    def words_key(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> bytes | None:
+    def words_key(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> bytes | None:
         """The key by which this prompt's words may find another request's answer; None if none may."""
-        if found.text is None or controls.no_cache or self._why_not(found, team, alias):
+        if fingerprint.text is None or controls.no_cache or self._why_not(fingerprint, team, alias):
             return None
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         if bound.untightened is not None or thresholds_of(bound.error_max) is None:
             return None
-        return words_key(found.compat, found.text)
+        return words_key(fingerprint.compat, fingerprint.text)
 
     def follow(
-        self, found: Fingerprint, controls: Controls, team: Team, alias: Alias, looked: Lookup
+        self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias, lookup: Lookup
     ) -> SemanticResult | None:
         """What a pointer from this prompt's words means: a hit, or an audit of one; None if the
         cache worker is to decide.
         """
-        entry, verified = looked.entry, looked.pointer.verified if looked.pointer is not None else None
+        entry, verified = lookup.entry, lookup.pointer.verified if lookup.pointer is not None else None
         assert entry is not None
         if verified is None:
             chance = _WORDS_AUDITED if self._settings.cache.is_audited else 1.0
@@ -237,28 +220,28 @@ class SemanticLookup:
             if bound.error_max < verified.error_max or self._clock() - verified.at > _VERIFIED_S:
                 return None
             if trial.is_cold:
-                if not self._cold.has_one(found.compat):
+                if not self._cold.has_one(fingerprint.compat):
                     return None
-                self._cold.pay(found.compat, bound.error_max)
-        if self._audited is not None and trial.chance < 1.0 and self._random() < trial.chance:
-            audit = self._audited(team.id, alias.name, trial)
+                self._cold.pay(fingerprint.compat, bound.error_max)
+        if self.audited is not None and trial.chance < 1.0 and self.random() < trial.chance:
+            audit = self.audited(team.id, alias.name, trial)
             return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
         if trial.is_cold:
-            self._cold.spend(found.compat)
+            self._cold.spend(fingerprint.compat)
         self._exact.use(entry)
-        question = found.text if self._settings.log_prompts and found.text is not None else ""
+        question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
         return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
 
-    async def point(self, found: Fingerprint, words: bytes, result: SemanticResult) -> None:
+    async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Let this prompt's words find the entry that the cache worker found to answer it; that ends its claim."""
         if result.entry is None or result.trial is None or result.similarity is None:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
             verified = Verified(result.similarity, trial, result.error_max, self._clock())
-            await self._exact.point(found, result.entry, words, verified)
+            await self._exact.point(fingerprint, result.entry, key, verified)
 
-    def begin_draft(self, found: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
+    def begin_draft(self, fingerprint: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
         """Begin to read the answer to the nearest cached prompt, as a local engine's draft.
 
         Returns None if no prompt is near enough. The engine verifies each guess from the draft, so
@@ -270,7 +253,7 @@ class SemanticLookup:
         if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
             return None
         # decision: near-answer-drafts
-        return Eager(self._exact.lookup_entry(found, trial.ranked[0], is_served=False))
+        return Eager(self._exact.lookup_entry(fingerprint, trial.ranked[0], is_served=False))
 
     def storing(self, fingerprint: Fingerprint) -> Callable[[], None]:
         """Let lookups that this request's answer may serve wait for it, until the result is called."""
@@ -283,13 +266,13 @@ class SemanticLookup:
 
         return end
 
-    def _why_not(self, found: Fingerprint, team: Team, alias: Alias) -> str:
+    def _why_not(self, fingerprint: Fingerprint, team: Team, alias: Alias) -> str:
         """The reason for no semantic lookup, apart from cache controls; empty if there is one."""
         if not (self._settings.cache.is_semantic and alias.settings.is_semantic):
             return "off"
         if not team.is_semantic_enabled:
             return "off_for_team"
-        return "not_eligible" if found.text is None else ""
+        return "not_eligible" if fingerprint.text is None else ""
 
 
 def draft_of(entry: Entry | None) -> str:

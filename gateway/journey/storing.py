@@ -1,66 +1,18 @@
-"""Converts a generation's chunks into a cached entry, and an entry into chunks.
+"""Reads recorded answers: the chunks of an entry, and the text of an answer.
 
-Invariant: a replay has the recorded chunks, one for one; only a complete answer becomes an entry.
+Invariant: a replay has the recorded chunks, one for one.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from cache import Entry, Fingerprint, Recorded
+from cache import Entry, Fingerprint
 from cache.context import relax as context
-from cache.eligibility import is_cut_as_asked
-from cache.entry import ASKED, digest_of
-from gateway.deployments.progress import Progress
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
-
-
-def ends_as_asked(progress: Progress, body: dict[str, Any], choices: int) -> bool:
-    """Whether a chat's answer was cut exactly at the limit of `body`, by the deployment's own
-    count.
-
-    A body whose two names of the limit differ has none that is known.
-    """
-    limits = {body.get(name) for name in ("max_tokens", "max_completion_tokens")} - {None}
-    limit, usage = limits.pop() if len(limits) == 1 else None, progress.usage
-    return is_cut_as_asked(progress.finish_reasons, choices, limit, usage.completion_tokens if usage else None)
-
-
-def entry_of(
-    fingerprint: Fingerprint,
-    chunks: Sequence[Chunk],
-    labels: dict[str, Any],
-    *,
-    ttl_s: int,
-    namespace: str,
-    is_findable: bool,
-) -> Entry:
-    """The entry that records an answer.
-
-    `ttl_s` is in seconds. Without `is_findable` the entry's text is None, so it is never embedded;
-    a label has its digest, for purges.
-    """
-    if not is_findable and fingerprint.text is not None:
-        labels = {**labels, ASKED: digest_of(fingerprint.text)}
-    if chunks and chunks[0].media:
-        labels = {**labels, "media": chunks[0].media}
-    return Entry(
-        partition=fingerprint.partition,
-        exact=fingerprint.exact,
-        compat=fingerprint.compat,
-        text=fingerprint.text if is_findable else None,
-        chunks=tuple([Recorded(c.data, c.is_whole, c.count) for c in chunks]),
-        created_at=time.time(),
-        ttl_s=ttl_s,
-        namespace=namespace,
-        labels=labels,
-        # a second of waiting counts as a tenth of a cent
-        saves=labels["cost_microusd"] + labels["duration_ms"],
-    )
 
 
 def deployment_of(entry: Entry | None) -> str:
@@ -94,10 +46,10 @@ def answer_text(whole: bytes) -> str | None:
     if not calls:
         return content or None
     try:
-        told = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
+        functions = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
     except (KeyError, TypeError):  # calls of another kind, such as custom tools
         return None
-    return json.dumps([content, *told] if content else told)
+    return json.dumps([content, *functions] if content else functions)
 
 
 def shows_left_out(fingerprint: Fingerprint, chunks: Sequence[Chunk]) -> bool:
@@ -118,17 +70,17 @@ def _has_calls(whole: bytes) -> bool:
     return any(choice["message"].get("tool_calls") for choice in msgspec.json.decode(whole)["choices"])
 
 
-class _Named(msgspec.Struct):
+class _WithId(msgspec.Struct):
     id: str
 
 
-_NAMED = msgspec.json.Decoder(_Named)
+_WITH_ID = msgspec.json.Decoder(_WithId)
 
 
 def answer_id(entry: Entry) -> str | None:
     """The `id` in the body of the entry's answer, the same in every replay; None if it has none."""
     try:
-        return _NAMED.decode(entry.chunks[0].data).id
+        return _WITH_ID.decode(entry.chunks[0].data).id
     except (IndexError, msgspec.DecodeError):
         return None
 

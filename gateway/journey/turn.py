@@ -69,7 +69,7 @@ class Labels(msgspec.Struct, frozen=True):
 NO_LABELS = Labels()
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     """The end of a reply, as its client saw it.
 
     `status` is HTTP's; `error` is the error's code and `refusal` its message, empty without one.
@@ -186,16 +186,16 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
         raise BadRequest(
             f"Invalid cache: expected an object, got {json_name(fields)}", param="cache", code="invalid_type"
         )
-    own: CacheFields = convert(fields or {}, CacheFields, "cache")
+    body_controls: CacheFields = convert(fields or {}, CacheFields, "cache")
     max_age = directives.get("max-age", "")
     return Controls(
-        no_cache=own.no_cache or "no-cache" in directives,
-        no_store=own.no_store or "no-store" in directives,
+        no_cache=body_controls.no_cache or "no-cache" in directives,
+        no_store=body_controls.no_store or "no-store" in directives,
         only_if_cached="only-if-cached" in directives,
         max_age_s=int(max_age) if max_age.isdecimal() and len(max_age) < 12 else None,
-        ttl_s=own.ttl,
-        namespace=own.namespace,
-        error_max=own.error_max,
+        ttl_s=body_controls.ttl,
+        namespace=body_controls.namespace,
+        error_max=body_controls.error_max,
     )
 
 

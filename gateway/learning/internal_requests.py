@@ -107,5 +107,6 @@ class InternalRequests:
 
 def _cost(reply: Reply) -> int | None:
     """The cost of a request in µUSD; None where it has not ended yet."""
-    spent = reply.reader.generation.spent if reply.reader is not None else None
-    return spent.cost_microusd if spent is not None else None
+    if reply.flight is None or not reply.flight.is_done:
+        return None
+    return reply.flight.generation.stored.spent.money.cost_microusd

@@ -19,7 +19,7 @@ from cache.verdicts import Judge
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
-from gateway.deployments.places import Places
+from gateway.deployments.slots import Slots
 from gateway.journey.record import Record
 from gateway.learning.allowance import Allowance
 from gateway.learning.exam import Exam, ExaminedJudge, Recent
@@ -76,9 +76,11 @@ class ModelJudges:
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of this request's answer, in its namespace; None where it may not be asked now."""
-        if self._clients() - self._asking > _BUSY or time.monotonic() < self._poor_until.get(record.team_id, 0.0):
+        if self._clients() - self._asking > _BUSY or time.monotonic() < self._poor_until.get(
+            record.request.team_id, 0.0
+        ):
             return None
-        name = self._model or record.asked or record.alias
+        name = self._model or record.request.model or record.request.alias
         try:
             alias = self._fleet.alias(name)
         except ApiError:
@@ -106,7 +108,7 @@ class ModelJudges:
             _log.warning("no_judge", model=alias.name, reason=NO_JUDGE)
 
     def _copy(self, alias: Alias, deployment: Deployment) -> Alias:
-        """An alias of this deployment alone, with a breaker, estimates and places of its own."""
+        """An alias of this deployment alone, with a breaker, estimates and slots of its own."""
         key = (alias.name, deployment.name if not deployment.is_any_model else deployment.model)
         known = self._copies.get(key)
         if known is None:
@@ -116,7 +118,7 @@ class ModelJudges:
                 deployment,
                 health=Health(time.monotonic, random.random),
                 estimate=Estimate(time.monotonic),
-                places=Places(_AT_ONCE, 0),
+                slots=Slots(_AT_ONCE, 0),
             )
             known = self._copies[key] = dataclasses.replace(alias, deployments={own.name: own})
         return known
@@ -126,8 +128,12 @@ class ModelJudges:
 
         async def reserve(amount: int) -> bool:
             nonlocal paid, is_unpaid
-            if self._allowance is not None and amount and not await self._allowance.reserve(record.team_id, amount):
-                self._poor_until[record.team_id] = time.monotonic() + _POOR_S
+            if (
+                self._allowance is not None
+                and amount
+                and not await self._allowance.reserve(record.request.team_id, amount)
+            ):
+                self._poor_until[record.request.team_id] = time.monotonic() + _POOR_S
                 is_unpaid = True
                 return False
             paid = amount
@@ -140,7 +146,7 @@ class ModelJudges:
             finally:
                 self._asking -= 1
         if self._allowance is not None and paid and cost is not None:
-            await self._allowance.settle(record.team_id, paid, cost)
+            await self._allowance.settle(record.request.team_id, paid, cost)
         self._note(record, cost or 0, "answered" if answer is not None else "unpaid" if is_unpaid else "failed")
         return answer
 
@@ -158,6 +164,6 @@ def judges_of(alias: Alias, fleet: Fleet, *, is_auto: bool) -> list[Deployment]:
 
 def _has_room(deployment: Deployment) -> bool:
     """Whether a question would delay no client's request, as far as this worker sees."""
-    load, places = deployment.backend.load(0), deployment.places
-    is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * places.taken <= places.places_max
-    return not deployment.absence and is_idle and not (load.waiting or places.waiting)
+    load, slots = deployment.backend.load(0), deployment.slots
+    is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * slots.taken <= slots.slots_max
+    return not deployment.absence and is_idle and not (load.waiting or slots.waiting)

@@ -234,7 +234,7 @@ class HealthMonitor:
             metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
             if load.engine is not None:
                 metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)
-            metrics.set(m.DEPLOYMENT_WAITING, load.waiting / workers + deployment.places.waiting, deployment.name)
+            metrics.set(m.DEPLOYMENT_WAITING, load.waiting / workers + deployment.slots.waiting, deployment.name)
 
 
 def _memory_bytes() -> float:

@@ -21,7 +21,7 @@ import msgspec
 
 from cache.stored import reader
 from gateway.accounts import HitsRow
-from gateway.journey.record import Record
+from gateway.journey.record import PATHS, Record, flat, of_flat
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
 from gateway.telemetry.checks import CheckCounts, asked, reported
@@ -57,7 +57,7 @@ return 1
 _LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2])"
 
 _encoder = msgspec.msgpack.Encoder()
-_read = reader(msgspec.msgpack.Decoder(Record))
+_read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
 
 
 class _Resolution(msgspec.Struct, frozen=True):
@@ -117,8 +117,8 @@ def _amounts(records: Sequence[Record]) -> Iterator[tuple[str, int]]:
 
 
 _OF_RECORDS = {**buckets.TALLIED, "u": "is_baseline_unknown"}
-_TALLIED = [(letter, attrgetter(name)) for letter, name in _OF_RECORDS.items()]
-_LATENCIES = (buckets.TTFT, attrgetter("ttft_ms")), (buckets.DURATION, attrgetter("duration_ms"))
+_TALLIED = [(letter, attrgetter(PATHS[name])) for letter, name in _OF_RECORDS.items()]
+_LATENCIES = (buckets.TTFT, attrgetter("times.ttft_ms")), (buckets.DURATION, attrgetter("times.duration_ms"))
 
 
 class Stats:
@@ -213,13 +213,13 @@ class Stats:
         alike: dict[tuple[int, int, str, str, str, str | None], list[Record]] = {}
         deployments: dict[tuple[int, str], DeploymentTally] = defaultdict(DeploymentTally)
         for record in records:
-            status = record.status
-            kind = record.cache if status < 400 else buckets.kind_of(record.cache, status, record.error)
-            minute = int(record.at_s) // 60
-            surface = buckets.BATCH_LINES if record.batch else record.route
-            deployment = record.deployment if record.attempts else None
-            alike.setdefault((minute, record.team_id, kind, record.alias, surface, deployment), []).append(record)
-            if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
+            request, cache = record.request, record.cache
+            kind = buckets.kind_of(cache.source, record.ended.status, record.ended.error)
+            minute = int(request.at_s) // 60
+            surface = buckets.BATCH_LINES if request.batch else request.operation
+            deployment = record.answer.deployment if record.answer.attempts else None
+            alike.setdefault((minute, request.team_id, kind, request.alias, surface, deployment), []).append(record)
+            if kind == "miss" and cache.similarity is not None and cache.similarity >= NEAR_SIMILARITY_MIN:
                 self._near.append(record)
         for (minute, team_id, kind, model, surface, deployment), some in alike.items():
             counted = dict(_amounts(some))
@@ -227,7 +227,7 @@ class Stats:
                 tally = deployments[minute, deployment]
                 tally.completion_tokens += counted["c"]
                 tally.cost_microusd += counted["$"]
-            tried = Counter([(one.name, one.verdict) for record in some for one in record.attempts])
+            tried = Counter([(one.name, one.verdict) for record in some for one in record.answer.attempts])
             for (name, verdict), count in tried.items():
                 deployments[minute, name].ok += count * (verdict == "ok")
                 deployments[minute, name].failed += count * (verdict in ("error", "denied"))
@@ -328,7 +328,7 @@ class Stats:
 
     async def _log(self, key: str, length_max: int, records: list[Record]) -> None:
         if records:
-            await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(record) for record in records))
+            await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(flat(record)) for record in records))
 
     async def query(self, window: Window, *, team_id: int | None = None, model: str | None = None) -> Summary:
         """The sums of the window that ends now, of one team or one model if given.
@@ -391,7 +391,7 @@ class Stats:
             for entry_id, (_, data) in reply:
                 cursor = entry_id.decode()
                 try:
-                    record = _read(data)
+                    record = of_flat(_read(data))
                 except msgspec.DecodeError:
                     continue  # of another version
                 if matches(record):

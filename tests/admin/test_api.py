@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 from gateway.accounts import schema
 from gateway.admin.guard import COOKIE
 from gateway.deployments.progress import Attempt
-from gateway.journey.generation import Rejection
+from gateway.journey.outcomes import Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import Hold
 from policies.counters import Need

@@ -88,7 +88,7 @@ async def test_a_try_tells_what_came_and_closes_the_breaker(world: World, client
     backend.plays("o", "k", Finish(), Tokens(3, 2))
     tried = (await client.post("/admin/api/deployments/try", json={"name": one.name})).json()
     assert (tried["is_ok"], tried["answer"], tried["prompt_tokens"], tried["completion_tokens"]) == (True, "ok", 3, 2)
-    assert (one.health.trouble[1], one.use, one.places.taken) == ("", "drained", 0)
+    assert (one.health.trouble[1], one.use, one.slots.taken) == ("", "drained", 0)
     assert backend.calls[-1].body["max_tokens"] == 16
 
 

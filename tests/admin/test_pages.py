@@ -19,7 +19,7 @@ from gateway.admin.guard import COOKIE, SESSION_S
 from gateway.admin.models import DeploymentOut
 from gateway.admin.problems import problems
 from gateway.deployments.progress import Attempt
-from gateway.journey.generation import Rejection
+from gateway.journey.outcomes import Rejection
 from gateway.settings import ResponseSettings
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.summary import Window

@@ -173,7 +173,7 @@ async def test_one_worker_probes(workers: list[Worker]) -> None:
     assert [worker.one.begin(probe) for worker, probe in zip(workers, probes, strict=True)] == [True] * 3
     found = [await worker.one.may_probe(probe) for worker, probe in zip(workers, probes, strict=True)]
     assert found == [True, False, False]
-    assert [worker.one.places.taken for worker in workers] == [1, 0, 0]
+    assert [worker.one.slots.taken for worker in workers] == [1, 0, 0]
     assert not second.allows()
     first.one.health.failed(probes[0], denial="key refused (HTTP 401)")
     await exchange(*workers)

@@ -25,7 +25,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from cache import CacheWorkerUnavailable, Miss, MissReason
 from cache.event_loop import Loop
 from cache.worker import messages as cache_wire
-from gateway.journey import attempt
+from gateway.journey import tries
 from gateway.settings import Settings
 from ipc import IncomingCall, RpcServer
 from local_engine import EngineUsage, Output
@@ -378,7 +378,7 @@ async def to(
     redis_server: RedisServer, redis: object, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Sender]:
     """A worker with a scripted engine, a scripted cache worker, and an alias for each way to fail."""
-    monkeypatch.setattr(attempt, "_pause_before_retry", lambda failure, attempts: None)
+    monkeypatch.setattr(tries, "pause_before_retry", lambda failure, attempts: None)
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,

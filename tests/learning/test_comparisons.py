@@ -21,8 +21,8 @@ from cache.worker import Answered
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import generation_of
-from gateway.journey.record import Record
-from gateway.journey.semantic import SemanticResult
+from gateway.journey.outcomes import Looked, SemanticResult, Stored
+from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.turn import Turn, arrive, read_turn
 from gateway.learning.comparisons import _EARLY_MAX, _QUEUE_MAX, Fallback, Judging, Regenerate
 from gateway.learning.llm_judge import NO_ANSWER
@@ -98,17 +98,27 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     turn = read_turn(BODY, {}, arrive("chat"))
     unused: Any = None
     caller: Any = SimpleNamespace(key=SimpleNamespace(id=1))
-    generation = generation_of(turn, caller, unused, ask("open the box"), {})
     trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
-    generation.looked_up(SemanticResult(entry=entry, trial=trial))
+    looked = Looked(ask("open the box"), entry=entry, semantic=SemanticResult(entry=entry, trial=trial))
+    generation = generation_of(turn, caller, unused, looked, unused)
     progress = Progress("somewhere")
     progress.complete()
-    generation.progress = progress
-    flight = Flight(generation)
+    generation.answered = msgspec.structs.replace(generation.answered, progress=progress)
+    flight = Flight(generation=generation)
     flight.extend([Chunk(WHOLE, is_whole=True)])
-    return flight, Record(
-        request_id=f"req_{random.random()}", at_s=time.time(), team_id=1, key_id=1, alias="m", similarity=0.9
-    )
+    request = RequestFacts(f"req_{random.random()}", time.time(), team_id=1, key_id=1, alias="m")
+    return flight, Record(request, cache=CacheFacts(similarity=0.9))
+
+
+def look(flight: Flight, semantic: SemanticResult) -> None:
+    """Let the semantic lookup of the request have another outcome."""
+    looked = flight.generation.looked
+    flight.generation.looked = msgspec.structs.replace(looked, entry=semantic.entry, semantic=semantic)
+
+
+def missing(record: Record, reason: str) -> Record:
+    """The record of the same request with another reason for its semantic miss."""
+    return msgspec.structs.replace(record, cache=CacheFacts(similarity=0.9, miss_reason=reason))
 
 
 def judging(
@@ -141,7 +151,7 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     one = judging(redis, judge, heard, draw=lambda: 0.0)
     running = asyncio.create_task(one.run())
     flight, record = over(0.5)
-    flight.generation.progress.finish_reasons.append("length")
+    flight.generation.answered.progress.finish_reasons.append("length")
     one.recorded(flight, record)
     assert one.waiting == 0
     one.recorded(*over(1.0))
@@ -200,12 +210,12 @@ async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
     running = asyncio.create_task(one.run())
     for is_lost in (False, True):
         flight, record = over(0.1)
-        semantic = flight.generation.semantic
+        semantic = flight.generation.looked.semantic
         assert semantic.trial is not None
         audit = one.audited(1, "m", semantic.trial)
-        flight.generation.looked_up(msgspec.structs.replace(semantic, audit=audit))
+        look(flight, msgspec.structs.replace(semantic, audit=audit))
         if not is_lost:
-            one.recorded(flight, msgspec.structs.replace(record, miss_reason="audit"))
+            one.recorded(flight, missing(record, "audit"))
     await judged(one)
     running.cancel()
     await one.aclose()
@@ -294,11 +304,11 @@ async def judged_once(
     one = judging(redis, judge, Heard(FLIPS), fallback=fallback)
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
-    trial = flight.generation.semantic.trial
+    trial = flight.generation.looked.semantic.trial
     assert trial is not None
     names = tuple(one.exact for one in others)
     trial = msgspec.structs.replace(trial, features=b"1234", worth=worth, peers=names)
-    flight.generation.looked_up(SemanticResult(trial=trial))
+    look(flight, SemanticResult(trial=trial))
     one.recorded(flight, record)
     await judged(one)
     running.cancel()
@@ -348,7 +358,7 @@ async def test_rulings_on_pairs_that_prompts_decide_are_set_beside_these(redis: 
         one = judging(redis, Says(Ruling.SAME), heard)
         running = asyncio.create_task(one.run())
         flight, record = over(chance)
-        one.recorded(flight, msgspec.structs.replace(record, miss_reason=reason))
+        one.recorded(flight, missing(record, reason))
         await judged(one)
         running.cancel()
         await one.aclose()
@@ -364,9 +374,9 @@ async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> 
     one = judging(redis, Says(Ruling.SAME), heard, fallback=DIFFERENT, draw=lambda: 0.0)
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
-    trial = flight.generation.semantic.trial
+    trial = flight.generation.looked.semantic.trial
     assert trial is not None
-    flight.generation.looked_up(SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
+    look(flight, SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
     one.recorded(flight, record)
     await judged(one)
     running.cancel()
@@ -388,8 +398,8 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
     one = judging(redis, judges, heard)
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
-    flight.generation.looked_up(SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))
-    flight.generation.stored, flight.generation.store = entry_for(ask("open the box"), 5.0), "stored"
+    look(flight, SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))
+    flight.generation.stored = Stored(entry=entry_for(ask("open the box"), 5.0), outcome="stored")
     flight.chunks[:] = [Chunk(answer, is_whole=True)]
     one.recorded(flight, record)
     await judged(one)
@@ -433,8 +443,8 @@ def missed(entry: Entry, first: Fingerprint) -> tuple[Flight, Record]:
     flight, record = over(1.0)
     assert entry.text is not None
     trial = Trial((first.exact,), entry.text.encode()[:8], 0.9, 1.0, b"rule")
-    flight.generation.looked_up(SemanticResult(trial=trial))
-    flight.generation.stored, flight.generation.store = entry, "stored"
+    look(flight, SemanticResult(trial=trial))
+    flight.generation.stored = Stored(entry=entry, outcome="stored")
     return flight, record
 
 
@@ -539,7 +549,7 @@ async def test_served_hits_are_remembered_together(redis: Redis) -> None:
     hits = [over(1.0, entry_for(ask("open the crate"), time.time())) for _ in range(3)]
 
     async def remembered(number: int) -> bool:
-        return await store.reply(ask("open the box").partition, hits[number][1].request_id) is not None
+        return await store.reply(ask("open the box").partition, hits[number][1].request.id) is not None
 
     for hit in hits[:2]:
         one.recorded(*hit)

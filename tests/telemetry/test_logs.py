@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.deployments.progress import Attempt
-from gateway.journey.generation import Rejection
+from gateway.journey.outcomes import Rejection
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.telemetry import logs

@@ -1,12 +1,12 @@
-"""The places at one deployment: so many requests run at once, the others wait in a queue.
+"""The slots of one deployment: so many requests run at once, the others wait in a queue.
 
-A place goes to the team that holds the fewest; among these, to the one whose last call is longest
-ago: a place's time is not known before, and a team whose requests take long waits for itself
+A slot goes to the team that holds the fewest; among these, to the one whose last call is longest
+ago: a slot's time is not known before, and a team whose requests take long waits for itself
 (max-min fairness). Within a team the order is that of arrival. A full queue pushes out the last
 ticket of the team that has most there, for a team that has less (Suter et al., INFOCOM 1998).
 
-Knows no requests and no deployments; a team is a number. Invariants: never more than `places_max`
-places are taken; a call that was of no use is passed on.
+Knows no requests and no deployments; a team is a number. Invariants: never more than `slots_max`
+slots are taken; a call that was of no use is passed on.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ import msgspec
 class Ticket(msgspec.Struct, eq=False):
     """A team's request that waits in several queues at once.
 
-    `called` gets the queue with a free place, or None if the last queue pushed the ticket out.
+    `called` gets the queue with a free slot, or None if the last queue pushed the ticket out.
     """
 
     team: int
-    called: "asyncio.Future[Places | None]"
+    called: "asyncio.Future[Slots | None]"
     queues: int = 0
 
 
-class Places:
-    """At most `places_max` requests at once, and `waiting_max` in the queue. One per worker."""
+class Slots:
+    """At most `slots_max` requests at once, and `waiting_max` in the queue. One per worker."""
 
-    __slots__ = ("_held", "_queues", "places_max", "taken", "waiting_max")
+    __slots__ = ("_held", "_queues", "slots_max", "taken", "waiting_max")
 
-    def __init__(self, places_max: int, waiting_max: int) -> None:
-        self.places_max = places_max
+    def __init__(self, slots_max: int, waiting_max: int) -> None:
+        self.slots_max = slots_max
         self.waiting_max = waiting_max
         self.taken = 0
         self._held: Counter[int] = Counter()  # by team
@@ -45,10 +45,10 @@ class Places:
 
     @property
     def is_full(self) -> bool:
-        return self.taken >= self.places_max
+        return self.taken >= self.slots_max
 
     def take(self, team: int) -> bool:
-        """Take a place; returns False if all are taken."""
+        """Take a slot; returns False if all are taken."""
         if self.is_full:
             return False
         self.taken += 1
@@ -56,7 +56,7 @@ class Places:
         return True
 
     def give_back(self, team: int) -> None:
-        """Give a place back, and call the next ticket of the queue."""
+        """Give a slot back, and call the next ticket of the queue."""
         self.taken -= 1
         self._held[team] -= 1
         if not self._held[team]:
@@ -94,7 +94,7 @@ class Places:
                 del self._queues[ticket.team]
 
     def call(self) -> None:
-        """Call the next ticket while a place is free."""
+        """Call the next ticket while a slot is free."""
         while self._queues and not self.is_full:
             team = min(self._queues, key=self._held.__getitem__)
             ticket = next(iter(self._queues[team]))

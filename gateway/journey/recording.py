@@ -1,0 +1,171 @@
+"""Makes the record of a finished request from the outcomes of its stages, once, on every exit."""
+
+from typing import Any
+
+from cache import Entry
+from gateway.accounts import Identity
+from gateway.journey.flight import Flight, Reply
+from gateway.journey.generation import Generation
+from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection
+from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times
+from gateway.journey.storing import deployment_of
+from gateway.journey.turn import Arrival, Ended, Turn
+from gateway.wire.errors import ApiError
+from policies import Usage
+
+_GONE = "client_gone"  # the code of a generation that was cancelled because its last reader left
+
+
+def ended_with(error: ApiError | None, leader: Ended) -> Ended:
+    """The end of the request that led a flight: the generation's `error`, else its reply's end."""
+    if error is None:
+        return leader
+    if error.error_code == _GONE:
+        return leader if leader.error else Ended(499, _GONE, is_disconnected=True)
+    return Ended(error.http_status, error.error_code or error.type, error.own_words, leader.is_disconnected)
+
+
+def record_of(
+    arrival: Arrival,
+    ended: Ended,
+    duration_ms: float,
+    *,
+    identity: Identity | None = None,
+    turn: Turn | None = None,
+    alias: str = "",
+    model: str = "",
+    source: str = "miss",
+    reply: Reply | None = None,
+    flight: Flight | None = None,
+) -> Record:
+    """The record of a finished request.
+
+    `duration_ms` is from its arrival to its end. `alias` is a configured name or empty; `model` is
+    the name that was asked for instead. `flight` is for a request that led one; `reply` is for any
+    other request that got a reply. `source` is for requests without a generation.
+    """
+    request = RequestFacts(
+        id=arrival.request_id,
+        at_s=arrival.at_s,
+        batch=arrival.batch,
+        operation=arrival.operation,
+        team_id=identity.team.id if identity is not None else 0,
+        team=identity.team.name if identity is not None else "",
+        key_id=identity.key.id if identity is not None else 0,
+        key=identity.key.name if identity is not None else "",
+        alias=alias,
+        model=model,
+        is_stream=turn is not None and turn.is_stream,
+    )
+    if flight is not None:
+        return Record(request, ended, *_of_flight(flight, duration_ms))
+    if reply is not None:
+        return Record(request, ended, *_of_reply(reply, duration_ms))
+    return Record(request, ended, CacheFacts(source), times=Times(None, duration_ms))
+
+
+_Facts = tuple[CacheFacts, AnswerFacts, Usage, MoneyFacts, Times]
+
+
+def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
+    """The facts of the request that led a flight."""
+    generation, looked, stored = flight.generation, flight.generation.looked, flight.generation.stored
+    semantic, entry = looked.semantic, looked.entry or stored.entry
+    awaited, awaited_ms = _awaited(generation, generation.turn)
+    cache = CacheFacts(
+        source=generation.source,
+        similarity=semantic.similarity,
+        miss_reason=semantic.miss_reason,
+        nearest=semantic.nearest,
+        question=semantic.question,
+        awaited=awaited,
+        awaited_ms=awaited_ms,
+        store=stored.outcome,
+        entry=entry.id if entry is not None else "",
+        degraded=looked.degraded,
+    )
+    answer = _answer_of(generation)
+    if looked.entry is not None:
+        return cache, answer, *_replayed(looked.entry, duration_ms, duration_ms)
+    ttft_ms = None if flight.first_at is None else (flight.first_at - generation.turn.started) * 1000.0
+    return cache, answer, stored.spent.usage, stored.spent.money, Times(ttft_ms, duration_ms)
+
+
+def _answer_of(generation: Generation) -> AnswerFacts:
+    """What stages 8 and 9 did."""
+    answered, spent = generation.answered, generation.stored.spent
+    hedge, rejected = answered.hedge, list[Rejection]()
+    if answered.route is not None:
+        rejected = [Rejection(rejection.name, rejection.reason) for rejection in answered.route.rejected]
+        rejected += [Rejection(name, "has no room in its budget") for name in generation.holds.refusals]
+    return AnswerFacts(
+        deployment=spent.charged_deployment or generation.deployment,
+        policy=answered.serving.settings.policy if answered.route is not None else "",
+        why=answered.why,
+        rejected=tuple(rejected),
+        queued_ms=answered.queued_ms,
+        attempts=answered.attempts,
+        fallbacks=answered.fallbacks,
+        answered_alias=answered.serving.name if answered.fallbacks else "",
+        hedge=Hedged(hedge.deployment, hedge.outcome, spent.hedge_microusd) if hedge is not None else None,
+        seams=answered.seams,
+        draft=answered.progress.draft,
+    )
+
+
+def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
+    """The facts of a request that led no flight: a hit, or a reader of another's flight."""
+    entry, begun_ms = reply.served, reply.begun_ms
+    if reply.flight is None:
+        assert entry is not None
+        semantic, deployment = reply.looked.semantic, deployment_of(entry)
+        cache = CacheFacts(reply.source, semantic.similarity, question=semantic.question, entry=entry.id)
+        return cache, AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
+    generation = reply.flight.generation
+    awaited, awaited_ms = _awaited(generation, reply.turn)
+    entry_id = generation.looked.fingerprint.exact.hex() if entry is None else entry.id
+    cache = CacheFacts(
+        source=reply.source,
+        awaited=awaited,
+        awaited_ms=awaited_ms,
+        entry=entry_id if begun_ms is not None else "",
+        degraded=reply.looked.degraded,
+    )
+    if begun_ms is None:  # it failed before the first chunk
+        return cache, AnswerFacts(), Usage(), MoneyFacts(), Times(None, duration_ms)
+    answer, spent = AnswerFacts(generation.deployment), generation.stored.spent
+    if entry is not None:
+        return cache, answer, *_replayed(entry, begun_ms, duration_ms)
+    usage = Usage(spent.usage.prompt_tokens, spent.usage.completion_tokens)
+    baseline = None if spent.money.is_baseline_unknown else spent.money.baseline_microusd
+    return cache, answer, usage, _avoided(baseline, spent.answer_microusd), Times(begun_ms, duration_ms)
+
+
+def _awaited(generation: Generation, turn: Turn) -> tuple[str, float]:
+    """How the wait for another worker ended, and the milliseconds of `turn` until then: `served`,
+    `made` here after all, or `ended` with an error.
+    """
+    looked = generation.looked
+    if looked.awaited_until <= turn.started:
+        return "", 0.0
+    is_made = bool(generation.answered.tries) or looked.entry is not None
+    outcome = "served" if looked.is_from_elsewhere else "made" if is_made else "ended"
+    return outcome, (looked.awaited_until - turn.started) * 1000.0
+
+
+def _replayed(entry: Entry, ttft_ms: float | None, duration_ms: float) -> tuple[Usage, MoneyFacts, Times]:
+    """The facts of a recorded answer, with its cost when it was generated."""
+    labels: dict[str, Any] = entry.labels
+    usage = Usage(labels.get("prompt_tokens", 0), labels.get("completion_tokens", 0))
+    money = _avoided(labels.get("baseline_microusd"), labels.get("cost_microusd", 0))
+    return usage, money, Times(ttft_ms, duration_ms, max(0.0, labels.get("duration_ms", 0) - duration_ms))
+
+
+def _avoided(baseline_microusd: int | None, answer_microusd: int) -> MoneyFacts:
+    """The money of a request that got an answer without a generation of its own."""
+    return MoneyFacts(
+        baseline_microusd=baseline_microusd or 0,
+        is_baseline_unknown=baseline_microusd is None,
+        saved_microusd=baseline_microusd or 0,
+        avoided_microusd=answer_microusd,
+    )
