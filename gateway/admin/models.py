@@ -20,7 +20,7 @@ from gateway.journey.generation import Rejection
 from gateway.journey.hedge import Hedged
 from gateway.journey.record import Record
 from gateway.journey.rescue import Seam
-from gateway.telemetry.judge_error import ErrorRate
+from gateway.telemetry.measured_error import ErrorRate
 from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind

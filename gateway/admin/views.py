@@ -28,7 +28,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
 from gateway.telemetry.buckets import KINDS, kind_of
-from gateway.telemetry.judge_error import false_different, false_same
+from gateway.telemetry.measured_error import false_different, false_same
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import Summary, Tally, Window
 from gateway.wire.plain import OUTPUT_TOKENS_MAX

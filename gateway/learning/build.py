@@ -32,9 +32,7 @@ from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.checks import shadow_share
-from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors
+from gateway.telemetry.measured_error import LiveError, MeasuredErrors, RulingCounts, shadow_share
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 
@@ -123,8 +121,8 @@ class _Findings:
     truth: MeasuredErrors
     judges: ModelJudges | None
 
-    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None) -> str:
-        return self.stats.add_truth(team_id, alias, letters, certificate)
+    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
+        return self.stats.add_checks(team_id, alias, events, certificate)
 
     def count(self, source: Source, ruling: Ruling, judge: str) -> None:
         self.metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)

@@ -44,8 +44,8 @@ from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
 from gateway.loggers import get_logger
-from gateway.telemetry import checks
-from gateway.telemetry.judge_error import VETO
+from gateway.telemetry import measured_error
+from gateway.telemetry.measured_error import VETO
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, size_of
 
@@ -90,8 +90,8 @@ class FreeJudges(Protocol):
 class Findings(Protocol):
     """Where it is kept what comparisons find."""
 
-    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None, /) -> str:
-        """Count an event of a would-be hit by its letters, for a certificate or the current one;
+    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None, /) -> str:
+        """Count events of a would-be hit, for a certificate or the current one;
         return the certificate.
         """
 
@@ -239,8 +239,8 @@ class Judging:
         can = self._can_check
         counts = is_checked and can
         chance = _chance(trial, share if can else 0.0)
-        letters = checks.served(chance, is_compared=counts)
-        certificate = self._findings.note(record.team_id, record.alias, letters, None)
+        events = measured_error.served(chance, is_compared=counts)
+        certificate = self._findings.note(record.team_id, record.alias, events, None)
         if is_checked:
             made_for = certificate if counts else None
             self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
@@ -253,7 +253,7 @@ class Judging:
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
         """An audit was drawn. Whatever becomes of it, it counts."""
         chance = _chance(trial, self._shadow_share(team_id, alias) if self._can_check else 0.0)
-        return AuditDraw(chance, self._findings.note(team_id, alias, checks.audited(chance), None))
+        return AuditDraw(chance, self._findings.note(team_id, alias, measured_error.audited(chance), None))
 
     def _shadow_share(self, team_id: int, alias: str) -> float:
         return self._share(team_id, alias) if self._regenerate is not None else 0.0
@@ -534,8 +534,8 @@ class Judging:
         self._findings.count(asked.source, judgement.ruling, judgement.judge)
         if asked.certificate is not None and is_right is not None:
             is_audit = asked.source is Source.AUDIT
-            letters = checks.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
-            self._findings.note(asked.record.team_id, asked.record.alias, letters, asked.certificate)
+            events = measured_error.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
+            self._findings.note(asked.record.team_id, asked.record.alias, events, asked.certificate)
 
     async def _judged(
         self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None

@@ -18,6 +18,7 @@ from cache import ExactCache, Partition, Purge
 from cache.verdicts import AnswerRef, Reply, Ruling, Scope, Source, Suspension, Verdict, VerdictStore
 from gateway.journey.record import Record
 from gateway.journey.turn import arrived_at
+from gateway.telemetry.measured_error import reported
 from gateway.telemetry.stats import Stats
 from gateway.wire.errors import ApiError, NotFound
 
@@ -111,7 +112,7 @@ class Reports:
             partition, f"{id}:{told}", verdict, answer, None, scope, None if is_right else out
         )
         if is_new:
-            self._stats.add_report(team_id, reply.alias, not is_right)
+            self._stats.add_checks(team_id, reply.alias, reported(is_wrong=not is_right))
             self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, who)
         if not is_right:
             return Effect.SUSPENDED

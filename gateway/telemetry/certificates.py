@@ -17,8 +17,7 @@ from cache.stored import reader
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
 from gateway.loggers import get_logger
-from gateway.telemetry.checks import CheckCounts
-from gateway.telemetry.measured_error import Pair
+from gateway.telemetry.measured_error import CheckCounts, Pair
 from gateway.telemetry.stats import Stats
 from policies.redis import Redis
 

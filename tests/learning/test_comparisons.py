@@ -26,7 +26,7 @@ from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
 from gateway.learning.comparisons import _EARLY_MAX, _QUEUE_MAX, Fallback, Judging, Regenerate
 from gateway.learning.llm_judge import NO_ANSWER
-from gateway.telemetry.checks import Cell, CheckCounts, chances
+from gateway.telemetry.measured_error import Cell, CheckCounts, chances
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
 
@@ -77,9 +77,9 @@ class Heard:
         self.certificates: Counter[str] = Counter()
         self.verdicts: Counter[tuple[Source, Ruling, str]] = Counter()
 
-    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None) -> str:
-        for letter in letters:
-            self.counts.count(letter, 1)
+    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
+        for event in events:
+            self.counts.count(event)
         self.certificates[certificate or "new"] += 1
         return "now"
 

@@ -7,9 +7,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.journey.record import Attempt
-from gateway.telemetry import checks
+from gateway.telemetry import measured_error
 from gateway.telemetry.buckets import step
-from gateway.telemetry.checks import Cell, CheckCounts
+from gateway.telemetry.measured_error import Cell, CheckCounts
 from gateway.telemetry.stats import Stats
 from gateway.telemetry.summary import Window, percentiles
 from tests.services import run_redis
@@ -121,7 +121,7 @@ async def test_what_is_old_leaves_redis(redis: Redis) -> None:
     stats = Stats(redis, Clock())
     stats.add(hit())
     await stats.flush()
-    keys = await redis.keys("sameway:stats:*")
+    keys = await redis.keys("sameway:{stats}:*")
     assert len(keys) == 4
     for key in keys:
         assert await redis.ttl(key) > 0
@@ -216,10 +216,10 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
     for worker in (stats, other):
         worker.add(hit(cache="semantic"))
         worker.add(miss())
-        worker.add_truth(1, "small", checks.served(0.1, is_compared=True))
-        worker.add_truth(1, "small", checks.audited(0.1))
-        worker.add_truth(1, "small", checks.settled(0.1, "a|b", is_wrong=True, is_audit=True))
-        worker.add_truth(1, "small", checks.reported(is_wrong=True))
+        worker.add_checks(1, "small", measured_error.served(0.1, is_compared=True))
+        worker.add_checks(1, "small", measured_error.audited(0.1))
+        worker.add_checks(1, "small", measured_error.settled(0.1, "a|b", is_wrong=True, is_audit=True))
+        worker.add_checks(1, "small", measured_error.reported(is_wrong=True))
         await worker.flush()
     team, model = hit().team_id, hit().alias
 
@@ -251,10 +251,15 @@ async def test_what_is_no_statistic_is_passed_over(redis: Redis) -> None:
     stats = Stats(redis, Clock())
     stats.add(hit())
     await stats.flush()
-    for key in await redis.keys("sameway:stats:*"):
-        for field in (b"\xff|1|exact|small", b"r|1", b"r|team|exact|small"):
+    for key in await redis.keys("sameway:{stats}:*"):
+        for field in (
+            b"\xff|1|exact|chat|small",
+            b"requests|1",
+            b"requests|team|exact|chat|small",
+            b"by_kind|1|exact|chat|small",
+        ):
             await redis.hset(key, field, 1)
-        await redis.hset(key, "r|2|exact|small", "no number")
+        await redis.hset(key, "requests|2|exact|chat|small", "no number")
     for data in (b"\xc1", b"\x81\xaarequest_id\xa1\xff"):
         await redis.xadd("sameway:routes", {"r": data})
     assert (await stats.query(Window.HOUR)).total.requests == 1
