@@ -15,7 +15,7 @@ COUNT_MAX = 1_000_000_000
 """No count is above it: sums of counts must not overflow."""
 
 
-class Usage(msgspec.Struct, frozen=True, gc=False):
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Tokens of one generation, as its backend counted them.
 
     Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it

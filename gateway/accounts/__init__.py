@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gateway.accounts.errors import AccountsError, Conflict, Invalid, NotFound, SchemaUnknown
-from gateway.accounts.row import HitsRow, LedgerRow, charges_of, decode_row, encode_row
+from gateway.accounts.row import HitsRow, LedgerRow, booked, charges_of, decode_row, encode_row
 from gateway.accounts.teams import Identity, Key, NewKey, Team, partition_of, scope_of
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ __all__ = [
     "SchemaUnknown",
     "Team",
     "WriterStats",
+    "booked",
     "charges_of",
     "decode_row",
     "encode_row",

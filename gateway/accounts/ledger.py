@@ -8,7 +8,6 @@ their sums and writes a row once per id.
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +25,8 @@ from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import HitsRow, LedgerRow
-from policies import WindowKind
+from gateway.accounts.row import BOOKED, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
+from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
@@ -81,18 +80,8 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     """
 
     requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    usage: Usage
     cost_microusd: int
-    cache_write_tokens: int = 0
-    cache_write_1h_tokens: int = 0
-    audio_prompt_tokens: int = 0
-    image_prompt_tokens: int = 0
-    reasoning_tokens: int = 0
-    audio_completion_tokens: int = 0
-    image_completion_tokens: int = 0
-    tool_calls: int = 0
     team_id: int | None = None
     key_id: int | None = None
     alias: str | None = None
@@ -100,6 +89,18 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     user: str | None = None
     tag: str | None = None
     day: str | None = None
+
+
+COLUMNS: Mapping[str, Any] = {
+    column.name: column.type.python_type | None if column.nullable else column.type.python_type
+    for column in schema.ledger.columns
+}
+"""The types of the table's columns."""
+
+
+def flat(row: LedgerRow) -> dict[str, Any]:
+    """A row's values by the names of COLUMNS."""
+    return dict(zip(COLUMNS, _values_of(row), strict=True))
 
 
 BASELINE, SPENT, UNKNOWN_HITS = "baseline", "spent", "unknown_hits"
@@ -131,13 +132,8 @@ class DaySpend:
     deployment: str
     kind: str
     requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    cache_write_tokens: int
-    cache_write_1h_tokens: int
+    usage: Usage
     cost_microusd: int
-    provider_cost_microusd: int
     estimated: int
     estimated_microusd: int
 
@@ -180,7 +176,7 @@ class Ledger:
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
             insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
-            values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
+            values = list(map(flat, by_id.values()))
             new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
         alike = rollups.alike(new)
         await self._add_to_days(connection, alike)
@@ -205,27 +201,30 @@ class Ledger:
         rows = schema.ledger.c
         start = datetime(first.year, first.month, first.day, tzinfo=UTC)
         end = datetime(last.year, last.month, last.day, tzinfo=UTC)
-        day = sa.cast(rows.at_ms - rows.at_ms % DAY_MS, sa.BigInteger)
-        names = ("team_id", "key_id", "alias", "deployment", "kind")
-        counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "cache_write_tokens", "cache_write_1h_tokens")
+        day = sa.cast(rows.at_ms - rows.at_ms % DAY_MS, sa.BigInteger).label("day_ms")
+        labels = [rows[name] for name in ("team_id", "key_id", "alias", "deployment", "kind")]
+        sums = [
+            _sum(sa.case((rows.kind == CORRECTION, 0), else_=1), "requests"),
+            _sum(rows.cost_microusd, "cost_microusd"),
+            _sum(sa.case((rows.usage_estimated, 1), else_=0), "estimated"),
+            _sum(sa.case((rows.usage_estimated, rows.cost_microusd), else_=0), "estimated_microusd"),
+        ]
         statement = (
-            sa.select(
-                day,
-                *(rows[name] for name in names),
-                sa.func.sum(sa.case((rows.kind == CORRECTION, 0), else_=1)),
-                *(sa.func.sum(rows[name]) for name in (*counts, "cost_microusd")),
-                sa.func.sum(sa.func.coalesce(rows.provider_cost_microusd, 0)),
-                sa.func.sum(sa.case((rows.usage_estimated, 1), else_=0)),
-                sa.func.sum(sa.case((rows.usage_estimated, rows.cost_microusd), else_=0)),
-            )
+            sa.select(day, *labels, *sums, *(_sum(rows[name], name) for name in BOOKED))
             .where(rows.at_ms >= int(start.timestamp() * 1000), rows.at_ms < int(end.timestamp() * 1000) + DAY_MS)
-            .group_by(day, *(rows[name] for name in names))
-            .order_by(day, *(rows[name] for name in names))
+            .group_by(day, *labels)
+            .order_by(day, *labels)
         )
         async with self._database.reading() as connection:
             return tuple(
-                DaySpend(datetime.fromtimestamp(at_ms // 1000, UTC).date(), *labels[:5], *map(int, labels[5:]))
-                for at_ms, *labels in await connection.execute(statement)
+                [
+                    DaySpend(
+                        day=datetime.fromtimestamp(row["day_ms"] // 1000, UTC).date(),
+                        usage=_usage(row),
+                        **{column.name: row[column.name] for column in (*labels, *sums)},
+                    )
+                    for row in (await connection.execute(statement)).mappings()
+                ]
             )
 
     @uncancelled
@@ -255,7 +254,7 @@ class Ledger:
             statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_place(cursor)))
         statement = statement.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit + 1)
         async with self._database.reading() as connection:
-            found = [LedgerRow(**row) for row in (await connection.execute(statement)).mappings()]
+            found = [_row(row) for row in (await connection.execute(statement)).mappings()]
         rows = tuple(found[:limit])
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
 
@@ -270,15 +269,15 @@ class Ledger:
         those of the filter's `tag`, without which the groups are the names of tags. Raises Invalid
         for a user or a tag together with a key, model, deployment, kind or one another.
         """
-        where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(schema.COUNTS) + 1]
+        where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
         async with self._database.reading() as connection:
             first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
             table, columns, conditions = _source(by, where, first, end)
             sums = [_sum(table.c[name], name) for name in names]
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
             order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
-            found = (await connection.execute(statement.order_by(*order).limit(most))).all()
-        return tuple([_total(by, row) for row in found])
+            groups = (await connection.execute(statement.order_by(*order).limit(most))).mappings()
+            return tuple([_total(by, row) for row in groups])
 
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
         """The days of the filter that the ledger has rows of: the first, and the one after the
@@ -424,22 +423,30 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
     known = set(found.scalars())
     new = [row for row in by_id.values() if row.id not in known]
-    values = list(map(msgspec.structs.astuple, new))
-    plain = [_plain(one) for one in values if _rest(one) == _USUAL_REST]
-    for names, some in ((_PLAIN, plain), (_FIELDS, [one[:-1] for one in values if _rest(one) != _USUAL_REST])):
-        if some:
+    usual, others = list[LedgerRow](), list[LedgerRow]()
+    for row in new:
+        (usual if _rest_of(row) == _USUAL_REST else others).append(row)
+    for names, read, rows in ((_PLAIN, _plain_of, usual), (COLUMNS, _values_of, others)):
+        if rows:
             insert = f"INSERT INTO ledger ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-            await connection.exec_driver_sql(insert, some)
+            await connection.exec_driver_sql(insert, list(map(read, rows)))
     return new
 
 
-_FIELDS = LedgerRow.__struct_fields__[:-1]
-_DEFAULTED = LedgerRow.__struct_defaults__[:-1]
 # most rows have the values of the columns' defaults in the rest: each value that is bound costs more than it
-_PLAIN = (*_FIELDS[: -len(_DEFAULTED)], "baseline_microusd")
-_plain = operator.itemgetter(*map(_FIELDS.index, _PLAIN))
-_rest = operator.itemgetter(*(place for place, name in enumerate(_FIELDS) if name not in _PLAIN))
-_USUAL_REST = _rest((*_FIELDS[: -len(_DEFAULTED)], *_DEFAULTED))
+_REST = (
+    "usage_estimated",
+    *KINDS,
+    "prefix_read_microusd",
+    "prefix_write_microusd",
+    "provider_cost_microusd",
+    "mechanism",
+    "user",
+    "tags",
+)
+_USUAL_REST = (False, *[0] * len(KINDS), 0, 0, None, "", "", "")
+_PLAIN = tuple(name for name in COLUMNS if name not in _REST)
+_values_of, _plain_of, _rest_of = columns_of(tuple(COLUMNS)), columns_of(_PLAIN), columns_of(_REST)
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 
 
@@ -500,13 +507,21 @@ def _sum(column: sa.ColumnElement[Any], name: str) -> sa.Label[int]:
     return sa.cast(sa.func.coalesce(sa.func.sum(column), 0), sa.BigInteger).label(name)
 
 
-def _total(by: Sequence[Group], row: Sequence[Any]) -> LedgerTotal:
-    groups = dict(zip(by, row, strict=False))
+def _usage(columns: sa.RowMapping) -> Usage:
+    return Usage(**{name: columns[name] for name in BOOKED if name in columns})
+
+
+def _row(columns: sa.RowMapping) -> LedgerRow:
+    return LedgerRow(usage=_usage(columns), **{name: columns[name] for name in COLUMNS if name not in BOOKED})
+
+
+def _total(by: Sequence[Group], row: sa.RowMapping) -> LedgerTotal:
+    groups = {group: row[group] for group in by}
     if Group.KEY in groups:  # a text in the sums by one axis
         groups[Group.KEY] = int(groups[Group.KEY])
     if Group.DAY in groups:
         groups[Group.DAY] = _date(groups[Group.DAY])
-    return LedgerTotal(*row[len(by) :], **groups)
+    return LedgerTotal(requests=row["requests"], cost_microusd=row["cost_microusd"], usage=_usage(row), **groups)
 
 
 @functools.lru_cache(4_096)

@@ -16,19 +16,18 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.database import Database
-from gateway.accounts.row import LedgerRow
+from gateway.accounts.row import COUNTS, KINDS, LedgerRow, columns_of
 from policies.budgets import VALUES_MAX
 
 SPANS = (1, 8, 64)
 """The days of a period, by its level."""
 
-SUMS = ("requests", *schema.COUNTS, *schema.KINDS)
+SUMS = ("requests", *COUNTS, *KINDS)
 TEAM, KEY, ALIAS, DEPLOYMENT, USER, TAGS = "team", "key_id", "alias", "deployment", "user", "tags"
 """Axes. A row of TAGS has a tag's name as its value; the values of a tag have `tag_axis`."""
 
@@ -53,9 +52,8 @@ _Label = tuple[int, str, int, str]
 
 _table = schema.ledger_rollups
 _names = tuple(column.name for column in _table.primary_key)
-_places = LedgerRow.__struct_fields__.index
-_amounts_of = operator.itemgetter(*map(_places, SUMS[1:]))
-_labels_of = operator.itemgetter(*map(_places, ("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")))
+_amounts_of = columns_of(SUMS[1:])
+_labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
 
 Alike = tuple[LedgerRow, list[int]]
 """One of several rows, and the sums of all in the order of SUMS."""
@@ -92,9 +90,8 @@ def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
     """The rows that differ in nothing but amounts within their day, summed."""
     found: dict[tuple[Any, ...], tuple[LedgerRow, list[tuple[int, ...]]]] = {}
     for row in rows:
-        values = msgspec.structs.astuple(row)
-        _, some = found.setdefault((row.at_ms // DAY_MS, *_labels_of(values)), (row, []))
-        some.append(_amounts_of(values))
+        _, some = found.setdefault((row.at_ms // DAY_MS, *_labels_of(row)), (row, []))
+        some.append(_amounts_of(row))
     return [
         (row, [0 if row.kind == CORRECTION else len(some), *map(sum, zip(*some, strict=True))])
         for row, some in found.values()

@@ -11,16 +11,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from gateway.accounts.row import COUNTS, KINDS
+
 VERSION = "0001"
-
-COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
-"""The first columns of each row of the ledger that sums are made of; KINDS are the others."""
-
-KINDS = (
-    "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
-    "audio_completion_tokens", "image_completion_tokens", "tool_calls",
-)  # fmt: skip
-"""The counts that providers bill apart."""
 
 
 def _integers(*names: str, default: str | None = None) -> list[sa.Column[int]]:

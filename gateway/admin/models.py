@@ -14,6 +14,7 @@ from pydantic_core import CoreSchema
 from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, LedgerRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
+from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.bill import Claim
 from gateway.journey.generation import Rejection
@@ -73,7 +74,8 @@ class _Flat:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
-            types = {name: hint for name, hint in get_type_hints(source).items() if name not in self._without}
+            hints = COLUMNS if source is LedgerRow else get_type_hints(source)
+            types = {name: hint for name, hint in hints.items() if name not in self._without}
             fields: Any = {name: (hint, ...) for name, hint in (types | self._changed).items()}
             self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)
         return handler.generate_schema(self._model)
@@ -447,7 +449,6 @@ _LedgerRow = Annotated[
     LedgerRow,
     _Flat(
         "LedgerRowOut",
-        without=("charges",),
         usage_estimated=Annotated[bool, Field(description="the deployment did not report its tokens")],
         team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
         key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],

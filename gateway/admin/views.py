@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import Group, LedgerFilter, Team
+from gateway.accounts.ledger import flat
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budget_views, models
 from gateway.admin.parts import AdminParts
@@ -290,10 +291,7 @@ async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, lim
     page = await parts.ledger.rows(where, limit, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
-    rows = [
-        {**msgspec.structs.asdict(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)}
-        for row in page.rows
-    ]
+    rows = [{**flat(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)} for row in page.rows]
     return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
 
 
@@ -317,6 +315,7 @@ async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter,
 
     sums = [
         {
+            **msgspec.structs.asdict(one.usage),
             **msgspec.structs.asdict(one),
             "team": teams.get(one.team_id) if one.team_id is not None else None,
             "key": keys.get(one.key_id) if one.key_id is not None else None,

@@ -109,15 +109,15 @@ def compare(
         one.rows.append(spend)
         one.estimated += spend.estimated
         one.estimated_microusd += spend.estimated_microusd
-        one.provider_says_microusd += spend.provider_cost_microusd
+        one.provider_says_microusd += spend.usage.provider_cost_microusd or 0
         one.ledger.add(
             Billed(
                 requests=spend.requests,
-                prompt=spend.prompt_tokens,
-                cached=spend.cached_tokens,
-                written=spend.cache_write_tokens,
-                written_1h=spend.cache_write_1h_tokens,
-                completion=spend.completion_tokens,
+                prompt=spend.usage.prompt_tokens,
+                cached=spend.usage.cached_tokens,
+                written=spend.usage.cache_write_tokens,
+                written_1h=spend.usage.cache_write_1h_tokens,
+                completion=spend.usage.completion_tokens,
                 microusd=spend.cost_microusd,
             )
         )

@@ -14,7 +14,7 @@ from gateway.accounts import Conflict, Identity, Invalid, LedgerRow, NotFound
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger, LedgerFilter
-from policies import Budget, WindowKind
+from policies import Budget, Usage, WindowKind
 
 
 async def test_a_key_is_recognised_with_its_team_and_budgets(accounts: Accounts) -> None:
@@ -324,9 +324,7 @@ async def test_a_deleted_team_takes_its_keys_and_leaves_its_ledger(accounts: Acc
         key_id=made.key.id,
         alias="m",
         deployment="d",
-        prompt_tokens=1,
-        cached_tokens=0,
-        completion_tokens=1,
+        usage=Usage(1, 1),
         cost_microusd=5,
         kind="generation",
     )

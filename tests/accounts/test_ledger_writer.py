@@ -15,7 +15,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
-from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind
+from policies import Budget, Budgets, Hold, NotReady, Refused, Usage, WindowKind
 from policies.budgets import LockLost
 from policies.counters import Need
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
@@ -48,9 +48,7 @@ def row_of(name: str, cost: int, at_ms: int, team_id: int = 7) -> LedgerRow:
         key_id=3,
         alias="m",
         deployment="d",
-        prompt_tokens=10,
-        cached_tokens=0,
-        completion_tokens=5,
+        usage=Usage(10, 5),
         cost_microusd=cost,
         kind="generation",
     )

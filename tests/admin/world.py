@@ -48,7 +48,7 @@ from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.stats import Stats
-from policies import Budgets
+from policies import Budgets, Usage
 from policies.holds import LEDGER_LOCK
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
@@ -168,9 +168,7 @@ class World:
             team_id=team_id,
             key_id=1,
             deployment=deployment,
-            prompt_tokens=400,
-            cached_tokens=0,
-            completion_tokens=120,
+            usage=Usage(400, 120),
             cost_microusd=microusd,
             kind="chat",
         )

@@ -140,8 +140,8 @@ async def test_a_bug_after_the_first_chunk(world: World) -> None:
     assert (reply.status, reply.error["code"], reply.is_done) == (200, "internal_error", False)
     record = await world.record(reply)
     (row,) = await world.ledger()
-    assert (record.status, record.store, record.completion_tokens) == (500, "incomplete", row.completion_tokens)
-    assert row.completion_tokens >= 2
+    assert (record.status, record.store, record.completion_tokens) == (500, "incomplete", row.usage.completion_tokens)
+    assert row.usage.completion_tokens >= 2
 
 
 async def test_a_bug_is_no_fault_of_the_deployment(world: World) -> None:

@@ -96,8 +96,8 @@ async def test_the_last_reader_cancels(world: World, is_stream: bool) -> None:
     assert call.is_cancelled
     assert call.is_closed
     (row,) = await world.ledger()
-    assert row.completion_tokens >= 2
-    assert row.cost_microusd == row.prompt_tokens + 2 * row.completion_tokens
+    assert row.usage.completion_tokens >= 2
+    assert row.cost_microusd == row.usage.prompt_tokens + 2 * row.usage.completion_tokens
     record = next(one for one in world.records if one.attempts)
     assert (record.status, record.error, record.is_disconnected) == (499, "client_gone", True)
     assert (record.store, record.attempts[0].outcome) == ("incomplete", "cancelled")
@@ -114,9 +114,9 @@ async def test_a_prompt_that_was_read_is_paid(world: World) -> None:
     client.leave()
     await client.reply()
     (row,) = await world.ledger()
-    assert row.prompt_tokens > 0
-    assert row.completion_tokens == 0
-    assert row.cost_microusd == row.prompt_tokens
+    assert row.usage.prompt_tokens > 0
+    assert row.usage.completion_tokens == 0
+    assert row.cost_microusd == row.usage.prompt_tokens
     assert world.records[0].cost_microusd == row.cost_microusd
 
 
