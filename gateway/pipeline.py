@@ -37,7 +37,8 @@ from gateway.journey.generation import Generation, generation_of
 from gateway.journey.needs import need_at, need_of, values_of
 from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Headers, Limits
-from gateway.journey.record import Record, ended_with, record_of
+from gateway.journey.record import Record
+from gateway.journey.recording import ended_with, record_of
 from gateway.journey.semantic import SemanticLookup, SemanticResult
 from gateway.journey.storing import chunks_of, shows_left_out
 from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
@@ -493,7 +494,7 @@ class Pipeline:
                 identity=generation.identity,
                 turn=turn,
                 alias=alias,
-                asked=shown(turn.alias) if turn.alias != alias else "",
+                model=shown(turn.alias) if turn.alias != alias else "",
                 flight=flight,
             )
             if (
@@ -580,12 +581,12 @@ class Pipeline:
         """
         if reply is not None and reply.is_leading:
             return
-        asked = turn.alias if turn is not None else ""
-        alias = reply.alias if reply is not None else self.fleet.configured(asked)
-        asked = shown(asked) if alias != asked else ""
+        model = turn.alias if turn is not None else ""
+        alias = reply.alias if reply is not None else self.fleet.configured(model)
+        model = shown(model) if alias != model else ""
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)
         record = record_of(
-            arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, asked=asked, reply=reply
+            arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, model=model, reply=reply
         )
         if reply is not None and reply.pointed is not None and self._learn is not None:
             self._learn(Flight(reply.pointed), record)

@@ -15,7 +15,7 @@ COUNT_MAX = 1_000_000_000
 """No count is above it: sums of counts must not overflow."""
 
 
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens of one generation, as its backend counted them.
 
     Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
@@ -26,8 +26,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt again, each time with what its tools had found.
     """
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     cached_tokens: int = 0
     cached_audio_tokens: int = 0
     cache_write_tokens: int = 0

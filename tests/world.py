@@ -68,7 +68,7 @@ from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
-from gateway.journey.record import Record
+from gateway.journey.record import Record, RequestFacts
 from gateway.journey.semantic import AuditDraw, Bounds, SemanticLookup
 from gateway.learning.allowance import Allowance
 from gateway.learning.exam import Exam
@@ -533,7 +533,7 @@ class _Learner:
 
     def recorded(self, flight: Any, record: Record) -> None:
         stored = flight.generation.stored if flight.generation.store == "stored" else None
-        self.lessons.append(Lesson(record.request_id, stored.id if stored is not None else None))
+        self.lessons.append(Lesson(record.request.id, stored.id if stored is not None else None))
 
 
 @dataclass
@@ -646,7 +646,7 @@ class World:
         for name in self.backends:
             judges.exams.setdefault(name, Exam(lambda: 1.0)).asked = 12
             judges.exams[name].told = 12
-        record = Record(request_id="req_judged", at_s=0.0, team_id=identity.team.id, team="default", alias=alias)
+        record = Record(RequestFacts("req_judged", 0.0, team_id=identity.team.id, team="default", alias=alias))
         return judges.of(record, b"here")
 
     async def partition(self) -> Partition:
@@ -678,7 +678,7 @@ class World:
     async def record(self, reply: Reply) -> Record:
         """The one record of a request."""
         await self.quiet()
-        (found,) = [record for record in self.records if record.request_id == reply.id]
+        (found,) = [record for record in self.records if record.request.id == reply.id]
         return found
 
     # -- teams and money
@@ -876,7 +876,7 @@ class World:
         with contextlib.suppress(ConnectionError, OSError):
             for state in await self._budgets.spent(self._asked_budgets):
                 assert state.held == 0
-        ids = [record.request_id for record in self.records]
+        ids = [record.request.id for record in self.records]
         assert len(ids) == len(set(ids)), "a request was recorded twice"
 
     async def another(self) -> World:

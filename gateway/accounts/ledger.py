@@ -98,7 +98,7 @@ COLUMNS: Mapping[str, Any] = {
 """The types of the table's columns."""
 
 
-def flat(row: LedgerRow) -> dict[str, Any]:
+def flat_row(row: LedgerRow) -> dict[str, Any]:
     """A row's values by the names of COLUMNS."""
     return dict(zip(COLUMNS, _values_of(row), strict=True))
 
@@ -176,7 +176,7 @@ class Ledger:
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
             insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
-            values = list(map(flat, by_id.values()))
+            values = list(map(flat_row, by_id.values()))
             new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
         alike = rollups.alike(new)
         await self._add_to_days(connection, alike)

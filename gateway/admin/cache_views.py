@@ -193,25 +193,26 @@ async def answer(parts: AdminParts, what: models.AnswerIn, client: str, way: str
     sqlalchemy's errors: what cannot be audited is not shown.
     """
     record = await parts.reports.find(what.id)
-    if record is None or not record.team_id:
+    if record is None or not record.request.team_id:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
     entry = await _entry_of(parts, record)
     if entry is None:
         raise NotFound("The cache no longer has this answer", param="id", code="response_not_found")
-    await parts.audit.add(parts.audit_row(ANSWER_SHOWN, record.entry, client, way, record.team_id, record.request_id))
-    is_semantic = record.cache == "semantic"
-    question = record.question or None if is_semantic else entry.text
+    request, cache = record.request, record.cache
+    await parts.audit.add(parts.audit_row(ANSWER_SHOWN, cache.entry, client, way, request.team_id, request.id))
+    is_semantic = cache.source == "semantic"
+    question = cache.question or None if is_semantic else entry.text
     why = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
     return models.AnswerOut(
-        request_id=record.request_id,
-        at_s=record.at_s,
-        team_id=record.team_id,
-        team=record.team,
-        model=record.alias,
-        cache=record.cache,
-        similarity=record.similarity,
-        entry=record.entry,
-        deployment=record.deployment,
+        request_id=request.id,
+        at_s=request.at_s,
+        team_id=request.team_id,
+        team=request.team,
+        model=request.alias,
+        cache=cache.source,
+        similarity=cache.similarity,
+        entry=cache.entry,
+        deployment=record.answer.deployment,
         created_at_s=entry.created_at,
         question=question,
         made_for=entry.text if is_semantic else None,
@@ -227,11 +228,11 @@ _LATE_S = 5.0  # clocks of hosts differ
 
 async def _entry_of(parts: AdminParts, record: Record) -> Entry | None:
     """The answer that the request got; None where it is gone, or another one has taken its place."""
-    if not record.entry:
+    if not record.cache.entry:
         return None
-    partition, exact = parts.partition_of(record.team_id), bytes.fromhex(record.entry)
+    partition, exact = parts.partition_of(record.request.team_id), bytes.fromhex(record.cache.entry)
     about = await parts.exact.lookup_about(partition, exact)
-    if about is None or about.created_at > record.at_s + record.duration_ms / 1000 + _LATE_S:
+    if about is None or about.created_at > record.request.at_s + record.times.duration_ms / 1000 + _LATE_S:
         return None
     (entry,) = await parts.exact.lookup_many(partition, about.compat, [exact])
     return entry
@@ -328,8 +329,8 @@ async def feedback(parts: AdminParts, what: models.FeedbackIn) -> models.Feedbac
     Raises NotFound, AlreadyWrong, RedisError, CacheUnavailable.
     """
     record = await parts.reports.find(what.id)
-    if record is None or not record.team_id:
+    if record is None or not record.request.team_id:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
-    partition = parts.partition_of(record.team_id)
-    outcome = await parts.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")
+    partition = parts.partition_of(record.request.team_id)
+    outcome = await parts.reports.report(partition, record.request.team_id, what.id, what.verdict == "right", "admin")
     return models.FeedbackOut(id=outcome.id, verdict=outcome.verdict, effect=outcome.effect)

@@ -77,11 +77,11 @@ async def misses(parts: AdminParts) -> models.MissesOut:
     totals: Counter[str] = Counter()
     examples: dict[tuple[str, str], Record] = {}
     for record in page.records:
-        pair = record.alias, CAUSE_OF.get(record.miss_reason, "other")
-        totals[record.alias] += 1
+        pair = record.request.alias, CAUSE_OF.get(record.cache.miss_reason, "other")
+        totals[record.request.alias] += 1
         counts[pair] += 1
         example = examples.setdefault(pair, record)
-        if record.nearest and not example.nearest:
+        if record.cache.nearest and not example.cache.nearest:
             examples[pair] = record
     rows = [
         models.MissCauseOut(
@@ -99,14 +99,15 @@ async def misses(parts: AdminParts) -> models.MissesOut:
 
 
 def _is_miss(record: Record) -> bool:
-    return bool(record.alias) and record.cache == "miss" and record.miss_reason != "" and record.status < 400
+    is_miss = record.cache.source == "miss" and record.cache.miss_reason != ""
+    return is_miss and bool(record.request.alias) and record.ended.status < 400
 
 
 def _example(record: Record) -> models.MissExampleOut:
     return models.MissExampleOut(
-        request_id=record.request_id,
-        at_s=record.at_s,
-        reason=record.miss_reason,
-        similarity=record.similarity,
-        nearest=record.nearest,
+        request_id=record.request.id,
+        at_s=record.request.at_s,
+        reason=record.cache.miss_reason,
+        similarity=record.cache.similarity,
+        nearest=record.cache.nearest,
     )

@@ -19,7 +19,7 @@ from gateway.deployments.progress import Attempt
 from gateway.journey.bill import Claim
 from gateway.journey.generation import Rejection
 from gateway.journey.hedge import Hedged
-from gateway.journey.record import Record
+from gateway.journey.record import FIELDS, Record
 from gateway.journey.rescue import Seam
 from gateway.telemetry.measured_error import ErrorRate
 from gateway.telemetry.parts import Part
@@ -74,7 +74,8 @@ class _Flat:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
-            hints = COLUMNS if source is LedgerRow else get_type_hints(source)
+            flat = {Record: {name: field.type for name, field in FIELDS.items()}, LedgerRow: COLUMNS}
+            hints = flat.get(source) or get_type_hints(source)
             types = {name: hint for name, hint in hints.items() if name not in self._without}
             fields: Any = {name: (hint, ...) for name, hint in (types | self._changed).items()}
             self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)

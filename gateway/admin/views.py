@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import Group, LedgerFilter, Team
-from gateway.accounts.ledger import flat
+from gateway.accounts.ledger import flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budget_views, models
 from gateway.admin.parts import AdminParts
@@ -27,7 +27,7 @@ from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
-from gateway.journey.record import Record
+from gateway.journey.record import FIELDS, Record, flat
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import false_different, false_same
 from gateway.telemetry.stats import Page
@@ -239,19 +239,23 @@ class RouteFilter:
 
     def matches(self, record: Record) -> bool:
         return (
-            (self.team_id is None or record.team_id == self.team_id)
-            and (not self.model or record.alias == self.model)
-            and (not self.cache or record.cache == self.cache)
-            and (not self.deployment or any(a.name == self.deployment for a in record.attempts))
-            and (not self.request_id or record.request_id == self.request_id)
+            (self.team_id is None or record.request.team_id == self.team_id)
+            and (not self.model or record.request.alias == self.model)
+            and (not self.cache or record.cache.source == self.cache)
+            and (not self.deployment or any(a.name == self.deployment for a in record.answer.attempts))
+            and (not self.request_id or record.request.id == self.request_id)
             and (not self.outcome or self.outcome in _outcomes(record))
         )
 
 
+def _kind(record: Record) -> str:
+    return kind_of(record.cache.source, record.ended.status, record.ended.error)
+
+
 def _outcomes(record: Record) -> tuple[str, ...]:
-    kind = kind_of(record.cache, record.status, record.error)
+    kind = _kind(record)
     outcome = kind if kind in ("refused", "failed") else "ok"
-    return (outcome, "failover") if len(record.attempts) > 1 else (outcome,)
+    return (outcome, "failover") if len(record.answer.attempts) > 1 else (outcome,)
 
 
 async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
@@ -280,9 +284,12 @@ def _check_cursor(cursor: str) -> None:
         raise accounts.Invalid("cursor", "expected one that an earlier page gave")
 
 
+_DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not msgspec.NODEFAULT}
+
+
 def _routes(page: Page) -> models.RoutesOut:
     """The records, each with its kind."""
-    found = [{**msgspec.structs.asdict(one), "kind": kind_of(one.cache, one.status, one.error)} for one in page.records]
+    found = [{**_DEFAULTS, **flat(record), "kind": _kind(record)} for record in page.records]
     return models.RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
 
 
@@ -291,7 +298,7 @@ async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, lim
     page = await parts.ledger.rows(where, limit, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
-    rows = [{**flat(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)} for row in page.rows]
+    rows = [{**flat_row(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)} for row in page.rows]
     return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
 
 
@@ -388,9 +395,9 @@ async def route_choices(parts: AdminParts) -> Choices:
     teams, aliases, deployments = dict[int, str](), set[str](), set[str]()
 
     def note(record: Record) -> bool:
-        teams.setdefault(record.team_id, record.team)
-        aliases.add(record.alias)
-        deployments.update([attempt.name for attempt in record.attempts])
+        teams.setdefault(record.request.team_id, record.request.team)
+        aliases.add(record.request.alias)
+        deployments.update([attempt.name for attempt in record.answer.attempts])
         return False
 
     await parts.stats.routes(note)
@@ -454,9 +461,10 @@ async def _last_errors(parts: AdminParts) -> dict[str, list[models.DeploymentErr
     found: dict[str, list[models.DeploymentErrorOut]] = {}
 
     def note(record: Record) -> bool:
-        for attempt in record.attempts:
+        for attempt in record.answer.attempts:
             if attempt.verdict in ("error", "denied") and len(found.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
-                one = models.DeploymentErrorOut(at_s=record.at_s, request_id=record.request_id, words=attempt.outcome)
+                request = record.request
+                one = models.DeploymentErrorOut(at_s=request.at_s, request_id=request.id, words=attempt.outcome)
                 found[attempt.name].append(one)
         return False
 

@@ -18,7 +18,7 @@ from gateway.api import asgi
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body
-from gateway.journey.record import record_of
+from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline, may_use
 from gateway.wire.errors import BadRequest, shown
@@ -121,6 +121,5 @@ class ObjectEndpoint(ABC):
         finally:
             facts: dict[str, Any] = {}
             if call is not None:
-                asked = "" if call.alias else call.asked
-                facts = {"identity": call.identity, "alias": call.alias, "asked": asked}
-            self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), cache="bypass", **facts))
+                facts = {"identity": call.identity, "alias": call.alias, "model": "" if call.alias else call.asked}
+            self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), source="bypass", **facts))

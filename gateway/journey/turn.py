@@ -69,7 +69,7 @@ class Labels(msgspec.Struct, frozen=True):
 NO_LABELS = Labels()
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     """The end of a reply, as its client saw it.
 
     `status` is HTTP's; `error` is the error's code and `refusal` its message, empty without one.

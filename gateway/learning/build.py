@@ -157,9 +157,9 @@ async def open_learning(
     if own is not None and model is not None:
 
         def questioned(record: Record, cost_microusd: int, outcome: str) -> None:
-            metrics.add(m.JUDGE_QUESTIONS, 1, record.team, outcome)
-            metrics.add(m.JUDGE_COST, cost_microusd / 1e6, record.team)
-            stats.add_question(record.team_id, record.alias, cost_microusd)
+            metrics.add(m.JUDGE_QUESTIONS, 1, record.request.team, outcome)
+            metrics.add(m.JUDGE_COST, cost_microusd / 1e6, record.request.team)
+            stats.add_question(record.request.team_id, record.request.alias, cost_microusd)
 
         judges = ModelJudges(
             None if is_auto else model, fleet, own, allowance if is_auto else None, own.generations, questioned

@@ -198,12 +198,12 @@ class Judging:
         elif generation.is_cut:
             return  # no judge can say what the rest of it would have been
         elif trial is not None and generation.progress.is_complete:
-            is_audit = record.miss_reason == MissReason.AUDIT
+            is_audit = record.cache.miss_reason == MissReason.AUDIT
             source = Source.AUDIT if is_audit else Source.MISS
             audit = generation.semantic.audit
             chance, certificate = 1.0, None
             if is_audit:
-                chance = _chance(trial, self._shadow_share(record.team_id, record.alias))
+                chance = _chance(trial, self._shadow_share(record.request.team_id, record.request.alias))
             if audit is not None:
                 chance, certificate = audit.chance, audit.certificate
             self._put(self._asked(flight, record, stored, trial, source, chance, certificate))
@@ -215,32 +215,32 @@ class Judging:
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
         found = flight.generation.fingerprint
         answer = AnswerRef(entry.exact, entry.created_at)
-        served = self._served.setdefault(record.key_id, deque(maxlen=4))
+        served = self._served.setdefault(record.request.key_id, deque(maxlen=4))
         served.append(_Served(time.monotonic(), _words(found.text or ""), answer, trial))
-        self._served.move_to_end(record.key_id)
+        self._served.move_to_end(record.request.key_id)
         if len(self._served) > _AGAIN_KEYS_MAX:
             self._served.popitem(last=False)
         reply = Reply(
-            id=record.request_id,
+            id=record.request.id,
             exact=entry.exact,
             created_at=entry.created_at,
             compat=found.compat,
-            alias=record.alias,
-            at=record.at_s,
+            alias=record.request.alias,
+            at=record.request.at_s,
             trial=trial,
         )
         name = answer_id(entry)
         self._replies.append((found.partition, reply, (name,) if name else ()))
         if len(self._replies) == 1:
             self._defer(self._leave)
-        share = self._shadow_share(record.team_id, record.alias)
+        share = self._shadow_share(record.request.team_id, record.request.alias)
         is_checked = bool(share) and self._random() < share
         # without money, a deployment or room there is no check; one that is tried finds out when there is
         can = self._can_check
         counts = is_checked and can
         chance = _chance(trial, share if can else 0.0)
         events = measured_error.served(chance, is_compared=counts)
-        certificate = self._findings.note(record.team_id, record.alias, events, None)
+        certificate = self._findings.note(record.request.team_id, record.request.alias, events, None)
         if is_checked:
             made_for = certificate if counts else None
             self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
@@ -261,10 +261,10 @@ class Judging:
     def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
         """The hit of the last minute with this prompt, if the key asks it again past the cache."""
         words, now = _words(found.text or ""), time.monotonic()
-        for served in reversed(self._served.get(record.key_id, ())):
+        for served in reversed(self._served.get(record.request.key_id, ())):
             both = len(words | served.words)
             if now - served.at <= _AGAIN_S and both and len(words & served.words) / both >= _AGAIN_SHARED:
-                self._served[record.key_id].remove(served)
+                self._served[record.request.key_id].remove(served)
                 return served
         return None
 
@@ -351,7 +351,7 @@ class Judging:
         except (RedisError, CacheUnavailable, OSError) as error:
             _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
         except Exception:
-            _log.exception("judging_failed", source=asked.source, request_id=asked.record.request_id)
+            _log.exception("judging_failed", source=asked.source, request_id=asked.record.request.id)
 
     async def _compare(self, asked: _Asked) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one
@@ -388,7 +388,7 @@ class Judging:
                 verdict = msgspec.structs.replace(verdict, asked=chance)
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
-                id = f"{asked.record.request_id}:{asked.source}{':late' * asked.is_late}"
+                id = f"{asked.record.request.id}:{asked.source}{':late' * asked.is_late}"
                 await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
         # last: a late verdict takes the place of one that is there
         if is_early:
@@ -503,12 +503,12 @@ class Judging:
             at=verdict.at,
             judge=judgement.judge,
             why=judgement.why,
-            request_id=record.request_id,
-            alias=record.alias,
+            request_id=record.request.id,
+            alias=record.request.alias,
         )
         scope = Scope.ANSWER if is_wrong else Scope.NOTHING
         await self._verdicts.take(
-            asked.partition, f"{record.request_id}:{asked.source}", verdict, ref, None, scope, out if is_wrong else None
+            asked.partition, f"{record.request.id}:{asked.source}", verdict, ref, None, scope, out if is_wrong else None
         )
 
     def _verdict(
@@ -526,7 +526,7 @@ class Judging:
             judge=judgement.judge,
             why=judgement.why,
             flips=self._findings.flips(judgement.judge),
-            alias=asked.record.alias,
+            alias=asked.record.request.alias,
             is_late=asked.is_late,
         )
 
@@ -535,7 +535,7 @@ class Judging:
         if asked.certificate is not None and is_right is not None:
             is_audit = asked.source is Source.AUDIT
             events = measured_error.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
-            self._findings.note(asked.record.team_id, asked.record.alias, events, asked.certificate)
+            self._findings.note(asked.record.request.team_id, asked.record.request.alias, events, asked.certificate)
 
     async def _judged(
         self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None

@@ -76,9 +76,11 @@ class ModelJudges:
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of this request's answer, in its namespace; None where it may not be asked now."""
-        if self._clients() - self._asking > _BUSY or time.monotonic() < self._poor_until.get(record.team_id, 0.0):
+        if self._clients() - self._asking > _BUSY or time.monotonic() < self._poor_until.get(
+            record.request.team_id, 0.0
+        ):
             return None
-        name = self._model or record.asked or record.alias
+        name = self._model or record.request.model or record.request.alias
         try:
             alias = self._fleet.alias(name)
         except ApiError:
@@ -126,8 +128,12 @@ class ModelJudges:
 
         async def reserve(amount: int) -> bool:
             nonlocal paid, is_unpaid
-            if self._allowance is not None and amount and not await self._allowance.reserve(record.team_id, amount):
-                self._poor_until[record.team_id] = time.monotonic() + _POOR_S
+            if (
+                self._allowance is not None
+                and amount
+                and not await self._allowance.reserve(record.request.team_id, amount)
+            ):
+                self._poor_until[record.request.team_id] = time.monotonic() + _POOR_S
                 is_unpaid = True
                 return False
             paid = amount
@@ -140,7 +146,7 @@ class ModelJudges:
             finally:
                 self._asking -= 1
         if self._allowance is not None and paid and cost is not None:
-            await self._allowance.settle(record.team_id, paid, cost)
+            await self._allowance.settle(record.request.team_id, paid, cost)
         self._note(record, cost or 0, "answered" if answer is not None else "unpaid" if is_unpaid else "failed")
         return answer
 

@@ -126,14 +126,14 @@ class Reports:
                 param="id",
                 code="response_not_found",
             )
-        if not record.entry:
+        if not record.cache.entry:
             return Effect.NONE
         if not await self._verdicts.take_once(partition, f"{id}:{'right' if is_right else 'wrong'}"):
             return Effect.NONE if is_right else Effect.PURGED
-        self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, record.cache)
+        self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, record.cache.source)
         if is_right:
             return Effect.COUNTED
-        await self._exact.purge(Purge(partition=partition, id=record.entry))
+        await self._exact.purge(Purge(partition=partition, id=record.cache.entry))
         return Effect.PURGED
 
     async def find(self, id: str, team_id: int | None = None) -> Record | None:
@@ -142,7 +142,7 @@ class Reports:
         """
 
         def is_it(record: Record) -> bool:
-            return record.request_id == id and team_id in (None, record.team_id)
+            return record.request.id == id and team_id in (None, record.request.team_id)
 
         mine = self._stats.unsent(is_it)
         if mine is not None:

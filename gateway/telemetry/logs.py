@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict
 
-from gateway.journey.record import Record
+from gateway.journey.record import Record, flat
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from policies.durations import duration_ms
@@ -107,11 +107,11 @@ class Log:
         """Write the canonical line of a finished request; `prompt` and `answer` only if prompts may
         be logged.
         """
-        level = "error" if record.status >= 500 else "info"
+        level = "error" if record.ended.status >= 500 else "info"
         # not through structlog, whose chain of processors would double the cost of this line
         fields = _flatten(record, level)
         if self._has_prompts:
-            texts = {"prompt": prompt, "answer": answer, "nearest": record.nearest}
+            texts = {"prompt": prompt, "answer": answer, "nearest": record.cache.nearest}
             fields.update({name: text for name, text in texts.items() if text})
         self.writer.msg(self._render(None, level, fields))
 
@@ -162,34 +162,35 @@ def close() -> None:
 
 def _flatten(record: Record, level: str) -> dict[str, Any]:
     """The record as flat fields, without defaults; the most searched fields come first, always."""
+    answer, times = record.answer, record.times
     fields: dict[str, Any] = {
         "event": "request",
         "level": level,
-        "timestamp": _iso(record.at_s),
-        "request_id": record.request_id,
-        "status": record.status,
-        "cache": record.cache,
-        "route": record.route,
+        "timestamp": _iso(record.request.at_s),
+        "request_id": record.request.id,
+        "status": record.ended.status,
+        "cache": record.cache.source,
+        "route": record.request.operation,
     }
-    fields.update(msgspec.to_builtins(record))
+    fields.update(flat(record))
     del fields["at_s"]  # it is the timestamp
-    if record.rejected:
-        fields["rejected"] = [f"{rejection.name}: {rejection.reason}" for rejection in record.rejected]
-    if record.attempts:
-        fields["attempts"] = [f"{a.name}: {a.outcome} ({a.duration_ms:.0f} ms)" for a in record.attempts]
-    if record.fallbacks:
-        fields["fallbacks"] = [f"{one.name}: {one.reason}" for one in record.fallbacks]
-    if record.hedge is not None:
-        fields["hedge"] = f"{record.hedge.deployment}: {record.hedge.outcome}, {record.hedge.cost_microusd} µUSD"
-    if record.seams:
-        fields["seams"] = [f"{one.broken} -> {one.deployment} after {one.characters}" for one in record.seams]
+    if answer.rejected:
+        fields["rejected"] = [f"{rejection.name}: {rejection.reason}" for rejection in answer.rejected]
+    if answer.attempts:
+        fields["attempts"] = [f"{a.name}: {a.outcome} ({a.duration_ms:.0f} ms)" for a in answer.attempts]
+    if answer.fallbacks:
+        fields["fallbacks"] = [f"{fallback.name}: {fallback.reason}" for fallback in answer.fallbacks]
+    if answer.hedge is not None:
+        fields["hedge"] = f"{answer.hedge.deployment}: {answer.hedge.outcome}, {answer.hedge.cost_microusd} µUSD"
+    if answer.seams:
+        fields["seams"] = [f"{seam.broken} -> {seam.deployment} after {seam.characters}" for seam in answer.seams]
     fields.pop("nearest", None)  # texts
     fields.pop("question", None)
-    fields["duration_ms"] = round(record.duration_ms, 3)
-    if record.ttft_ms is not None:
-        fields["ttft_ms"] = round(record.ttft_ms, 3)
-    if record.saved_ms:
-        fields["saved_ms"] = round(record.saved_ms, 3)
+    fields["duration_ms"] = round(times.duration_ms, 3)
+    if times.ttft_ms is not None:
+        fields["ttft_ms"] = round(times.ttft_ms, 3)
+    if times.saved_ms:
+        fields["saved_ms"] = round(times.saved_ms, 3)
     return fields
 
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gateway.deployments.progress import Attempt
-from gateway.journey.record import Record
+from gateway.journey.record import Record, Times
 from gateway.telemetry import metric_names as names
 from gateway.telemetry.buckets import HITS
 from gateway.telemetry.shared_numbers import Key, SharedNumbers
 from gateway.wire.errors import DeploymentFull
+from policies import Usage
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -56,27 +57,28 @@ class _RequestSeries(msgspec.Struct, frozen=True):
 
     def count(self, values: "memoryview[float]", record: Record) -> None:
         """Count one finished request, without its attempts."""
+        times, usage, money = record.times, record.usage, record.money
         for counter in self.counters:
             values[counter] += 1.0
-        _add(values, self.duration, names.SECONDS, record.duration_ms / 1e3)
-        if record.ttft_ms is not None:
-            _add(values, self.ttft, names.SECONDS, record.ttft_ms / 1e3)
+        _add(values, self.duration, names.SECONDS, times.duration_ms / 1e3)
+        if times.ttft_ms is not None:
+            _add(values, self.ttft, names.SECONDS, times.ttft_ms / 1e3)
         if self.is_hit:
-            values[self.saved_cost] += record.saved_microusd / 1e6
-            values[self.saved_time] += record.saved_ms / 1e3
-        elif record.prompt_tokens or record.completion_tokens or record.cost_microusd:
-            self._count_generation(values, record)
+            values[self.saved_cost] += money.saved_microusd / 1e6
+            values[self.saved_time] += times.saved_ms / 1e3
+        elif usage.prompt_tokens or usage.completion_tokens or money.cost_microusd:
+            values[self.cost] += money.cost_microusd / 1e6
+            self._count_tokens(values, usage, times)
 
-    def _count_generation(self, values: "memoryview[float]", record: Record) -> None:
-        values[self.cost] += record.cost_microusd / 1e6
-        values[self.input_tokens] += record.prompt_tokens
-        values[self.output_tokens] += record.completion_tokens
-        _add(values, self.input_usage, names.TOKEN_BOUNDS, record.prompt_tokens)
-        _add(values, self.output_usage, names.TOKEN_BOUNDS, record.completion_tokens)
-        if record.cached_tokens:
-            values[self.cached_tokens] += record.cached_tokens
-        if record.ttft_ms is not None and record.completion_tokens > 1:
-            tpot_s = (record.duration_ms - record.ttft_ms) / (record.completion_tokens - 1) / 1e3
+    def _count_tokens(self, values: "memoryview[float]", usage: Usage, times: Times) -> None:
+        values[self.input_tokens] += usage.prompt_tokens
+        values[self.output_tokens] += usage.completion_tokens
+        _add(values, self.input_usage, names.TOKEN_BOUNDS, usage.prompt_tokens)
+        _add(values, self.output_usage, names.TOKEN_BOUNDS, usage.completion_tokens)
+        if usage.cached_tokens:
+            values[self.cached_tokens] += usage.cached_tokens
+        if times.ttft_ms is not None and usage.completion_tokens > 1:
+            tpot_s = (times.duration_ms - times.ttft_ms) / (usage.completion_tokens - 1) / 1e3
             _add(values, self.tpot, names.TPOT_SECONDS, max(tpot_s, 0.0))
 
     def count_attempt(self, values: "memoryview[float]", attempt: Attempt) -> None:
@@ -108,95 +110,104 @@ class Metrics:
 
     def observe(self, record: Record) -> None:
         """Count one finished request; takes about 3 µs."""
+        request, ended, cache, answer, usage = record.request, record.ended, record.cache, record.answer, record.usage
         sort = (
-            record.route,
-            record.alias,
-            record.team,
-            record.cache,
-            record.status,
-            record.deployment,
-            record.store,
-            record.miss_reason,
-            record.error,
+            request.operation,
+            request.alias,
+            request.team,
+            cache.source,
+            ended.status,
+            answer.deployment,
+            cache.store,
+            cache.miss_reason,
+            ended.error,
         )
         series = self._by_sort.get(sort) or self._find(record, sort)
         series.count(self._values, record)
-        if record.attempts:
+        if answer.attempts:
             self._count_attempts(record, series)
-        if record.is_disconnected:
-            self.add(names.DISCONNECTS, 1, record.alias)
-        is_refused = record.error == DeploymentFull.code
-        if record.queued_ms or is_refused:
-            self.add(names.QUEUED, 1, record.alias, "refused" if is_refused else "waited")
-            self.add(names.QUEUED_TIME, record.queued_ms / 1e3, record.alias)
-        if record.awaited:
-            self.add(names.AWAITED, 1, record.alias, record.awaited)
-            self.add(names.AWAITED_TIME, record.awaited_ms / 1e3, record.alias)
-        if record.usage_estimated:
-            self.add(names.ESTIMATED, 1, record.alias, record.deployment)
-        for claim in record.claims:
-            self.add(names.CLAIMS, 1, claim.deployment, "cut" if claim.is_cut else "booked")
-        if record.is_baseline_unknown:
-            self.add(names.UNCOMPARED, 1, record.alias, record.team)
-        if record.savings:
-            for mechanism, amount in record.savings.items():
-                saved = names.SAVED_COST if amount > 0 else names.EXTRA_COST
-                self.add(saved, abs(amount) / 1e6, record.alias, record.team, mechanism)
-        for part in record.survived:
+        if ended.is_disconnected:
+            self.add(names.DISCONNECTS, 1, request.alias)
+        is_refused = ended.error == DeploymentFull.code
+        if answer.queued_ms or is_refused:
+            self.add(names.QUEUED, 1, request.alias, "refused" if is_refused else "waited")
+            self.add(names.QUEUED_TIME, answer.queued_ms / 1e3, request.alias)
+        if cache.awaited:
+            self.add(names.AWAITED, 1, request.alias, cache.awaited)
+            self.add(names.AWAITED_TIME, cache.awaited_ms / 1e3, request.alias)
+        self._count_money(record)
+        for part in cache.degraded:
             self.add(names.FAILURES, 1, part)
-        if record.drafted_tokens:
-            for source, drafted in record.drafted_tokens.items():
-                self.add(names.DRAFTED, drafted, record.deployment, source)
-                self.add(names.ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
+        if usage.drafted_tokens:
+            for source, drafted in usage.drafted_tokens.items():
+                self.add(names.DRAFTED, drafted, answer.deployment, source)
+                self.add(names.ACCEPTED, (usage.accepted_tokens or {}).get(source, 0), answer.deployment, source)
+
+    def _count_money(self, record: Record) -> None:
+        """Count what is rare about the money of a request."""
+        request, money = record.request, record.money
+        if money.usage_estimated:
+            self.add(names.ESTIMATED, 1, request.alias, record.answer.deployment)
+        for claim in money.claims:
+            self.add(names.CLAIMS, 1, claim.deployment, "cut" if claim.is_cut else "booked")
+        if money.is_baseline_unknown:
+            self.add(names.UNCOMPARED, 1, request.alias, request.team)
+        if money.savings:
+            for mechanism, amount in money.savings.items():
+                saved = names.SAVED_COST if amount > 0 else names.EXTRA_COST
+                self.add(saved, abs(amount) / 1e6, request.alias, request.team, mechanism)
 
     def _count_attempts(self, record: Record, series: _RequestSeries) -> None:
-        first = record.attempts[0]
-        is_usual = len(record.attempts) == 1 and first.outcome == "ok" and first.name == record.deployment
+        answer, alias = record.answer, record.request.alias
+        first = answer.attempts[0]
+        is_usual = len(answer.attempts) == 1 and first.outcome == "ok" and first.name == answer.deployment
         if is_usual and series.attempt:
             series.count_attempt(self._values, first)
             return
-        for attempt in record.attempts:
+        for attempt in answer.attempts:
             verdict = attempt.verdict
             self.add(names.ATTEMPTS, 1, attempt.name, verdict)
-            start = self._start(names.ATTEMPT_DURATION, record.alias, attempt.name, "" if verdict == "ok" else verdict)
+            start = self._start(names.ATTEMPT_DURATION, alias, attempt.name, "" if verdict == "ok" else verdict)
             _add(self._values, start, names.SECONDS, attempt.duration_ms / 1e3)
-        if len(record.attempts) > (1 if record.hedge is None else 2):
-            self.add(names.FAILOVERS, 1, record.alias)
-        if record.hedge is not None:
-            self.add(names.HEDGES, 1, record.alias, record.hedge.outcome)
-            self.add(names.HEDGE_COST, record.hedge.cost_microusd / 1e6, record.alias)
-        if record.seams:
-            self.add(names.RESCUES, 1, record.alias, "error" if record.error else "ok")
+        if len(answer.attempts) > (1 if answer.hedge is None else 2):
+            self.add(names.FAILOVERS, 1, alias)
+        if answer.hedge is not None:
+            self.add(names.HEDGES, 1, alias, answer.hedge.outcome)
+            self.add(names.HEDGE_COST, answer.hedge.cost_microusd / 1e6, alias)
+        if answer.seams:
+            self.add(names.RESCUES, 1, alias, "error" if record.ended.error else "ok")
 
     def _find(self, record: Record, sort: tuple[str | int, ...]) -> _RequestSeries:
         if len(self._by_sort) >= _SORTS_MAX:
             self._by_sort.clear()
-        route, model, team, cache = record.route, record.alias, record.team, record.cache
-        error = str(record.status) if record.status >= 400 else ""
-        counters = [self._start(names.REQUESTS, route, model, team, cache, str(record.status))]
-        if record.store:
-            counters.append(self._start(names.STORES, record.store))
-        if record.miss_reason:
-            counters.append(self._start(names.SEMANTIC_MISSES, record.miss_reason))
-        if record.error:
-            counters.append(self._start(names.ERRORS, route, model, record.error))
-        is_generated = bool(record.deployment) and cache not in HITS
+        request, ended, cache, deployment = record.request, record.ended, record.cache, record.answer.deployment
+        route, model, team, source = request.operation, request.alias, request.team, cache.source
+        error = str(ended.status) if ended.status >= 400 else ""
+        counters = [self._start(names.REQUESTS, route, model, team, source, str(ended.status))]
+        if cache.store:
+            counters.append(self._start(names.STORES, cache.store))
+        if cache.miss_reason:
+            counters.append(self._start(names.SEMANTIC_MISSES, cache.miss_reason))
+        if ended.error:
+            counters.append(self._start(names.ERRORS, route, model, ended.error))
+        is_hit = source in HITS
+        is_generated = bool(deployment) and not is_hit
         series = self._by_sort[sort] = _RequestSeries(
             counters=tuple(counters),
-            duration=self._start(names.DURATION, route, model, cache, error),
-            ttft=self._start(names.TTFT, route, model, cache),
+            duration=self._start(names.DURATION, route, model, source, error),
+            ttft=self._start(names.TTFT, route, model, source),
             tpot=self._start(names.TPOT, route, model),
-            is_hit=cache in HITS,
-            cost=self._start(names.COST, model, team, record.deployment),
-            saved_cost=self._start(names.SAVED_COST, model, team, cache) if cache in HITS else 0,
-            saved_time=self._start(names.SAVED_TIME, model, cache) if cache in HITS else 0,
+            is_hit=is_hit,
+            cost=self._start(names.COST, model, team, deployment),
+            saved_cost=self._start(names.SAVED_COST, model, team, source) if is_hit else 0,
+            saved_time=self._start(names.SAVED_TIME, model, source) if is_hit else 0,
             input_tokens=self._start(names.TOKENS, model, team, "input"),
             cached_tokens=self._start(names.TOKENS, model, team, "cached_input"),
             output_tokens=self._start(names.TOKENS, model, team, "output"),
             input_usage=self._start(names.TOKEN_USAGE, route, model, "input"),
             output_usage=self._start(names.TOKEN_USAGE, route, model, "output"),
-            attempt=self._start(names.ATTEMPTS, record.deployment, "ok") if is_generated else 0,
-            attempt_duration=self._start(names.ATTEMPT_DURATION, model, record.deployment, "") if is_generated else 0,
+            attempt=self._start(names.ATTEMPTS, deployment, "ok") if is_generated else 0,
+            attempt_duration=self._start(names.ATTEMPT_DURATION, model, deployment, "") if is_generated else 0,
         )
         return series
 

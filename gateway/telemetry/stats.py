@@ -23,7 +23,7 @@ import msgspec
 
 from cache.stored import reader
 from gateway.accounts import HitsRow
-from gateway.journey.record import Record
+from gateway.journey.record import PATHS, Record, flat, of_flat
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
@@ -57,7 +57,7 @@ return 1
 _LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2])"
 
 _encoder = msgspec.msgpack.Encoder()
-_read = reader(msgspec.msgpack.Decoder(Record))
+_read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
 
 
 class _Bucket(NamedTuple):
@@ -116,21 +116,27 @@ class Page(msgspec.Struct, frozen=True):
     cursor: str | None  # of the next page; None if this is the last
 
 
+def _reader(name: str) -> Callable[[Record], Any]:
+    """A reader of a record's field by the name that it has outside this process."""
+    return attrgetter(PATHS[name])
+
+
 # the sums of records, by the counts of `Tally`
 _SUMMED = {
-    "prompt_tokens": attrgetter("prompt_tokens"),
-    "completion_tokens": attrgetter("completion_tokens"),
-    "cached_tokens": attrgetter("cached_tokens"),
-    "cost_microusd": attrgetter("cost_microusd"),
-    "avoided_microusd": attrgetter("avoided_microusd"),
-    "saved_microusd": attrgetter("saved_microusd"),
-    "uncompared": attrgetter("is_baseline_unknown"),
-    "saved_ms": attrgetter("saved_ms"),
+    "prompt_tokens": _reader("prompt_tokens"),
+    "completion_tokens": _reader("completion_tokens"),
+    "cached_tokens": _reader("cached_tokens"),
+    "cost_microusd": _reader("cost_microusd"),
+    "avoided_microusd": _reader("avoided_microusd"),
+    "saved_microusd": _reader("saved_microusd"),
+    "uncompared": _reader("is_baseline_unknown"),
+    "saved_ms": _reader("saved_ms"),
 }
-_LATENCIES = {buckets.TTFT: attrgetter("ttft_ms"), buckets.DURATION: attrgetter("duration_ms")}
+_LATENCIES = {buckets.TTFT: _reader("ttft_ms"), buckets.DURATION: _reader("duration_ms")}
 _OF_DEPLOYMENTS = ("completion_tokens", "cost_microusd")
 _TRIED = {"ok": "ok", "error": "failed", "denied": "failed"}  # the counts of `DeploymentTally`, by an attempt's verdict
-_labels_of = attrgetter("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
+_LABELS = ("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
+_labels_of = attrgetter(*[PATHS[name] for name in _LABELS])
 
 
 def _sums_of(kind: str, records: Sequence[Record]) -> dict[str, int]:
@@ -220,10 +226,10 @@ class Stats:
         """Add the records since the last call to the sums."""
         records, self._records = self._records, []
         self._routes.extend(records)
-        self._near.extend([one for one in records if one.similarity is not None and _is_near(one, one.similarity)])
+        self._near.extend([record for record in records if record.cache.similarity is not None and _is_near(record)])
         alike = defaultdict[tuple[int, tuple[Any, ...]], list[Record]](list)
         for record in records:
-            alike[int(record.at_s) // 60, _labels_of(record)].append(record)
+            alike[int(record.request.at_s) // 60, _labels_of(record)].append(record)
         for (minute, labels), group in alike.items():
             team_id, cache, status, error, model, batch, route, deployment = labels
             kind = buckets.kind_of(cache, status, error)
@@ -242,10 +248,12 @@ class Stats:
             del self._unsent[oldest]
 
     def _count_deployments(self, minute_buckets: tuple[_Bucket, ...], deployment: str, group: Iterable[Record]) -> None:
-        tried = [record for record in group if record.attempts]
+        tried = [record for record in group if record.answer.attempts]
         counts = {name: sum(map(_SUMMED[name], tried)) for name in _OF_DEPLOYMENTS}
         self._count(minute_buckets, counts, "", buckets.DEPLOYMENT, deployment)
-        for (name, verdict), count in Counter([(a.name, a.verdict) for one in tried for a in one.attempts]).items():
+        for (name, verdict), count in Counter(
+            [(a.name, a.verdict) for one in tried for a in one.answer.attempts]
+        ).items():
             if verdict in _TRIED:
                 self._count(minute_buckets, {_TRIED[verdict]: count}, "", buckets.DEPLOYMENT, name)
 
@@ -319,7 +327,7 @@ class Stats:
 
     async def _log(self, key: str, length_max: int, records: list[Record]) -> None:
         if records:
-            await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(record) for record in records))
+            await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(flat(record)) for record in records))
 
     async def query(self, window: Window, *, team_id: int | None = None, model: str | None = None) -> Summary:
         """The sums of the window that ends now, of one team or one model if given.
@@ -379,7 +387,7 @@ class Stats:
             for entry_id, (_, data) in reply:
                 cursor = entry_id.decode()
                 try:
-                    record = _read(data)
+                    record = of_flat(_read(data))
                 except msgspec.DecodeError:
                     continue  # of another version
                 if matches(record):
@@ -390,9 +398,10 @@ class Stats:
                 return Page(tuple(found), None)
 
 
-def _is_near(record: Record, similarity: float) -> bool:
+def _is_near(record: Record) -> bool:
     """Whether the request is a miss with a similar entry."""
-    return similarity >= NEAR_SIMILARITY_MIN and record.cache == "miss" and record.status < 400
+    cache = record.cache
+    return (cache.similarity or 0.0) >= NEAR_SIMILARITY_MIN and cache.source == "miss" and record.ended.status < 400
 
 
 async def _abreast(calls: Iterable[Awaitable[Any]]) -> list[Any]:

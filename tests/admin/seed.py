@@ -12,7 +12,7 @@ from gateway.accounts import HitsRow
 from gateway.batches.lines import LineSpan
 from gateway.deployments.progress import Attempt
 from gateway.journey.generation import Rejection
-from gateway.journey.record import Record
+from gateway.journey.record import Record, of_flat
 from gateway.telemetry import measured_error
 from gateway.telemetry.measured_error import RulingCounts
 from gateway.telemetry.parts import Health, Part
@@ -175,7 +175,7 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
         record.saved_microusd = record.baseline_microusd = record.avoided_microusd = chance.randrange(300, 9_000)
         record.saved_ms = chance.uniform(400, 6_000)
         record.similarity = chance.uniform(0.95, 1.0) if kind == "semantic" else None
-    return Record(**vars(record))
+    return of_flat(vars(record))
 
 
 def _generate(chance: random.Random, record: SimpleNamespace) -> None:

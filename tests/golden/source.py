@@ -2,7 +2,7 @@
 
 Looks nothing up by a module's path: it reads all sources of the four packages, or imports all
 modules of one and picks objects by what they are. Only `gateway.app.create_app`, `gateway.cli.main`,
-`gateway.settings.Settings` and `gateway.admin.forms.FORMS` have names here.
+`gateway.settings.Settings`, `gateway.admin.forms.FORMS` and the record of a request have names here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from sqlalchemy import MetaData
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -29,6 +30,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from gateway import cli
 from gateway.admin.forms import FORMS
 from gateway.app import create_app
+from gateway.journey.record import FIELDS, Record
 from gateway.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -229,15 +231,13 @@ def stored() -> Iterator[str]:
         if not (inspect.isclass(one) and issubclass(one, msgspec.Struct) and one is not msgspec.Struct):
             continue
         tag = one.__struct_config__.tag
-        is_record = {"request_id", "miss_reason", "duration_ms"} <= set(one.__struct_fields__)
-        if not is_record and not (tag in _STORED_TAGS and one.__struct_config__.array_like):
-            continue
-        (schema,), defs = msgspec.json.schema_components([one])
-        flat = shape(schema, defs)
-        if is_record:
-            yield from (f"record {name} {json.dumps(inner)}" for name, inner in flat["properties"].items())
-        else:
-            yield f"{tag} {json.dumps(flat['prefixItems'])}"
+        if tag in _STORED_TAGS and one.__struct_config__.array_like:
+            (schema,), defs = msgspec.json.schema_components([one])
+            yield f"{tag} {json.dumps(shape(schema, defs)['prefixItems'])}"
+    for part in [field.type for field in structs.fields(Record)]:
+        (schema,), defs = msgspec.json.schema_components([part])
+        fields = shape(schema, defs)["properties"].items()
+        yield from (f"record {name} {json.dumps(inner)}" for name, inner in fields if name in FIELDS)
 
 
 def headers() -> Iterator[str]:

@@ -125,7 +125,7 @@ async def test_a_spent_deployment_is_passed_over_with_a_reason(world: World, tea
         reply = await world.ask(content, model="breaking", key=team.key, max_tokens=1000)
         assert reply.headers["x-sameway-backend"] == by
     record = await world.record(reply)
-    assert ("dear-first", "has no room in its budget") in [(one.name, one.reason) for one in record.rejected]
+    assert ("dear-first", "has no room in its budget") in [(one.name, one.reason) for one in record.answer.rejected]
     assert (await world.used_of(first))[""] == (1_010, 0)
     await world.change_budget(second, limit=1)
     refused = await world.ask("three", model="breaking", key=team.key, max_tokens=1000)
@@ -211,7 +211,7 @@ async def test_an_answer_is_cut_where_the_budget_ends(world: World, team: Team) 
     call = world.backends["dear"].calls[-1]
     assert call.body["max_tokens"] == 20
     assert "max_completion_tokens" not in call.body
-    assert (await world.record(reply)).store == "truncated"
+    assert (await world.record(reply)).cache.store == "truncated"
 
 
 async def test_an_answer_may_pass_the_limit_where_that_is_allowed(world: World, team: Team) -> None:

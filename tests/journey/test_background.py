@@ -70,7 +70,9 @@ async def test_a_response_outlives_its_request(world: World) -> None:
     assert [one.content[0].text for one in (await another.responses.input_items.list(made.id)).data] == ["Go on."]
     await world.quiet()
     await until(lambda: world.ended == ["completed"])
-    assert [one.request_id for one in world.records if one.route == "responses"] == [made.id.replace("resp_", "req_")]
+    assert [one.request.id for one in world.records if one.request.operation == "responses"] == [
+        made.id.replace("resp_", "req_")
+    ]
     assert len(await world.ledger()) == 1
     await another.responses.create(model="mock", input="more", previous_response_id=made.id)
 

@@ -125,8 +125,8 @@ async def test_an_absurd_count_is_bounded_by_the_deployment(open_a_world: OpenWo
     record = await world.record(await world.ask(model="m", max_tokens=100))
     (row,) = await world.ledger()
     assert (row.usage.prompt_tokens, row.usage.completion_tokens) == (8_000, 8_000)
-    assert record.cost_microusd == row.cost_microusd == 24_000
-    assert [(one.deployment, one.is_cut) for one in record.claims] == [("bound", True)]
+    assert record.money.cost_microusd == row.cost_microusd == 24_000
+    assert [(one.deployment, one.is_cut) for one in record.money.claims] == [("bound", True)]
     assert not world._deployment("bound").health.allows(ASKER)
     assert "more tokens than it can have used" in world._deployment("bound").health.resting(ASKER)[0]
 
@@ -140,13 +140,13 @@ async def test_a_count_above_the_hold_is_booked_and_trips_the_budget(open_a_worl
     record = await world.record(await world.ask(model="m", max_tokens=100, key=team.key))
     (row,) = await world.ledger()
     assert (row.usage.prompt_tokens, row.usage.completion_tokens, row.cost_microusd) == (3_000, 500, 4_000)
-    assert [(one.deployment, one.is_cut) for one in record.claims] == [("bound", False)]
+    assert [(one.deployment, one.is_cut) for one in record.money.claims] == [("bound", False)]
     assert await world.money_of(team) == (4_000, 0)
     refused = await world.ask("next", model="m", max_tokens=100, key=team.key)
     assert (refused.status, refused.error["code"]) == (429, "insufficient_quota")
     world.backends["bound"].plays("x", Finish(), Tokens())
     answered = await world.record(await world.ask("others", model="m", max_tokens=100))
-    assert (answered.status, answered.claims) == (200, ())
+    assert (answered.ended.status, answered.money.claims) == (200, ())
 
 
 _SEARCH = {"type": "web_search_20250305", "name": "web_search"}
@@ -182,7 +182,7 @@ async def test_a_loop_of_tools_is_charged_as_it_is_counted(
         told.tool_calls,
     )
     assert row.cost_microusd == told.prompt_tokens + 2 * told.completion_tokens + 10_000 * told.tool_calls
-    assert record.cost_microusd == row.cost_microusd
+    assert record.money.cost_microusd == row.cost_microusd
     assert world._deployment("bound").health.allows(ASKER)
 
 
@@ -234,7 +234,7 @@ async def test_units_are_charged_as_they_are_counted(
     world.backends["unit"].plays(answer if units else msgspec.structs.replace(answer, usage=None))
     assert (await world.ask(path=f"/v1/{path}", raw=msgspec.json.encode({"model": "m", **body}))).status == 200
     (row,) = await world.ledger()
-    assert row.cost_microusd == microusd == world.records[-1].cost_microusd
+    assert row.cost_microusd == microusd == world.records[-1].money.cost_microusd
 
 
 async def _gone_before_a_word(world: World) -> None:
@@ -278,10 +278,10 @@ async def test_whoever_tells_the_cost_tells_the_same(
     rows = await world.ledger()
     cost = sum(row.cost_microusd for row in rows)
     assert cost > 0
-    assert cost == sum(record.cost_microusd for record in world.records)
+    assert cost == sum(record.money.cost_microusd for record in world.records)
     [counted_in_redis] = await world._budgets.spent([Budget(1, rows[0].team_id, WindowKind.TOTAL, 1)])
     assert counted_in_redis.spent == cost
-    metrics, stats = Metrics(None), Stats(world.redis, lambda: world.records[-1].at_s)
+    metrics, stats = Metrics(None), Stats(world.redis, lambda: world.records[-1].request.at_s)
     for record in world.records:
         metrics.observe(record)
         stats.add(record)
@@ -298,8 +298,8 @@ async def test_whoever_tells_the_cost_tells_the_same(
     await accounts.close()
     assert sum(one.amount_microusd for one in saved if one.line == "spent") == cost
     baseline = sum(one.amount_microusd for one in saved if one.line == "baseline")
-    assert baseline == sum(record.baseline_microusd for record in world.records if record.cache == "miss")
-    of_records = sum(sum((record.savings or {}).values()) for record in world.records)
+    assert baseline == sum(record.money.baseline_microusd for record in world.records if record.cache.source == "miss")
+    of_records = sum(sum((record.money.savings or {}).values()) for record in world.records)
     assert of_records == sum(one.amount_microusd for one in saved if one.line not in ("spent", "baseline"))
 
 
@@ -342,7 +342,7 @@ async def test_embeddings_cost_tokens_and_money(open_a_world: OpenWorld) -> None
     (row,) = await world.ledger()
     assert (row.kind, row.usage.prompt_tokens, row.cost_microusd) == ("embeddings", 4, 4)
     assert await world.money_of(team) == (4, 0)
-    assert world.records[-1].cost_microusd == 4
+    assert world.records[-1].money.cost_microusd == 4
     dear = await world.ask(path="/v1/embeddings", model="all-minilm-l6-v2", input="x " * 40, key=team.key)
     assert (dear.status, dear.error["code"]) == (429, "insufficient_quota")
     many = await world.ask(path="/v1/embeddings", model="all-minilm-l6-v2", input="x " * 200, key=team.key)

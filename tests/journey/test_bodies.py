@@ -71,7 +71,7 @@ async def test_a_body_that_drips_is_refused(world: World, first: bytes) -> None:
     status, said = await sending.answer()
     assert status == 408
     assert '"code":"request_timeout"' in said
-    assert world.records[-1].status == 408
+    assert world.records[-1].ended.status == 408
 
 
 async def test_a_body_that_comes_is_read_though_it_takes_long(world: World) -> None:

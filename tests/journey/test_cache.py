@@ -19,15 +19,20 @@ async def test_a_miss_is_generated_and_says_so(world: World) -> None:
     assert reply.headers["cache-status"] == "sameway; fwd=uri-miss"
     assert "age" not in reply.headers
     record = await world.record(reply)
-    assert (record.status, record.error, record.cache, record.store) == (200, "", "miss", "stored")
-    assert (record.alias, record.deployment, record.policy) == ("mock", "plain", "balanced")
-    assert (record.team, record.key) == ("default", "first")
-    assert (record.prompt_tokens, record.completion_tokens, record.cost_microusd) == (10, 5, 20)
-    assert [(one.name, one.outcome) for one in record.attempts] == [("plain", "ok")]
-    assert record.ttft_ms is not None
-    assert 0 < record.ttft_ms <= record.duration_ms
-    assert record.miss_reason == "empty"
-    assert record.why
+    assert (record.ended.status, record.ended.error, record.cache.source, record.cache.store) == (
+        200,
+        "",
+        "miss",
+        "stored",
+    )
+    assert (record.request.alias, record.answer.deployment, record.answer.policy) == ("mock", "plain", "balanced")
+    assert (record.request.team, record.request.key) == ("default", "first")
+    assert (record.usage.prompt_tokens, record.usage.completion_tokens, record.money.cost_microusd) == (10, 5, 20)
+    assert [(one.name, one.outcome) for one in record.answer.attempts] == [("plain", "ok")]
+    assert record.times.ttft_ms is not None
+    assert 0 < record.times.ttft_ms <= record.times.duration_ms
+    assert record.cache.miss_reason == "empty"
+    assert record.answer.why
 
 
 async def test_an_exact_hit_is_the_same_answer(world: World) -> None:
@@ -47,12 +52,16 @@ async def test_the_record_of_a_hit_says_what_it_saved(world: World) -> None:
     """A hit's record has the tokens and the cost of the answer it repeats, and none of its own."""
     miss, hit = await world.ask(), await world.ask()
     generated, record = await world.record(miss), await world.record(hit)
-    assert (record.cache, record.deployment, record.entry) == ("exact", "plain", generated.entry)
-    assert (record.saved_microusd, record.cost_microusd) == (20, 0)
-    assert (record.prompt_tokens, record.completion_tokens) == (10, 5)
-    assert record.ttft_ms is not None
-    assert record.attempts == ()
-    assert record.store == ""
+    assert (record.cache.source, record.answer.deployment, record.cache.entry) == (
+        "exact",
+        "plain",
+        generated.cache.entry,
+    )
+    assert (record.money.saved_microusd, record.money.cost_microusd) == (20, 0)
+    assert (record.usage.prompt_tokens, record.usage.completion_tokens) == (10, 5)
+    assert record.times.ttft_ms is not None
+    assert record.answer.attempts == ()
+    assert record.cache.store == ""
 
 
 @pytest.mark.parametrize(("first", "again"), [(False, True), (True, False), (True, True)])
@@ -112,7 +121,7 @@ async def test_no_cache_generates_and_stores(world: World, how: dict[str, Any]) 
     world.backends["plain"].plays("a newer answer", Finish(), Tokens())
     fresh = await world.ask(**how)
     assert (fresh.cache, fresh.headers["cache-status"]) == ("bypass", "sameway; fwd=request")
-    assert (await world.record(fresh)).miss_reason == "no-cache"
+    assert (await world.record(fresh)).cache.miss_reason == "no-cache"
     again = await world.ask()
     assert (again.cache, again.content) == ("exact", "a newer answer")
 
@@ -121,7 +130,7 @@ async def test_no_cache_generates_and_stores(world: World, how: dict[str, Any]) 
 async def test_no_store_leaves_nothing(world: World, how: dict[str, Any]) -> None:
     """no-store may read the cache and leaves nothing in it."""
     first = await world.ask(**how)
-    assert (first.cache, (await world.record(first)).store) == ("bypass", "no_store")
+    assert (first.cache, (await world.record(first)).cache.store) == ("bypass", "no_store")
     assert (await world.ask()).cache == "miss"
     assert (await world.ask(**how)).cache == "exact"
 
@@ -132,7 +141,7 @@ async def test_only_if_cached_never_generates(world: World) -> None:
     assert (reply.status, reply.error["code"], reply.headers["x-should-retry"]) == (504, "not_cached", "false")
     assert world.backends["plain"].calls == []
     record = await world.record(reply)
-    assert (record.status, record.error, record.cache) == (504, "not_cached", "miss")
+    assert (record.ended.status, record.ended.error, record.cache.source) == (504, "not_cached", "miss")
     assert await world.ledger() == []
 
 
@@ -177,7 +186,7 @@ async def test_a_cache_that_is_off_stores_nothing_and_says_so(open_a_world: Open
     first, again = await world.ask(), await world.ask()
     assert (first.cache, again.cache) == ("miss", "miss")
     record = await world.record(again)
-    assert (record.miss_reason, record.store, record.entry) == ("off", "off", "")
+    assert (record.cache.miss_reason, record.cache.store, record.cache.entry) == ("off", "off", "")
     await world.is_released()
 
 
@@ -185,16 +194,16 @@ async def test_without_the_exact_cache_answers_are_found_by_meaning_alone(open_a
     """The answer is stored for semantic lookups; the very same request asks them too. What they can't find is not stored."""
     world = await open_a_world(cache={"is_exact": False})
     first = await world.record(await world.ask())
-    assert (first.store, bool(first.entry)) == ("stored", True)
+    assert (first.cache.store, bool(first.cache.entry)) == ("stored", True)
     assert (await world.ask()).cache == "miss"
-    world.semantic.hits(first.entry)
+    world.semantic.hits(first.cache.entry)
     assert [(await world.ask(text)).cache for text in ("in other words", "in the same words")] == [
         "semantic",
         "semantic",
     ]
-    assert (await world.record(await world.ask(model="exact-only"))).store == "off"
+    assert (await world.record(await world.ask(model="exact-only"))).cache.store == "off"
     completion = await world.ask(path="/v1/completions", prompt="Once upon a time")
-    assert (await world.record(completion)).store == "off"
+    assert (await world.record(completion)).cache.store == "off"
     assert (await world.ask(path="/v1/completions", prompt="Once upon a time")).cache == "miss"
 
 
@@ -208,8 +217,8 @@ async def test_a_dialogue_goes_on_where_it_is_warm(world: World) -> None:
     assert (await world.ask("another matter", model="twins")).headers["x-sameway-backend"] == "left"
     dialogue += [{"role": "assistant", "content": "answer of right"}, {"role": "user", "content": "and then?"}]
     record = await world.record(await world.ask(model="twins", messages=dialogue))
-    assert record.deployment == "right"
-    assert "warm" in record.why
+    assert record.answer.deployment == "right"
+    assert "warm" in record.answer.why
     assert len(right.calls) == 2
 
 
@@ -231,4 +240,4 @@ async def test_a_completion_has_its_length_spelled_out(world: World) -> None:
     miss, hit = await world.ask(**asked), await world.ask(**asked)
     assert (miss.cache, hit.cache, hit.content) == ("miss", "exact", "there was")
     assert world.backends["plain"].calls[0].body["max_tokens"] == 16
-    assert (await world.record(miss)).route == "text_completion"
+    assert (await world.record(miss)).request.operation == "text_completion"

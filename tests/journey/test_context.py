@@ -20,7 +20,7 @@ def desk(text: str, who: tuple[str, str], history: tuple[str, ...] = ()) -> list
 async def second(world: World, first: list[dict[str, Any]], then: list[dict[str, Any]], **how: Any) -> Reply:
     """The reply to `then`, where the cache worker points at the answer to `first`."""
     generated = await world.record(await world.ask(messages=first, **how))
-    world.semantic.hits(generated.entry)
+    world.semantic.hits(generated.cache.entry)
     return await world.ask(messages=then, **how)
 
 
@@ -59,10 +59,10 @@ async def test_a_question_that_stands_alone_is_shared_across_histories(world: Wo
     assert (await second(world, [*history, *plain], plain)).cache == "semantic"
     world.semantic.misses("empty")
     leaning = await world.ask(messages=[*history, {"role": "user", "content": "And with milk?"}])
-    assert (await world.record(leaning)).miss_reason == "history"
+    assert (await world.record(leaning)).cache.miss_reason == "history"
     needing = await world.ask(messages=desk("What is my name?", JOHN))
-    assert (await world.record(needing)).miss_reason == "volatile"
-    assert (await world.record(await world.ask("nothing to lean on"))).miss_reason == "empty"
+    assert (await world.record(needing)).cache.miss_reason == "volatile"
+    assert (await world.record(await world.ask("nothing to lean on"))).cache.miss_reason == "empty"
 
 
 async def test_an_operators_patterns_are_left_out(open_a_world: OpenWorld) -> None:

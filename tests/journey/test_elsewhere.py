@@ -52,16 +52,16 @@ async def test_one_worker_makes_the_answer(world: World, is_stream: bool, leader
     assert all(reply.headers["x-sameway-cost-usd"] == "0" for reply in replies)
     assert "x-sameway-similarity" not in replies[0].headers
     record = await other.record(replies[0])
-    assert (record.cache, record.cost_microusd, record.saved_microusd, record.deployment) == (
+    assert (record.cache.source, record.money.cost_microusd, record.money.saved_microusd, record.answer.deployment) == (
         "coalesced",
         0,
         20,
         "plain",
     )
     records = [await other.record(one) for one in replies]
-    assert [one.awaited for one in records] == ["served"] * 3
-    assert all(0 < one.awaited_ms <= one.duration_ms for one in records)
-    assert (await world.record(led)).awaited == ""
+    assert [one.cache.awaited for one in records] == ["served"] * 3
+    assert all(0 < one.cache.awaited_ms <= one.times.duration_ms for one in records)
+    assert (await world.record(led)).cache.awaited == ""
     assert len(await world.ledger()) == 1
     assert other.backends["plain"].calls == []
     await world.quiet()
@@ -138,7 +138,7 @@ async def test_a_slow_leader_is_not_awaited_longer_than_it_may_take(world: World
     reply = await other.ask(stream=True)
     assert (reply.cache, reply.content) == ("miss", "answer of plain")
     record = await other.record(reply)
-    assert (record.awaited, record.awaited_ms > 0) == ("made", True)
+    assert (record.cache.awaited, record.cache.awaited_ms > 0) == ("made", True)
     leading.leave()
     await leading.reply()
 
@@ -152,7 +152,7 @@ async def test_a_client_that_leaves_while_it_waits_is_counted(world: World) -> N
     following.leave()
     await other.quiet()
     (record,) = other.records
-    assert (record.awaited, record.error, record.awaited_ms > 0) == ("ended", "client_gone", True)
+    assert (record.cache.awaited, record.ended.error, record.cache.awaited_ms > 0) == ("ended", "client_gone", True)
     go.set()
     await leading.reply()
 

@@ -22,8 +22,13 @@ async def test_without_a_key_nothing_is_read(world: World, key: str | None) -> N
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
     assert reply.headers["www-authenticate"] == "Bearer"
     record = await world.record(reply)
-    assert (record.status, record.error, record.team, record.alias) == (401, "invalid_api_key", "", "")
-    assert record.duration_ms >= 0
+    assert (record.ended.status, record.ended.error, record.request.team, record.request.alias) == (
+        401,
+        "invalid_api_key",
+        "",
+        "",
+    )
+    assert record.times.duration_ms >= 0
 
 
 async def test_a_key_may_be_kept_to_some_models(world: World) -> None:
@@ -33,7 +38,12 @@ async def test_a_key_may_be_kept_to_some_models(world: World) -> None:
     reply = await world.ask(model="pair", key=team.key)
     assert (reply.status, reply.error["code"], reply.error["param"]) == (403, "model_not_allowed", "model")
     record = await world.record(reply)
-    assert (record.status, record.error, record.team, record.alias) == (403, "model_not_allowed", "another", "pair")
+    assert (record.ended.status, record.ended.error, record.request.team, record.request.alias) == (
+        403,
+        "model_not_allowed",
+        "another",
+        "pair",
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,8 +63,8 @@ async def test_what_is_asked_wrongly_is_refused(world: World, raw: bytes, param:
     reply = await world.ask(raw=raw)
     assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
     record = await world.record(reply)
-    assert (record.status, record.error, record.team) == (400, code, "default")
-    assert record.attempts == ()
+    assert (record.ended.status, record.ended.error, record.request.team) == (400, code, "default")
+    assert record.answer.attempts == ()
 
 
 async def test_a_body_that_is_too_large(open_a_world: OpenWorld) -> None:
@@ -62,7 +72,7 @@ async def test_a_body_that_is_too_large(open_a_world: OpenWorld) -> None:
     world = await open_a_world(body_bytes_max=1_000)
     reply = await world.ask("x" * 2_000)
     assert (reply.status, reply.error["code"]) == (413, "request_too_large")
-    assert (await world.record(reply)).status == 413
+    assert (await world.record(reply)).ended.status == 413
     await world.is_released()
 
 
@@ -83,8 +93,8 @@ async def test_a_refusal_is_recorded_in_the_words_the_client_got(world: World) -
         (await world.ask("x", key=narrow.key, model="narrow", max_tokens=4_000), "narrow"),
     ):
         record = await world.record(reply)
-        assert record.refusal == reply.error["message"]
-        assert words in record.refusal
+        assert record.ended.refusal == reply.error["message"]
+        assert words in record.ended.refusal
 
 
 async def test_the_name_of_an_unknown_model_is_recorded(world: World) -> None:
@@ -99,7 +109,7 @@ async def test_the_name_of_an_unknown_model_is_recorded(world: World) -> None:
         assert (reply.status, reply.error["code"]) == (404, "model_not_found")
         assert shown in reply.error["message"]
         record = await world.record(reply)
-        assert (record.alias, record.asked, record.refusal) == ("", shown, reply.error["message"])
+        assert (record.request.alias, record.request.model, record.ended.refusal) == ("", shown, reply.error["message"])
 
 
 async def test_a_providers_words_are_not_recorded_as_ours(world: World) -> None:
@@ -108,7 +118,7 @@ async def test_a_providers_words_are_not_recorded_as_ours(world: World) -> None:
     reply = await world.ask("my secret")
     assert "my secret" in reply.error["message"]
     record = await world.record(reply)
-    assert (record.error, record.refusal) == ("upstream_rejected", "")
+    assert (record.ended.error, record.ended.refusal) == ("upstream_rejected", "")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -127,7 +137,7 @@ async def test_a_bug_in_a_stage(world: World, logged: list[Any], where: str, is_
     reply = await world.ask(key=team.key, stream=is_stream)
     assert (reply.status, reply.error["code"], reply.error["message"]) == (500, "internal_error", INTERNAL)
     record = await world.record(reply)
-    assert (record.status, record.error, record.store) == (500, "internal_error", "")
+    assert (record.ended.status, record.ended.error, record.cache.store) == (500, "internal_error", "")
     assert await world.money_of(team) == (0, 0)
     assert await world.ledger() == []
     assert [one["event"] for one in logged if one["log_level"] == "error"] == ["generation_failed"]
@@ -140,7 +150,11 @@ async def test_a_bug_after_the_first_chunk(world: World) -> None:
     assert (reply.status, reply.error["code"], reply.is_done) == (200, "internal_error", False)
     record = await world.record(reply)
     (row,) = await world.ledger()
-    assert (record.status, record.store, record.completion_tokens) == (500, "incomplete", row.usage.completion_tokens)
+    assert (record.ended.status, record.cache.store, record.usage.completion_tokens) == (
+        500,
+        "incomplete",
+        row.usage.completion_tokens,
+    )
     assert row.usage.completion_tokens >= 2
 
 
@@ -160,7 +174,7 @@ async def test_a_bug_while_recording_takes_nothing_from_the_client(world: World,
     reply = await world.ask(stream=True)
     assert (reply.status, reply.content, reply.is_done) == (200, "answer of plain", True)
     record = await world.record(reply)
-    assert (record.status, record.cost_microusd) == (200, 20)
+    assert (record.ended.status, record.money.cost_microusd) == (200, 20)
     assert "record_failed" in [one["event"] for one in logged]
     if stage == "settle":
         assert (await world.ask()).cache == "exact"
@@ -191,7 +205,7 @@ async def test_a_client_that_reads_a_hit_and_leaves(world: World) -> None:
     client = world.begin(stream=True)
     client.leave()
     reply = await client.reply()
-    assert (await world.record(reply)).cache == "exact"
+    assert (await world.record(reply)).cache.source == "exact"
 
 
 async def test_the_journey_without_redis(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
@@ -202,7 +216,7 @@ async def test_the_journey_without_redis(open_a_world: OpenWorld, own_redis: Red
     replies = [await world.ask(), await world.ask("another", stream=True)]
     assert [(reply.status, reply.content) for reply in replies] == [(200, "answer of plain")] * 2
     record = await world.record(replies[1])
-    assert (record.survived, record.store) == (("redis",), "unavailable")
+    assert (record.cache.degraded, record.cache.store) == (("redis",), "unavailable")
 
 
 async def test_a_redis_that_hangs_costs_its_time_out(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
@@ -242,7 +256,7 @@ async def test_an_internal_request_is_recorded_once(world: World) -> None:
     world.backends["plain"].plays(rejected())
     assert await world.ask_internally("judge that") is None
     assert await world.ask_internally("judge it", model="none") is None
-    assert [(record.route, record.cache, record.status) for record in world.records] == [
+    assert [(record.request.operation, record.cache.source, record.ended.status) for record in world.records] == [
         ("judge", "bypass", 200),
         ("judge", "bypass", 400),
         ("judge", "miss", 200),

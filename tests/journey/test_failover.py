@@ -32,10 +32,10 @@ async def test_failover_before_the_first_chunk(world: World, failure: Exception,
     reply = await world.ask(model="pair", stream=is_stream)
     assert (reply.status, reply.headers["x-sameway-backend"], reply.content) == (200, "second", "answer of second")
     record = await world.record(reply)
-    assert [one.name for one in record.attempts] == ["first", "second"]
-    assert [one.verdict for one in record.attempts] == ["error", "ok"]
-    assert (record.deployment, record.policy, record.status) == ("second", "cheapest", 200)
-    assert record.store == "stored"  # the same model: as good as the first choice
+    assert [one.name for one in record.answer.attempts] == ["first", "second"]
+    assert [one.verdict for one in record.answer.attempts] == ["error", "ok"]
+    assert (record.answer.deployment, record.answer.policy, record.ended.status) == ("second", "cheapest", 200)
+    assert record.cache.store == "stored"  # the same model: as good as the first choice
     assert [row.deployment for row in await world.ledger()] == ["second"]
 
 
@@ -86,8 +86,8 @@ async def test_an_error_after_the_first_chunk(world: World) -> None:
     assert not reply.is_done
     assert world.backends["second"].calls == []
     record = await world.record(reply)
-    assert (record.status, record.error, record.store) == (503, "upstream_unavailable", "incomplete")
-    assert record.attempts[0].outcome == "it died"
+    assert (record.ended.status, record.ended.error, record.cache.store) == (503, "upstream_unavailable", "incomplete")
+    assert record.answer.attempts[0].outcome == "it died"
     (row,) = await world.ledger()
     assert row.usage.completion_tokens >= 1
     assert (await world.ask(model="pair")).cache == "miss"
@@ -101,8 +101,8 @@ async def test_a_whole_that_breaks_is_failed_over(world: World) -> None:
     reply = await world.ask(model="breaking", key=team.key)
     assert (reply.status, reply.headers["x-sameway-backend"], reply.content) == (200, "next", "answer of next")
     record = await world.record(reply)
-    assert [one.verdict for one in record.attempts] == ["error", "ok"]
-    assert (record.store, record.completion_tokens) == ("stored", 5)
+    assert [one.verdict for one in record.answer.attempts] == ["error", "ok"]
+    assert (record.cache.store, record.usage.completion_tokens) == ("stored", 5)
     rows = await world.ledger()
     tokens = {row.deployment: row.usage.completion_tokens for row in rows}
     assert (tokens["next"], tokens["dear-first"] >= 2) == (5, True)
@@ -110,10 +110,10 @@ async def test_a_whole_that_breaks_is_failed_over(world: World) -> None:
     assert {row.request_id for row in rows} == {reply.id}
     spent, held = await world.money_of(team)
     assert (spent, held) == (sum(row.cost_microusd for row in rows), 0)
-    assert record.cost_microusd == spent
+    assert record.money.cost_microusd == spent
     again = await world.ask(model="breaking", key=team.key)
     answer = next(row for row in rows if row.deployment == "next")
-    assert (again.cache, (await world.record(again)).avoided_microusd) == ("exact", answer.cost_microusd)
+    assert (again.cache, (await world.record(again)).money.avoided_microusd) == ("exact", answer.cost_microusd)
 
 
 async def test_a_whole_that_breaks_everywhere_fails_once(world: World) -> None:
@@ -125,7 +125,7 @@ async def test_a_whole_that_breaks_everywhere_fails_once(world: World) -> None:
     assert [len(world.backends[name].calls) for name in ("first", "second")] == [1, 1]
     rows = await world.ledger()
     assert len([row for row in rows if row.usage.completion_tokens > 0]) == 2
-    assert (await world.record(reply)).cost_microusd == sum(row.cost_microusd for row in rows)
+    assert (await world.record(reply)).money.cost_microusd == sum(row.cost_microusd for row in rows)
 
 
 async def test_a_second_answer_needs_money_of_its_own(world: World) -> None:
@@ -153,7 +153,7 @@ async def test_a_stream_that_has_begun_ends_and_the_whole_beside_it_does_not(wor
     stream, answer = await streamed.reply(), await whole.reply()
     assert (stream.content, stream.error["code"], stream.is_done) == ("half ", "upstream_broken", False)
     assert (answer.status, answer.cache, answer.content) == (200, "coalesced", "answer of second")
-    assert (await world.record(stream)).status == 502
+    assert (await world.record(stream)).ended.status == 502
     assert len(await world.ledger()) == 2
     assert (await world.ask(model="pair")).content == "answer of second"
 
@@ -194,7 +194,7 @@ async def test_a_context_that_is_too_small_is_failed_over(world: World, is_strea
     assert (reply.status, reply.headers["x-sameway-backend"]) == (200, "unknown")
     assert world.backends["also-8k"].calls == []
     record = await world.record(reply)
-    assert [one.verdict for one in record.attempts] == ["refused", "ok"]
+    assert [one.verdict for one in record.answer.attempts] == ["refused", "ok"]
     for number in range(10):
         await world.ask(f"question {number}", model="windows")
     world.backends["told-8k"].plays("short ", "again", Finish(), Tokens())
@@ -208,7 +208,7 @@ async def test_the_size_of_a_context_is_kept(world: World) -> None:
     assert len(world.backends["told-8k"].calls) == 1
     reply = await world.ask("other " * 200, model="windows")
     assert len(world.backends["told-8k"].calls) == 1
-    (refused,) = [one for one in (await world.record(reply)).rejected if one.name == "told-8k"]
+    (refused,) = [one for one in (await world.record(reply)).answer.rejected if one.name == "told-8k"]
     assert refused.reason.startswith("has a context of 100 tokens")
     world.clock.passes(601)
     await world.ask("more " * 200, model="windows")
@@ -236,7 +236,7 @@ async def test_all_fail_and_are_tried_again(world: World) -> None:
     reply = await world.ask()
     assert (reply.status, reply.content) == (200, "answer of plain")
     record = await world.record(reply)
-    assert [one.verdict for one in record.attempts] == ["error", "ok"]
+    assert [one.verdict for one in record.answer.attempts] == ["error", "ok"]
 
 
 async def test_all_fail_for_good(world: World) -> None:
@@ -247,8 +247,8 @@ async def test_all_fail_for_good(world: World) -> None:
     assert (reply.status, reply.error["code"]) == (429, "upstream_overloaded")
     assert int(reply.headers["retry-after-ms"]) == 1
     record = await world.record(reply)
-    assert 1 <= len(record.attempts) <= 3
-    assert (record.deployment, record.store, record.cost_microusd) == ("", "", 0)
+    assert 1 <= len(record.answer.attempts) <= 3
+    assert (record.answer.deployment, record.cache.store, record.money.cost_microusd) == ("", "", 0)
     assert await world.ledger() == []
 
 
@@ -276,8 +276,8 @@ async def test_a_request_at_fault_is_refused_once(world: World, status: int) -> 
     assert (reply.status, reply.error["message"], reply.error["param"]) == (status, "Bad field", "x")
     assert world.backends["second"].calls == []
     record = await world.record(reply)
-    assert (record.status, record.error) == (status, "upstream_rejected")
-    assert record.attempts[0].verdict == "refused"
+    assert (record.ended.status, record.ended.error) == (status, "upstream_rejected")
+    assert record.answer.attempts[0].verdict == "refused"
     assert (await world.ask("another", model="pair")).status == status  # still the first choice
 
 
@@ -289,7 +289,7 @@ async def test_a_permanent_refusal_is_failed_over(world: World, status: int, is_
     reply = await world.ask(model="pair", stream=is_stream)
     assert (reply.status, reply.headers["x-sameway-backend"]) == (200, "second")
     record = await world.record(reply)
-    assert [one.verdict for one in record.attempts] == ["denied", "ok"]
+    assert [one.verdict for one in record.answer.attempts] == ["denied", "ok"]
     assert len(world.backends["first"].calls) == 1
 
 
@@ -306,7 +306,7 @@ async def test_a_permanent_refusal_is_told_once(world: World, status: int, is_st
     assert "No, says the provider" in reply.error["message"]
     assert len(world.backends["plain"].calls) == 1
     assert await world.ledger() == []
-    assert (await world.record(reply)).error == "upstream_denied"
+    assert (await world.record(reply)).ended.error == "upstream_denied"
 
 
 async def test_each_refusal_is_in_the_message(world: World) -> None:
@@ -345,9 +345,9 @@ async def test_what_refuses_every_request_rests(world: World, status: int, code:
     reply = await world.ask("two", model="pair")
     assert len(first.calls) == 3
     record = await world.record(reply)
-    (refused,) = record.rejected
+    (refused,) = record.answer.rejected
     assert refused.reason.startswith(f"is resting: {mark} (HTTP {status}), next try in ")
-    assert [one.name for one in record.attempts] == ["second"]
+    assert [one.name for one in record.answer.attempts] == ["second"]
     world.clock.passes(70)
     await world.ask("three", model="pair")
     assert len(first.calls) == 4
@@ -439,7 +439,7 @@ async def test_an_answer_of_another_model_is_a_fallback_while_the_first_refuses(
     world.backends["big"].plays(denied(401))
     for number in range(2):
         reply = await world.ask(f"question {number}", model="mixed")
-        assert (await world.record(reply)).store == "fallback"
+        assert (await world.record(reply)).cache.store == "fallback"
 
 
 async def test_a_failing_deployment_is_left_alone(world: World) -> None:
@@ -448,8 +448,8 @@ async def test_a_failing_deployment_is_left_alone(world: World) -> None:
     for number in range(10):
         reply = await world.ask(f"question {number}", model="pair")
     record = await world.record(reply)
-    assert [one.name for one in record.attempts] == ["second"]
-    (refused,) = record.rejected
+    assert [one.name for one in record.answer.attempts] == ["second"]
+    (refused,) = record.answer.rejected
     assert refused.name == "first"
     assert refused.reason
     world.backends["first"].plays("well ", "again", Finish(), Tokens())
@@ -522,8 +522,8 @@ async def test_an_engine_that_is_down_is_not_waited_for(world: World) -> None:
     assert (reply.status, reply.error["code"]) == (503, "no_deployment_available")
     assert "its process is gone" in reply.error["message"]
     record = await world.record(reply)
-    assert [(one.name, one.reason) for one in record.rejected] == [("engine", "is resting: its process is gone")]
-    assert record.attempts == ()
+    assert [(one.name, one.reason) for one in record.answer.rejected] == [("engine", "is resting: its process is gone")]
+    assert record.answer.attempts == ()
 
 
 async def test_a_client_does_not_wait_past_its_deadline_for_an_engine(world: World) -> None:
@@ -550,12 +550,12 @@ async def test_why_no_deployment_may_answer(
     assert (reply.status, reply.error["code"], reply.error["param"]) == (status, code, param)
     assert await world.ledger() == []
     record = await world.record(reply)
-    assert (record.status, record.error, record.deployment) == (status, code, "")
+    assert (record.ended.status, record.ended.error, record.answer.deployment) == (status, code, "")
 
 
 async def test_a_model_that_is_not_configured_is_no_label(world: World) -> None:
     """A name that a client made up does not become a label in records."""
-    assert (await world.record(await world.ask(model="made up"))).alias == ""
+    assert (await world.record(await world.ask(model="made up"))).request.alias == ""
 
 
 async def test_streams_are_asked_for_where_failover_is_possible(world: World) -> None:
@@ -570,7 +570,7 @@ async def test_a_fallback_model_answers_and_is_not_stored(world: World) -> None:
     world.backends["big"].plays(unavailable())
     reply = await world.ask(model="mixed")
     assert (reply.status, reply.headers["x-sameway-backend"]) == (200, "small")
-    assert (await world.record(reply)).store == "fallback"
+    assert (await world.record(reply)).cache.store == "fallback"
     assert (await world.ask(model="mixed")).cache == "miss"
 
 
@@ -579,8 +579,8 @@ async def test_a_fallback_is_one_also_while_the_first_choice_rests(world: World)
     world.backends["big"].is_down("restarting")
     reply = await world.ask(model="mixed")
     record = await world.record(reply)
-    assert (record.deployment, record.store) == ("small", "fallback")
-    assert [one.name for one in record.rejected] == ["big"]
+    assert (record.answer.deployment, record.cache.store) == ("small", "fallback")
+    assert [one.name for one in record.answer.rejected] == ["big"]
 
 
 async def test_a_policy_may_wait_for_the_first_choice(open_a_world: OpenWorld) -> None:

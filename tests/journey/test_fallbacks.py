@@ -17,9 +17,13 @@ async def test_the_next_alias_answers(world: World, failure: Exception, is_strea
     assert (reply.status, reply.content) == (200, "answer of s")
     assert (reply.headers["x-sameway-fallback"], reply.headers["x-sameway-backend"]) == ("secondary", "s")
     record = await world.record(reply)
-    assert [one.name for one in record.fallbacks] == ["primary"]
-    assert record.fallbacks[0].reason
-    assert (record.alias, record.answered_alias, record.store) == ("primary", "secondary", "fallback")
+    assert [one.name for one in record.answer.fallbacks] == ["primary"]
+    assert record.answer.fallbacks[0].reason
+    assert (record.request.alias, record.answer.answered_alias, record.cache.store) == (
+        "primary",
+        "secondary",
+        "fallback",
+    )
     assert (await world.ask(model="secondary")).cache == "miss"
     assert [row.deployment for row in await world.ledger()] == ["s", "s"]
 
@@ -28,7 +32,7 @@ async def test_a_context_that_is_too_small_falls_back(world: World) -> None:
     """A prompt that does not fit the alias goes to the next one."""
     reply = await world.ask("word " * 3000, model="primary")
     assert (reply.status, reply.headers["x-sameway-fallback"]) == (200, "secondary")
-    assert (await world.record(reply)).fallbacks[0].reason == "context_length_exceeded"
+    assert (await world.record(reply)).answer.fallbacks[0].reason == "context_length_exceeded"
     assert world.backends["p"].calls == []
 
 
@@ -38,7 +42,7 @@ async def test_the_fallbacks_are_asked_in_order(world: World) -> None:
     world.backends["s"].plays(denied(401))
     reply = await world.ask(model="primary")
     assert (reply.status, reply.headers["x-sameway-fallback"]) == (200, "tertiary")
-    assert [one.name for one in (await world.record(reply)).fallbacks] == ["primary", "secondary"]
+    assert [one.name for one in (await world.record(reply)).answer.fallbacks] == ["primary", "secondary"]
     world.backends["t"].plays(denied(401))
     reply = await world.ask("another", model="primary")
     assert (reply.status, reply.error["code"]) == (504, "upstream_timeout")
@@ -48,7 +52,7 @@ async def test_an_answer_of_the_alias_itself_is_stored(world: World) -> None:
     """Fallbacks that are not needed change nothing."""
     reply = await world.ask(model="primary")
     assert "x-sameway-fallback" not in reply.headers
-    assert (await world.record(reply)).store == "stored"
+    assert (await world.record(reply)).cache.store == "stored"
 
 
 async def test_a_request_at_fault_falls_back_nowhere(world: World) -> None:

@@ -55,10 +55,14 @@ async def test_a_coalesced_reader_pays_nothing(world: World) -> None:
     assert shared.headers["x-sameway-cost-usd"] == "0"
     assert shared.headers["x-sameway-saved-usd"] == led.headers["x-sameway-cost-usd"] == "0.000020"
     record, generated = await world.record(shared), await world.record(led)
-    assert (record.cache, record.deployment, record.entry) == ("coalesced", "plain", generated.entry)
-    assert (record.cost_microusd, record.saved_microusd) == (0, 20)
-    assert (record.prompt_tokens, record.completion_tokens) == (10, 5)
-    assert record.attempts == ()
+    assert (record.cache.source, record.answer.deployment, record.cache.entry) == (
+        "coalesced",
+        "plain",
+        generated.cache.entry,
+    )
+    assert (record.money.cost_microusd, record.money.saved_microusd) == (0, 20)
+    assert (record.usage.prompt_tokens, record.usage.completion_tokens) == (10, 5)
+    assert record.answer.attempts == ()
 
 
 async def test_the_leader_leaves_and_the_others_stay(world: World) -> None:
@@ -98,10 +102,10 @@ async def test_the_last_reader_cancels(world: World, is_stream: bool) -> None:
     (row,) = await world.ledger()
     assert row.usage.completion_tokens >= 2
     assert row.cost_microusd == row.usage.prompt_tokens + 2 * row.usage.completion_tokens
-    record = next(one for one in world.records if one.attempts)
-    assert (record.status, record.error, record.is_disconnected) == (499, "client_gone", True)
-    assert (record.store, record.attempts[0].outcome) == ("incomplete", "cancelled")
-    assert record.cost_microusd == row.cost_microusd
+    record = next(one for one in world.records if one.answer.attempts)
+    assert (record.ended.status, record.ended.error, record.ended.is_disconnected) == (499, "client_gone", True)
+    assert (record.cache.store, record.answer.attempts[0].outcome) == ("incomplete", "cancelled")
+    assert record.money.cost_microusd == row.cost_microusd
     assert (await world.ask()).cache == "miss"
 
 
@@ -117,7 +121,7 @@ async def test_a_prompt_that_was_read_is_paid(world: World) -> None:
     assert row.usage.prompt_tokens > 0
     assert row.usage.completion_tokens == 0
     assert row.cost_microusd == row.usage.prompt_tokens
-    assert world.records[0].cost_microusd == row.cost_microusd
+    assert world.records[0].money.cost_microusd == row.cost_microusd
 
 
 async def test_nothing_is_joined_that_is_being_cancelled(world: World) -> None:
@@ -146,7 +150,7 @@ async def test_a_failure_reaches_every_reader(world: World, is_stream: bool) -> 
         assert reply.status == (200 if is_stream else 502)
         assert not reply.is_done
         record = await world.record(reply)
-        assert (record.status, record.error) == (502, "upstream_broken")
+        assert (record.ended.status, record.ended.error) == (502, "upstream_broken")
 
 
 async def test_a_generation_that_never_begins_fails_for_all(world: World) -> None:
@@ -175,7 +179,7 @@ async def test_the_clients_deadline_is_kept(world: World, is_stream: bool) -> No
     assert (reply.status, reply.error["code"], reply.headers["x-should-retry"]) == (504, "deadline_exceeded", "false")
     assert world.backends["plain"].calls[0].is_cancelled
     record = await world.record(reply)
-    assert (record.status, record.error, record.is_disconnected) == (504, "deadline_exceeded", False)
+    assert (record.ended.status, record.ended.error, record.ended.is_disconnected) == (504, "deadline_exceeded", False)
 
 
 async def test_the_latest_deadline_of_all_readers_counts(world: World) -> None:

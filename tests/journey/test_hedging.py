@@ -51,15 +51,15 @@ async def test_the_second_answers_where_the_first_is_slow(open_a_world: OpenWorl
     (call,) = world.backends["first"].calls[8:]
     assert (call.is_cancelled, call.is_closed) == (True, True)
     record = await world.record(reply)
-    assert record.hedge is not None
-    assert (record.hedge.deployment, record.hedge.outcome) == ("second", "won")
+    assert record.answer.hedge is not None
+    assert (record.answer.hedge.deployment, record.answer.hedge.outcome) == ("second", "won")
     rows = (await world.ledger())[before:]
     assert [row.deployment for row in rows] == ["first", "second"]
     assert rows[0].usage.prompt_tokens > 0
-    assert record.hedge.cost_microusd == rows[0].cost_microusd
-    assert record.cost_microusd == sum(row.cost_microusd for row in rows)
-    assert [(one.name, one.verdict) for one in record.attempts] == [("first", "cancelled"), ("second", "ok")]
-    assert record.store == "stored"
+    assert record.answer.hedge.cost_microusd == rows[0].cost_microusd
+    assert record.money.cost_microusd == sum(row.cost_microusd for row in rows)
+    assert [(one.name, one.verdict) for one in record.answer.attempts] == [("first", "cancelled"), ("second", "ok")]
+    assert record.cache.store == "stored"
     await world.is_released()
 
 
@@ -95,9 +95,9 @@ async def test_the_first_answers_after_all(open_a_world: OpenWorld) -> None:
     reply = await client.reply()
     assert (reply.content, reply.headers["x-sameway-backend"]) == ("late", "first")
     record = await world.record(reply)
-    assert record.hedge is not None
-    assert (record.hedge.outcome, record.deployment) == ("lost", "first")
-    assert record.hedge.cost_microusd > 0
+    assert record.answer.hedge is not None
+    assert (record.answer.hedge.outcome, record.answer.deployment) == ("lost", "first")
+    assert record.answer.hedge.cost_microusd > 0
     assert call.is_cancelled
     await world.is_released()
 
@@ -163,9 +163,9 @@ async def test_both_fail_and_a_third_answers(open_a_world: OpenWorld) -> None:
     reply = await client.reply()
     assert reply.content == "answer of third"
     record = await world.record(reply)
-    assert record.hedge is not None
-    assert (record.hedge.outcome, record.hedge.cost_microusd) == ("failed", 0)
-    assert [one.name for one in record.attempts] == ["first", "second", "third"]
+    assert record.answer.hedge is not None
+    assert (record.answer.hedge.outcome, record.answer.hedge.cost_microusd) == ("failed", 0)
+    assert [one.name for one in record.answer.attempts] == ["first", "second", "third"]
     await world.is_released()
 
 
@@ -212,7 +212,7 @@ async def test_the_share_holds_over_many(open_a_world: OpenWorld) -> None:
         client.leave()
         await client.reply()
     await world.quiet()
-    spent = sum(record.cost_microusd for record in world.records)
-    hedged = sum(record.hedge.cost_microusd for record in world.records if record.hedge is not None)
-    assert any(record.hedge is not None for record in world.records)
+    spent = sum(record.money.cost_microusd for record in world.records)
+    hedged = sum(record.answer.hedge.cost_microusd for record in world.records if record.answer.hedge is not None)
+    assert any(record.answer.hedge is not None for record in world.records)
     assert hedged <= 0.6 * spent

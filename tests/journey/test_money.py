@@ -37,7 +37,7 @@ async def test_the_worst_case_is_held_and_the_cost_settled(world: World, team: T
     assert await world.money_of(team) == (7 + 2 * 3, 0)
     (row,) = await world.ledger()
     record = await world.record(reply)
-    assert row.cost_microusd == record.cost_microusd == 13
+    assert row.cost_microusd == record.money.cost_microusd == 13
     assert (row.usage.prompt_tokens, row.usage.completion_tokens, row.usage.cached_tokens) == (7, 3, 0)
     assert (row.request_id, row.id) == (reply.id, reply.id)
     assert (row.team_id, row.alias, row.deployment, row.kind) == (team.id, "dear", "dear", "chat")
@@ -69,7 +69,7 @@ async def test_the_books_agree_with_what_was_spent(world: World, team: Team) -> 
     rows = await world.ledger()
     assert held == 0
     assert spent == sum(row.cost_microusd for row in rows) > 0
-    assert spent == sum(record.cost_microusd for record in world.records)
+    assert spent == sum(record.money.cost_microusd for record in world.records)
     assert len(rows) == 6
 
 
@@ -78,7 +78,7 @@ async def test_a_cached_prompt_is_charged_at_its_own_price(world: World, team: T
     world.backends["dear"].plays("x", Finish(), Tokens(prompt=100, completion=1, cached=60))
     record = await world.record(await world.ask(model="dear", key=team.key))
     (row,) = await world.ledger()
-    assert (row.usage.cached_tokens, record.cached_tokens) == (60, 60)
+    assert (row.usage.cached_tokens, record.usage.cached_tokens) == (60, 60)
 
 
 async def test_usage_that_was_not_given_is_estimated(world: World, team: Team) -> None:
@@ -86,14 +86,14 @@ async def test_usage_that_was_not_given_is_estimated(world: World, team: Team) -
     world.backends["dear"].plays("one ", "two ", "three", Finish())
     record = await world.record(await world.ask(model="dear", key=team.key))
     (row,) = await world.ledger()
-    assert row.usage.completion_tokens == record.completion_tokens >= len("one two three") / 3
-    assert row.usage.prompt_tokens == record.prompt_tokens > 0
-    assert record.store == "stored"
+    assert row.usage.completion_tokens == record.usage.completion_tokens >= len("one two three") / 3
+    assert row.usage.prompt_tokens == record.usage.prompt_tokens > 0
+    assert record.cache.store == "stored"
     assert row.usage_estimated
-    assert record.usage_estimated
+    assert record.money.usage_estimated
     world.backends["dear"].plays("one", Finish(), Tokens(prompt=100, completion=1))
     counted = await world.record(await world.ask("another", model="dear", key=team.key))
-    assert not counted.usage_estimated
+    assert not counted.money.usage_estimated
     assert [one.usage_estimated for one in await world.ledger()] == [True, False]
 
 
@@ -152,7 +152,7 @@ async def test_a_refusal_says_when_to_come_back(world: World) -> None:
     holding.leave()
     await holding.reply()
     record = await world.record(reply)
-    assert (record.status, record.error, record.attempts) == (429, "insufficient_quota", ())
+    assert (record.ended.status, record.ended.error, record.answer.attempts) == (429, "insufficient_quota", ())
 
 
 async def test_what_no_window_can_hold_is_refused_for_good(world: World) -> None:
@@ -216,7 +216,7 @@ async def test_money_fails_closed(open_a_world: OpenWorld, own_redis: RedisServe
     served = await world.ask(model="dear")
     assert (served.status, served.cache) == (200, "miss")
     record = await world.record(served)
-    assert (record.survived, record.store) == (("redis",), "unavailable")
+    assert (record.cache.degraded, record.cache.store) == (("redis",), "unavailable")
 
 
 async def test_money_may_fail_open(open_a_world: OpenWorld, own_redis: RedisServer) -> None:

@@ -16,8 +16,8 @@ async def test_what_is_out_of_use_gets_no_request(world: World, use: str) -> Non
     reply = await world.ask(model="mixed")
     assert reply.headers["x-sameway-backend"] == "small"
     record = await world.record(reply)
-    assert record.rejected[0].reason == f"is {use} by an operator"
-    assert record.store == "fallback"
+    assert record.answer.rejected[0].reason == f"is {use} by an operator"
+    assert record.cache.store == "fallback"
     world.takes_out(big=use, small=use)
     refused = await world.ask("another", model="mixed")
     assert (refused.status, refused.error["code"]) == (503, "no_deployment_available")

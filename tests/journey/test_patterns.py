@@ -39,7 +39,7 @@ async def test_a_name_goes_to_the_longest_prefix(
     assert (reply.status, reply.headers["x-sameway-backend"]) == (200, name)
     assert world.backends[name].calls[0].model == upstream
     record = await world.record(reply)
-    assert (record.alias, record.asked) == (alias, "" if asked == alias else asked)
+    assert (record.request.alias, record.request.model) == (alias, "" if asked == alias else asked)
     assert [row.alias for row in await world.ledger()] == [asked]
 
 
@@ -50,7 +50,7 @@ async def test_each_name_has_its_price_and_its_own_answers(open_a_world: OpenWor
     for name in ("gpt-4o", "gpt-4o-mini"):
         reply = await world.ask("the same", model=name)
         assert reply.cache == "miss"
-        costs.append((await world.record(reply)).cost_microusd)
+        costs.append((await world.record(reply)).money.cost_microusd)
         assert (await world.ask("the same", model=name)).cache == "exact"
     assert costs[0] > costs[1] > 0
 
@@ -133,7 +133,7 @@ async def test_many_names_leave_nothing_behind(open_a_world: OpenWorld) -> None:
     world = await open_a_world(models=MODELS)
     for number in range(30):
         await world.ask("the same", model=f"name-{number}")
-    assert {record.alias for record in world.records} == {"*"}
+    assert {record.request.alias for record in world.records} == {"*"}
     assert {row.deployment for row in await world.ledger()} == {"any"}
 
 

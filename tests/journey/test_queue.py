@@ -30,9 +30,9 @@ async def test_beyond_the_bound_requests_wait_in_order(world: World) -> None:
     assert "x-sameway-queued-ms" not in (await running[0].reply()).headers
     reply = await waiting[0].reply()
     assert float(reply.headers["x-sameway-queued-ms"]) >= 0
-    assert (await world.record(reply)).queued_ms > 0
+    assert (await world.record(reply)).answer.queued_ms > 0
     record = await world.record(refused)
-    assert (record.error, record.rejected[0].reason) == (
+    assert (record.ended.error, record.answer.rejected[0].reason) == (
         "deployment_full",
         "is full: its `concurrency_max` of 2 requests run there",
     )
@@ -63,8 +63,8 @@ async def test_another_deployment_answers_at_once_where_one_is_full(world: World
     more.set()
     assert (await first.reply()).status == 200
     record = await world.record(reply)
-    assert (record.store, record.rejected[0].name) == ("fallback", "near")
-    assert record.queued_ms == 0
+    assert (record.cache.store, record.answer.rejected[0].name) == ("fallback", "near")
+    assert record.answer.queued_ms == 0
 
 
 async def test_the_first_place_is_taken_wherever_it_is(world: World) -> None:

@@ -22,7 +22,7 @@ async def test_requests_per_minute(world: World) -> None:
     assert refused.headers["retry-after"] == "20"
     assert len(world.backends["plain"].calls) == 3
     record = await world.record(refused)
-    assert (record.status, record.error, record.team) == (429, "rate_limit_exceeded", "another")
+    assert (record.ended.status, record.ended.error, record.request.team) == (429, "rate_limit_exceeded", "another")
     world.clock.passes(21)
     assert (await world.ask("question 4", key=team.key)).status == 200
 

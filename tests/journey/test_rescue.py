@@ -31,14 +31,14 @@ async def test_another_deployment_goes_on(world: World, failure: Exception) -> N
     usage = pieces[-1]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (27, 5, 32)
     record = await world.record(reply)
-    assert [(one.broken, one.deployment, one.characters) for one in record.seams] == [("breaks", "goes on", 11)]
-    assert (record.status, record.store, record.completion_tokens) == (200, "rescued", 5)
+    assert [(one.broken, one.deployment, one.characters) for one in record.answer.seams] == [("breaks", "goes on", 11)]
+    assert (record.ended.status, record.cache.store, record.usage.completion_tokens) == (200, "rescued", 5)
     rows = {row.deployment: row for row in await world.ledger()}
     assert rows["breaks"].completion_tokens >= 3
     assert rows["goes on"].completion_tokens == 2
     assert rows["goes on"].prompt_tokens == 30
     assert await world.money_of(team) == (sum(row.cost_microusd for row in rows.values()), 0)
-    assert record.cost_microusd == sum(row.cost_microusd for row in rows.values())
+    assert record.money.cost_microusd == sum(row.cost_microusd for row in rows.values())
     assert (await world.ask(model="rescued", max_tokens=50, key=team.key)).cache == "miss"
 
 
@@ -139,7 +139,7 @@ async def test_an_answer_that_has_its_length_is_complete(world: World) -> None:
     assert (reply.content, reply.is_done) == ("abc", True)
     assert reply.events[-2]["choices"][0]["finish_reason"] == "length"
     assert world.backends["goes on"].calls == []
-    assert (await world.record(reply)).store in ("rescued", "incomplete")
+    assert (await world.record(reply)).cache.store in ("rescued", "incomplete")
 
 
 async def test_a_rescue_that_breaks_off_is_the_clients_error(world: World) -> None:
@@ -150,7 +150,7 @@ async def test_a_rescue_that_breaks_off_is_the_clients_error(world: World) -> No
     assert (reply.content, reply.is_done) == ("one two ", False)
     assert reply.error["code"] == "upstream_broken"
     record = await world.record(reply)
-    assert (record.store, len(record.attempts)) == ("incomplete", 2)
+    assert (record.cache.store, len(record.answer.attempts)) == ("incomplete", 2)
     assert len(await world.ledger()) == 2
 
 

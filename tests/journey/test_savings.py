@@ -70,16 +70,21 @@ async def test_a_miss_is_compared_with_the_first_choice(world: World) -> None:
         record = await world.record(await world.ask(model=model))
         row = (await world.ledger())[-1]
         assert parts(row) == expected
-        assert (record.baseline_microusd, record.savings or {}) == (expected[0], expected[2])
-        assert record.saved_microusd == expected[0] - expected[1]
+        assert (record.money.baseline_microusd, record.money.savings or {}) == (expected[0], expected[2])
+        assert record.money.saved_microusd == expected[0] - expected[1]
 
 
 async def test_a_hit_saves_the_whole_list_price(world: World) -> None:
     """Exact, semantic and shared: none costs anything, and each would have cost what the first choice charges."""
     first = await world.ask(model="routed")
     hit = await world.record(await world.ask(model="routed"))
-    assert (hit.cache, hit.saved_microusd, hit.avoided_microusd, hit.cost_microusd) == ("exact", 200, 20, 0)
-    world.semantic.hits((await world.record(first)).entry)
+    assert (hit.cache.source, hit.money.saved_microusd, hit.money.avoided_microusd, hit.money.cost_microusd) == (
+        "exact",
+        200,
+        20,
+        0,
+    )
+    world.semantic.hits((await world.record(first)).cache.entry)
     near = await world.ask("other words", model="routed")
     assert (near.cache, near.headers["x-sameway-saved-usd"]) == ("semantic", "0.000200")
     world.semantic.misses("empty")
@@ -92,7 +97,7 @@ async def test_a_hit_saves_the_whole_list_price(world: World) -> None:
     go.set()
     assert (await led.reply()).cache == "miss"
     record = await world.record(await shared.reply())
-    assert (record.cache, record.saved_microusd, record.avoided_microusd) == ("coalesced", 200, 20)
+    assert (record.cache.source, record.money.saved_microusd, record.money.avoided_microusd) == ("coalesced", 200, 20)
 
 
 async def test_what_cost_more_is_shown(world: World) -> None:
@@ -105,8 +110,8 @@ async def test_what_cost_more_is_shown(world: World) -> None:
     tried, answered = (await world.ledger())[-2:]
     assert parts(tried) == (0, tried.cost_microusd, {"tries": -tried.cost_microusd})
     assert parts(answered) == (200, 200, {})
-    assert record.saved_microusd == -tried.cost_microusd
-    assert record.savings == {"tries": -tried.cost_microusd}
+    assert record.money.saved_microusd == -tried.cost_microusd
+    assert record.money.savings == {"tries": -tried.cost_microusd}
 
 
 async def test_the_providers_prompt_cache_is_counted_both_ways(world: World) -> None:
@@ -121,11 +126,15 @@ async def test_an_unknown_price_is_unknown(world: World) -> None:
     world.backends["secret"].plays(unavailable())
     first = await world.ask(model="unpriced")
     record = await world.record(first)
-    assert (record.is_baseline_unknown, record.saved_microusd, record.deployment) == (True, 0, "known")
+    assert (record.money.is_baseline_unknown, record.money.saved_microusd, record.answer.deployment) == (
+        True,
+        0,
+        "known",
+    )
     assert (await world.ledger())[-1].baseline_microusd is None
     again = await world.ask(model="unpriced")
     assert "x-sameway-saved-usd" not in again.headers
-    assert (await world.record(again)).is_baseline_unknown
+    assert (await world.record(again)).money.is_baseline_unknown
 
 
 async def test_the_days_are_the_sum_of_rows_and_hits(world: World, accounts_of: Accounts) -> None:

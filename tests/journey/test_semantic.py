@@ -28,7 +28,7 @@ async def test_a_semantic_hit_is_replayed(world: World, is_stream: bool) -> None
     """A hit gives the recorded answer to other words, says how similar they were, and costs nothing."""
     miss = await world.ask("the first wording")
     generated = await world.record(miss)
-    world.semantic.hits(generated.entry, similarity=0.9712)
+    world.semantic.hits(generated.cache.entry, similarity=0.9712)
     hit = await world.ask("the second wording", stream=is_stream)
     assert (hit.status, hit.cache, hit.content) == (200, "semantic", miss.content)
     assert hit.headers["x-sameway-similarity"] == "0.9712"
@@ -39,17 +39,21 @@ async def test_a_semantic_hit_is_replayed(world: World, is_stream: bool) -> None
     assert hit.is_done or not is_stream
     assert len(world.backends["plain"].calls) == 1
     record = await world.record(hit)
-    assert (record.cache, record.similarity, record.entry) == ("semantic", 0.9712, generated.entry)
-    assert (record.deployment, record.saved_microusd, record.cost_microusd) == ("plain", 20, 0)
-    assert (record.prompt_tokens, record.completion_tokens) == (10, 5)
-    assert (record.store, record.miss_reason, record.attempts) == ("", "", ())
-    assert record.ttft_ms is not None
+    assert (record.cache.source, record.cache.similarity, record.cache.entry) == (
+        "semantic",
+        0.9712,
+        generated.cache.entry,
+    )
+    assert (record.answer.deployment, record.money.saved_microusd, record.money.cost_microusd) == ("plain", 20, 0)
+    assert (record.usage.prompt_tokens, record.usage.completion_tokens) == (10, 5)
+    assert (record.cache.store, record.cache.miss_reason, record.answer.attempts) == ("", "", ())
+    assert record.times.ttft_ms is not None
     assert len(await world.ledger()) == 1
 
 
 async def test_readers_of_a_semantic_hit_share_it(world: World) -> None:
     """Two at once: one lookup, one replay, and both have the entry's headers."""
-    entry = (await world.record(await world.ask("the first wording"))).entry
+    entry = (await world.record(await world.ask("the first wording"))).cache.entry
     world.semantic.hits(entry)
     world.semantic.asked.clear()
     clients = [world.begin("the second wording") for _ in range(2)]
@@ -59,12 +63,12 @@ async def test_readers_of_a_semantic_hit_share_it(world: World) -> None:
     assert second.headers["x-sameway-saved-usd"] == "0.000020"
     assert len(world.semantic.asked) == 1
     record = await world.record(second)
-    assert (record.cache, record.entry, record.saved_microusd) == ("coalesced", entry, 20)
+    assert (record.cache.source, record.cache.entry, record.money.saved_microusd) == ("coalesced", entry, 20)
 
 
 async def test_only_if_cached_takes_a_semantic_hit(world: World) -> None:
     """only-if-cached is served by meaning as well."""
-    world.semantic.hits((await world.record(await world.ask("the first wording"))).entry)
+    world.semantic.hits((await world.record(await world.ask("the first wording"))).cache.entry)
     hit = await world.ask("the second wording", headers={"cache-control": "only-if-cached"})
     assert (hit.status, hit.cache) == (200, "semantic")
 
@@ -75,28 +79,28 @@ async def test_a_hit_whose_answer_is_gone_is_a_miss(world: World) -> None:
     reply = await world.ask()
     assert (reply.cache, reply.content) == ("miss", "answer of plain")
     record = await world.record(reply)
-    assert (record.miss_reason, record.similarity, record.store) == ("absent", 0.97, "stored")
+    assert (record.cache.miss_reason, record.cache.similarity, record.cache.store) == ("absent", 0.97, "stored")
     assert world.lessons == []
 
 
 async def test_an_answer_cut_by_its_own_limit_is_never_found_by_meaning(world: World) -> None:
     """It answers its very request alone, also where it took the place of a whole one that an index still has."""
-    entry = (await world.record(await world.ask("the first wording", max_tokens=7))).entry
+    entry = (await world.record(await world.ask("the first wording", max_tokens=7))).cache.entry
     world.backends["plain"].plays("cut", Finish("length"), Tokens(completion=7))
     reply = await world.ask("the first wording", max_tokens=7, cache={"no-cache": True})
-    assert (await world.record(reply)).store == "stored"
+    assert (await world.record(reply)).cache.store == "stored"
     world.semantic.hits(entry)
     other = await world.ask("the second wording", max_tokens=7)
-    assert (other.cache, (await world.record(other)).miss_reason) == ("miss", "absent")
+    assert (other.cache, (await world.record(other)).cache.miss_reason) == ("miss", "absent")
     assert (await world.ask("the first wording", max_tokens=7)).content == "cut"
 
 
 async def test_a_hit_that_is_too_old_is_a_miss(world: World) -> None:
     """max-age bounds a semantic hit as it bounds an exact one."""
-    world.semantic.hits((await world.record(await world.ask("the first wording"))).entry)
+    world.semantic.hits((await world.record(await world.ask("the first wording"))).cache.entry)
     world.clock.passes(60)
     reply = await world.ask("the second wording", headers={"cache-control": "max-age=5"})
-    assert (reply.cache, (await world.record(reply)).miss_reason) == ("miss", "too_old")
+    assert (reply.cache, (await world.record(reply)).cache.miss_reason) == ("miss", "too_old")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ async def test_a_miss_has_its_reason(world: World, reason: str, degraded: tuple[
     reply = await world.ask()
     assert (reply.status, reply.cache) == (200, "miss")
     record = await world.record(reply)
-    assert (record.miss_reason, record.survived, record.store) == (reason, degraded, "stored")
+    assert (record.cache.miss_reason, record.cache.degraded, record.cache.store) == (reason, degraded, "stored")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ async def test_what_is_not_looked_up(world: World, fields: dict[str, object], re
     """Where a semantic answer is not wanted the worker is not asked, and the record says why."""
     reply = await world.ask(**fields)
     assert world.semantic.asked == []
-    assert (await world.record(reply)).miss_reason == reason
+    assert (await world.record(reply)).cache.miss_reason == reason
 
 
 async def test_a_team_may_have_it_off(world: World) -> None:
@@ -132,7 +136,7 @@ async def test_a_team_may_have_it_off(world: World) -> None:
     team = await world.team(is_semantic_enabled=False)
     reply = await world.ask(key=team.key)
     assert world.semantic.asked == []
-    assert (await world.record(reply)).miss_reason == "off_for_team"
+    assert (await world.record(reply)).cache.miss_reason == "off_for_team"
 
 
 async def test_the_strictest_error_bound_is_asked_for(world: World) -> None:
@@ -149,13 +153,13 @@ async def test_the_nearest_prompt_is_kept_only_where_prompts_may_be_logged(
     open_a_world: OpenWorld, world: World, tmp_path: Path
 ) -> None:
     """The text of the nearest entry is another user's prompt: it is recorded only where the operator allows it."""
-    entry = (await world.record(await world.ask("the first wording"))).entry
+    entry = (await world.record(await world.ask("the first wording"))).cache.entry
     world.semantic.misses("names", near=entry, similarity=0.93)
     record = await world.record(await world.ask("the second wording"))
-    assert (record.similarity, record.nearest) == (0.93, "")
+    assert (record.cache.similarity, record.cache.nearest) == (0.93, "")
     told = await open_a_world(log_prompts=True)
     told.semantic.misses("names", near=entry, similarity=0.93)
-    assert (await told.record(await told.ask("the second wording"))).nearest == "a near prompt"
+    assert (await told.record(await told.ask("the second wording"))).cache.nearest == "a near prompt"
     await told.is_released()
 
 
@@ -163,13 +167,13 @@ async def test_what_can_be_learned_is_reported(world: World) -> None:
     """A generation beside a near entry, a hit, and a generation past the cache are lessons; a plain miss is none."""
     first = await world.ask("the first wording")
     assert world.lessons == []
-    entry = (await world.record(first)).entry
+    entry = (await world.record(first)).cache.entry
     world.semantic.misses("names", near=entry)
     miss = await world.ask("the second wording")
     world.semantic.hits(entry)
     hit = await world.ask("the third wording")
     past = await world.ask("the third wording", cache={"no-cache": True})
-    stored = {(await world.record(reply)).entry for reply in (miss, past)}
+    stored = {(await world.record(reply)).cache.entry for reply in (miss, past)}
     assert [one.request_id for one in world.lessons] == [miss.id, hit.id, past.id]
     assert {world.lessons[0].stored, world.lessons[2].stored} == stored
     assert world.lessons[1].stored is None
@@ -180,27 +184,27 @@ async def test_what_can_be_learned_is_reported(world: World) -> None:
 
 async def test_a_near_answer_is_a_draft_for_an_engine(world: World) -> None:
     """An engine gets the answer to the nearest prompt, which was not served; the record names it."""
-    entry = (await world.record(await world.ask("the first wording", model="engine"))).entry
+    entry = (await world.record(await world.ask("the first wording", model="engine"))).cache.entry
     world.semantic.misses("names", near=entry, similarity=0.95)
     reply = await world.ask("the second wording", model="engine")
     assert [call.draft for call in world.backends["engine"].calls] == ["", "answer of engine"]
     record = await world.record(reply)
-    assert (record.draft, record.similarity) == (entry, 0.95)
+    assert (record.answer.draft, record.cache.similarity) == (entry, 0.95)
 
 
 async def test_a_managed_deployment_gets_no_draft(world: World) -> None:
     """Only an engine can verify a guess: others are not given any, and no answer is fetched for one."""
-    entry = (await world.record(await world.ask("the first wording"))).entry
+    entry = (await world.record(await world.ask("the first wording"))).cache.entry
     world.semantic.misses("names", near=entry, similarity=0.95)
     reply = await world.ask("the second wording")
     assert [call.draft for call in world.backends["plain"].calls] == ["", ""]
-    assert (await world.record(reply)).draft == ""
+    assert (await world.record(reply)).answer.draft == ""
 
 
 @pytest.mark.parametrize("gone", [False, True])
 async def test_what_is_far_or_gone_is_no_draft(world: World, gone: bool) -> None:
     """An answer that is not near enough, or that was dropped, is none."""
-    entry = (await world.record(await world.ask("the first wording", model="engine"))).entry
+    entry = (await world.record(await world.ask("the first wording", model="engine"))).cache.entry
     world.semantic.misses("far", near=ABSENT if gone else entry, similarity=0.95 if gone else 0.3)
     assert (await world.ask("the second wording", model="engine")).status == 200
     assert world.backends["engine"].calls[-1].draft == ""
@@ -225,7 +229,7 @@ async def test_as_many_hits_are_audited_as_are_meant_to_be(world: World) -> None
     known = [f"How does {name} open the box?" for name in ("Ann", "Bob", "Eve", "Kim", "Tom")]
     draw, chances, at = random.Random(3), list[float](), world.clock.unix()
     cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, 0.05, draw.random), world.clock.unix)
-    entry = bytes.fromhex((await world.record(await world.ask(known[0]))).entry)
+    entry = bytes.fromhex((await world.record(await world.ask(known[0]))).cache.entry)
     exacts = [entry, *(b"\xff" * 15 + bytes([place]) for place in range(1, len(known)))]
     near = [Neighbour(0.7, text, exact, 0.0, b"g", 5) for text, exact in zip(known, exacts, strict=True)]
     seen = features_of(
@@ -249,8 +253,8 @@ async def test_as_many_hits_are_audited_as_are_meant_to_be(world: World) -> None
     for words in itertools.islice(itertools.permutations(["please", "thanks", "ok", "so", "well", "also"], 4), 300):
         reply = await world.ask(f"How does Liz open the box {' '.join(words)}")
         record = await world.record(reply)
-        assert (record.cache, record.miss_reason) in (("semantic", ""), ("miss", "audit"))
-        audits += record.miss_reason == "audit"
+        assert (record.cache.source, record.cache.miss_reason) in (("semantic", ""), ("miss", "audit"))
+        audits += record.cache.miss_reason == "audit"
     assert len(chances) == 300
     assert audits == pytest.approx(sum(chances), rel=0.3)
     assert audits > 300 * 0.006

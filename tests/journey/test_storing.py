@@ -29,7 +29,7 @@ async def test_what_is_not_complete_is_not_stored(
     """The record says why an answer was not stored, and the same request is generated again."""
     world.backends["plain"].plays_once(*steps)
     reply = await world.ask(stream=is_stream)
-    assert (await world.record(reply)).store == reason
+    assert (await world.record(reply)).cache.store == reason
     assert (await world.ask()).cache == "miss"
 
 
@@ -37,14 +37,14 @@ async def test_what_is_not_complete_is_not_stored(
 async def test_what_is_complete_is_stored(world: World, reason: str) -> None:
     """Every way in which an answer may end well makes an entry."""
     world.backends["plain"].plays("whole", Finish(reason), Tokens())
-    assert (await world.record(await world.ask())).store == "stored"
+    assert (await world.record(await world.ask())).cache.store == "stored"
     assert (await world.ask()).cache == "exact"
 
 
 async def test_the_callers_wish_comes_first(world: World) -> None:
     """Of several reasons the first counts: no-store before anything that is wrong with the answer."""
     world.backends["plain"].plays("cut", Finish("length"), Tokens())
-    assert (await world.record(await world.ask(cache={"no-store": True}))).store == "no_store"
+    assert (await world.record(await world.ask(cache={"no-store": True}))).cache.store == "no_store"
 
 
 async def test_an_answer_that_is_too_large_is_not_stored(open_a_world: OpenWorld) -> None:
@@ -52,7 +52,7 @@ async def test_an_answer_that_is_too_large_is_not_stored(open_a_world: OpenWorld
     world = await open_a_world(cache={"entry_bytes_max": 2_000})
     world.backends["plain"].plays_once("x" * 5_000, Finish(), Tokens())
     reply = await world.ask()
-    assert (reply.content, (await world.record(reply)).store) == ("x" * 5_000, "too_large")
+    assert (reply.content, (await world.record(reply)).cache.store) == ("x" * 5_000, "too_large")
     assert (await world.ask()).cache == "miss"
     await world.is_released()
 
@@ -78,7 +78,7 @@ async def test_an_answer_cut_by_its_own_limit_is_the_answer_to_that_request(
     """It is served again to the same request with the same limit, and to no other one."""
     world.backends["plain"].plays("cut", Finish("length"), Tokens(completion=7))
     reply = await world.ask(stream=is_stream, **{name: 7})
-    assert (await world.record(reply)).store == "stored"
+    assert (await world.record(reply)).cache.store == "stored"
     again = await world.ask(stream=not is_stream, **{name: 7})
     assert (again.cache, again.content) == ("exact", "cut")
     assert (await world.ask(**{name: 8})).cache == "miss"
@@ -102,7 +102,7 @@ async def test_an_answer_cut_by_anything_else_is_not_stored(
     """A provider's own limit, the context's, or one that cannot be told: the answer is a part of another."""
     world.backends["plain"].plays(*steps)
     reply = await world.ask(**fields)
-    assert (await world.record(reply)).store in ("truncated", "empty")
+    assert (await world.record(reply)).cache.store in ("truncated", "empty")
     assert (await world.ask(**fields)).cache == "miss"
 
 
@@ -110,4 +110,4 @@ async def test_a_completion_that_ran_its_length_is_stored(world: World) -> None:
     """A text completion is asked for with a length: one that used it is whole."""
     world.backends["plain"].plays("x", Finish("length"), Tokens())
     reply = await world.ask(path="/v1/completions", prompt="one", max_tokens=1)
-    assert (await world.record(reply)).store == "stored"
+    assert (await world.record(reply)).cache.store == "stored"

@@ -27,8 +27,12 @@ async def test_the_same_words_are_found_without_the_worker(world: World) -> None
     assert hit.headers["cache-status"].endswith("; detail=semantic")
     assert world.semantic.asked == []
     record, generated = await world.record(hit), await world.record(miss)
-    assert (record.cache, record.similarity, record.entry) == ("semantic", 1.0, generated.entry)
-    assert (record.deployment, record.cost_microusd, record.store) == ("plain", 0, "")
+    assert (record.cache.source, record.cache.similarity, record.cache.entry) == (
+        "semantic",
+        1.0,
+        generated.cache.entry,
+    )
+    assert (record.answer.deployment, record.money.cost_microusd, record.cache.store) == ("plain", 0, "")
     assert [lesson.request_id for lesson in world.lessons][-1] == hit.id
     streamed = await world.ask(RESPELLED, stream=True)
     assert (streamed.cache, streamed.content, streamed.is_done) == ("semantic", miss.content, True)
@@ -41,7 +45,7 @@ async def test_a_paraphrase_is_looked_up_once(world: World) -> None:
     for text in (OTHER, OTHER + " "):
         hit = await world.ask(text)
         assert (hit.cache, hit.headers["x-sameway-similarity"]) == ("semantic", "0.9712")
-        assert (await world.record(hit)).entry == entry
+        assert (await world.record(hit)).cache.entry == entry
     assert world.semantic.asked == []
 
 
@@ -144,7 +148,7 @@ async def test_an_answer_made_anew_is_no_paraphrase_s(world: World) -> None:
 
 async def test_no_store_leaves_no_pointer(world: World) -> None:
     """A request that is to leave nothing behind leaves no pointer either."""
-    world.semantic.hits((await world.record(await world.ask(ASKED))).entry)
+    world.semantic.hits((await world.record(await world.ask(ASKED))).cache.entry)
     assert (await world.ask(OTHER, cache={"no-store": True})).cache == "semantic"
     world.semantic.misses("far")
     assert (await world.ask(OTHER)).cache == "miss"
@@ -187,7 +191,7 @@ async def test_a_regrouped_answer_is_decided_anew(world: World) -> None:
     """A pointer says that a prompt means what one group answers; the answer's own words stay its own."""
     entry = await verified(world)
     world.semantic.misses("far")
-    other = (await world.record(await world.ask("Another question"))).entry
+    other = (await world.record(await world.ask("Another question"))).cache.entry
     partition, verdicts, ref = await judged(world, entry)
     trial = world.semantic.trial(other)
     verdict = Verdict(
@@ -215,7 +219,7 @@ async def test_a_tighter_bound_is_decided_anew(world: World) -> None:
 
 async def test_hits_that_nothing_vouches_for_are_not_repeated_without_end(world: World) -> None:
     """They have their share of the requests; beyond it the worker is asked, whose rule has one of its own."""
-    entry = (await world.record(await world.ask(ASKED))).entry
+    entry = (await world.record(await world.ask(ASKED))).cache.entry
     world.semantic.hits(entry, is_cold=True)
     await world.ask(OTHER)
     world.semantic.asked.clear()
@@ -234,14 +238,14 @@ async def test_hits_by_words_are_audited(world: World) -> None:
     for text in (RESPELLED, "France: its capital?"):
         reply = await world.ask(text)
         record = await world.record(reply)
-        assert (reply.cache, record.miss_reason, record.store) == ("miss", "audit", "stored")
+        assert (reply.cache, record.cache.miss_reason, record.cache.store) == ("miss", "audit", "stored")
         assert world.lessons[-1].request_id == reply.id
     assert world.semantic.asked == []
 
 
 async def verified(world: World) -> str:
     """An answer, and a paraphrase that was found to mean the same; the id of the entry."""
-    entry = (await world.record(await world.ask(ASKED))).entry
+    entry = (await world.record(await world.ask(ASKED))).cache.entry
     world.semantic.hits(entry, similarity=0.9712)
     assert (await world.ask(OTHER)).cache == "semantic"
     return entry

@@ -21,7 +21,7 @@ from cache.worker import Answered
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import generation_of
-from gateway.journey.record import Record
+from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
 from gateway.learning.comparisons import _EARLY_MAX, _QUEUE_MAX, Fallback, Judging, Regenerate
@@ -106,9 +106,13 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     generation.progress = progress
     flight = Flight(generation)
     flight.extend([Chunk(WHOLE, is_whole=True)])
-    return flight, Record(
-        request_id=f"req_{random.random()}", at_s=time.time(), team_id=1, key_id=1, alias="m", similarity=0.9
-    )
+    request = RequestFacts(f"req_{random.random()}", time.time(), team_id=1, key_id=1, alias="m")
+    return flight, Record(request, cache=CacheFacts(similarity=0.9))
+
+
+def missing(record: Record, reason: str) -> Record:
+    """The record of the same request with another reason for its semantic miss."""
+    return msgspec.structs.replace(record, cache=CacheFacts(similarity=0.9, miss_reason=reason))
 
 
 def judging(
@@ -205,7 +209,7 @@ async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
         audit = one.audited(1, "m", semantic.trial)
         flight.generation.looked_up(msgspec.structs.replace(semantic, audit=audit))
         if not is_lost:
-            one.recorded(flight, msgspec.structs.replace(record, miss_reason="audit"))
+            one.recorded(flight, missing(record, "audit"))
     await judged(one)
     running.cancel()
     await one.aclose()
@@ -348,7 +352,7 @@ async def test_rulings_on_pairs_that_prompts_decide_are_set_beside_these(redis: 
         one = judging(redis, Says(Ruling.SAME), heard)
         running = asyncio.create_task(one.run())
         flight, record = over(chance)
-        one.recorded(flight, msgspec.structs.replace(record, miss_reason=reason))
+        one.recorded(flight, missing(record, reason))
         await judged(one)
         running.cancel()
         await one.aclose()
@@ -539,7 +543,7 @@ async def test_served_hits_are_remembered_together(redis: Redis) -> None:
     hits = [over(1.0, entry_for(ask("open the crate"), time.time())) for _ in range(3)]
 
     async def remembered(number: int) -> bool:
-        return await store.reply(ask("open the box").partition, hits[number][1].request_id) is not None
+        return await store.reply(ask("open the box").partition, hits[number][1].request.id) is not None
 
     for hit in hits[:2]:
         one.recorded(*hit)

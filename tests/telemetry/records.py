@@ -3,7 +3,7 @@
 from typing import Any
 
 from gateway.deployments.progress import Attempt
-from gateway.journey.record import Record
+from gateway.journey.record import Record, of_flat
 
 AT_S = 1_763_726_400.0  # 2025-11-21 12:00:00 UTC
 
@@ -25,7 +25,7 @@ def miss(**changes: Any) -> Record:
         "duration_ms": 300.0,
         "store": "stored",
     }
-    return Record(**{**fields, **changes})
+    return of_flat({**fields, **changes})
 
 
 def hit(**changes: Any) -> Record:
@@ -44,4 +44,4 @@ def hit(**changes: Any) -> Record:
         "ttft_ms": 1.0,
         "duration_ms": 2.0,
     }
-    return Record(**{**fields, **changes})
+    return of_flat({**fields, **changes})

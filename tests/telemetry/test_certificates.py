@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.accounts import Team
-from gateway.journey.record import Record
+from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, Settings
 from gateway.telemetry import measured_error
@@ -38,10 +38,8 @@ class Worker:
     def serve(self, requests: int) -> None:
         """Requests of which every one is a semantic hit, and one more would-be hit that is audited."""
         for number in range(requests):
-            record = Record(
-                request_id=f"r{number}", at_s=self.clock.now_s, team_id=1, alias="small", cache="semantic", status=200
-            )
-            self.stats.add(record)
+            request = RequestFacts(f"r{number}", self.clock.now_s, team_id=1, alias="small")
+            self.stats.add(Record(request, cache=CacheFacts("semantic")))
             self.stats.add_checks(1, "small", measured_error.served(0.1, is_compared=False))
         self.stats.add_checks(1, "small", measured_error.audited(0.1))
 

@@ -151,10 +151,10 @@ async def test_the_latest_routes_come_newest_first_in_pages(redis: Redis) -> Non
     for number in range(25):
         stats.add(miss(request_id=f"req_{number}", team_id=number % 2))
     await stats.flush()
-    first = await stats.routes(lambda record: record.team_id == 1, limit=5)
-    second = await stats.routes(lambda record: record.team_id == 1, before=first.cursor or "", limit=50)
-    assert [record.request_id for record in first.records] == [f"req_{n}" for n in (23, 21, 19, 17, 15)]
-    assert [record.request_id for record in second.records] == [f"req_{n}" for n in (13, 11, 9, 7, 5, 3, 1)]
+    first = await stats.routes(lambda record: record.request.team_id == 1, limit=5)
+    second = await stats.routes(lambda record: record.request.team_id == 1, before=first.cursor or "", limit=50)
+    assert [record.request.id for record in first.records] == [f"req_{n}" for n in (23, 21, 19, 17, 15)]
+    assert [record.request.id for record in second.records] == [f"req_{n}" for n in (13, 11, 9, 7, 5, 3, 1)]
     assert second.cursor is None
     assert first.records[0] == miss(request_id="req_23", team_id=1)
 
@@ -168,7 +168,7 @@ async def test_the_list_of_routes_is_bounded(redis: Redis) -> None:
         await stats.flush()
     assert 2_000 <= await redis.xlen("sameway:routes") <= 2_200
     page = await stats.routes(lambda _: True, limit=1)
-    assert page.records[0].request_id == "req_29_149"
+    assert page.records[0].request.id == "req_29_149"
 
 
 async def test_near_misses_are_those_that_were_close(redis: Redis) -> None:
@@ -179,7 +179,9 @@ async def test_near_misses_are_those_that_were_close(redis: Redis) -> None:
     stats.add(hit(cache="semantic", similarity=0.97))
     await stats.flush()
     page = await stats.near_misses(lambda _: True)
-    assert [(record.similarity, record.miss_reason) for record in page.records] == [(0.87, "numbers_differ")]
+    assert [(record.cache.similarity, record.cache.miss_reason) for record in page.records] == [
+        (0.87, "numbers_differ")
+    ]
 
 
 @given(st.lists(st.floats(min_value=0.1, max_value=1e6), min_size=1, max_size=200))
@@ -221,7 +223,7 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
         worker.add_checks(1, "small", measured_error.settled(0.1, "a|b", is_wrong=True, is_audit=True))
         worker.add_checks(1, "small", measured_error.reported(is_wrong=True))
         await worker.flush()
-    team, model = hit().team_id, hit().alias
+    team, model = hit().request.team_id, hit().request.alias
 
     async def day() -> dict[tuple[int, str], CheckCounts]:
         total: dict[tuple[int, str], CheckCounts] = {}
