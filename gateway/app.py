@@ -334,10 +334,11 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
-    ended = partial(metrics.add, BACKGROUND_RESPONSES, 1)
-    background = Background(pipeline, stored_responses, memory, link, ended)
+    background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)
-    watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
+    watch = HealthMonitor(
+        settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
+    )
     return Parts(
         settings=settings,
         guard=_guard(settings, accounts, metrics),

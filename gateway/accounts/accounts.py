@@ -52,7 +52,7 @@ _ROWS_AT_ONCE = 200
 # looks at the database for keys that the snapshot lacks: guesses must not keep it busy
 _LOOKS_PER_S = 10.0
 _LOOKS_AT_ONCE = 20.0
-_LOOK_TIMEOUT_S = 1.0
+LOOK_TIMEOUT_S = 1.0
 _UNKNOWN_MAX = 1_024
 # four times as long as a worker takes to look again, on the clock that a pause of the host moves, too
 _HOLDS_S = 2.0
@@ -87,7 +87,7 @@ class Accounts:
         self._told_at_s = 0.0  # when the database was asked for what the snapshot has, or failed to answer
         self._reading = asyncio.Lock()
         self._used_at_s: dict[int, float] = {}
-        self._unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
+        self.unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
         self._looks = _LOOKS_AT_ONCE
         self._looked_at_s = 0.0
         self._looking: asyncio.Task[bool] | None = None
@@ -137,14 +137,14 @@ class Accounts:
         """
         found, of = self.identify(bearer), digest(bearer)
         is_old = of in self._identities and self._is_old()
-        if found is not None or (not is_old and (of in self._unknown or not self._may_look())):
+        if found is not None or (not is_old and (of in self.unknown or not self._may_look())):
             return found
         is_told = await self._look(is_old=is_old)
         found = self._valid(self._identities.get(of), self._clock())
         if found is None and is_told:
-            if len(self._unknown) >= _UNKNOWN_MAX:
-                del self._unknown[next(iter(self._unknown))]
-            self._unknown[of] = None
+            if len(self.unknown) >= _UNKNOWN_MAX:
+                del self.unknown[next(iter(self.unknown))]
+            self.unknown[of] = None
         return found
 
     def _is_old(self) -> bool:
@@ -157,7 +157,7 @@ class Accounts:
         With `is_old` only until one has asked.
         """
         try:
-            async with asyncio.timeout(_LOOK_TIMEOUT_S), self._look_in_turn:
+            async with asyncio.timeout(LOOK_TIMEOUT_S), self._look_in_turn:
                 if is_old and not self._is_old():
                     return True
                 if self._looking is not None and not self._looking.done():
@@ -204,7 +204,7 @@ class Accounts:
             if self._on_uses is not None:
                 self._on_uses(self._uses)
             self._version, self._told_at_s = version, asked_at_s
-            self._unknown.clear()
+            self.unknown.clear()
 
     @uncancelled
     async def refresh(self) -> bool:

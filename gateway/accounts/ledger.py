@@ -142,7 +142,7 @@ class Ledger:
     """Reads and writes the ledger's tables. Database errors are sqlalchemy's own."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
 
     @uncancelled
     async def append(self, rows: Sequence[LedgerRow]) -> int:
@@ -154,7 +154,7 @@ class Ledger:
             return 0
         # sorted by id, so that two writers cannot deadlock
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             return await self._append(connection, by_id)
 
     @uncancelled
@@ -163,7 +163,7 @@ class Ledger:
 
         Without a new row nothing is written. Returns the number of new rows.
         """
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             count = await self._append(connection, {row.id: row for row in rows})
             if count:
                 await connection.execute(inserted(audit))
@@ -171,16 +171,16 @@ class Ledger:
 
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
         table = schema.ledger
-        if self._database.is_sqlite:
+        if self.database.is_sqlite:
             new = await _insert_sqlite(connection, by_id)
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
             values = list(map(flat_row, by_id.values()))
             new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
         alike = rollups.alike(new)
         await self._add_to_days(connection, alike)
-        await rollups.add(connection, self._database, alike)
+        await rollups.add(connection, self.database, alike)
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
         return len(new)
@@ -189,7 +189,7 @@ class Ledger:
     async def saved(self, ids: Collection[str]) -> set[str]:
         """Those of `ids` that rows in SQL have."""
         column, found, listed = schema.ledger.c.id, set[str](), list(ids)
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             for start in range(0, len(listed), _SAVED_BATCH):
                 some = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
                 found.update((await connection.execute(some)).scalars())
@@ -215,7 +215,7 @@ class Ledger:
             .group_by(day, *labels)
             .order_by(day, *labels)
         )
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return tuple(
                 [
                     DaySpend(
@@ -233,9 +233,9 @@ class Ledger:
         if not rows:
             return
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             table = schema.ledger_hits
-            insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
             new: list[str] = []
             for row in by_id.values():  # few
                 new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
@@ -253,7 +253,7 @@ class Ledger:
         if cursor is not None:
             statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_place(cursor)))
         statement = statement.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit + 1)
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             found = [_row(row) for row in (await connection.execute(statement)).mappings()]
         rows = tuple(found[:limit])
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
@@ -270,7 +270,7 @@ class Ledger:
         for a user or a tag together with a key, model, deployment, kind or one another.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
             table, columns, conditions = _source(by, where, first, end)
             sums = [_sum(table.c[name], name) for name in names]
@@ -309,7 +309,7 @@ class Ledger:
         sums = [_sum(days.c[name], name) for name in ("requests", "amount_microusd")]
         statement = sa.select(*columns, *sums).group_by(*columns).order_by(*columns)
         statement = statement.where(*_conditions(days, where, ("team_id", "alias")), *_whole_days(days, where))
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return tuple(
                 SavingsLine(_date(day), team_id, line, requests, amount)
                 for day, team_id, line, requests, amount in await connection.execute(statement)
@@ -323,7 +323,7 @@ class Ledger:
         """
         rows, days = schema.ledger, schema.ledger_days
         answer: list[DrainedSpend] = []
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             known = sa.union(sa.select(schema.teams.c.id), sa.select(days.c.team_id))
             team_ids = sorted((await connection.execute(known)).scalars())
             for window in windows:
@@ -344,11 +344,11 @@ class Ledger:
         """What the rows in SQL add to the counts that budgets have of their own; forgets the past ones."""
         table = schema.budget_counts
         past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             rows = [OwnSpend(*row) for row in await connection.execute(sa.select(table))]
         kept = tuple([row for row in rows if not row.keep_until_ms or row.keep_until_ms >= now_ms])
         if len(kept) < len(rows):
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 await connection.execute(sa.delete(table).where(past))
         return kept
 
@@ -359,14 +359,14 @@ class Ledger:
                 known = sums.setdefault((charge.name, charge.field), [0, 0])
                 known[0] += charge.amount
                 known[1] = max(known[1], charge.keep_until_ms)
-        await self._database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
+        await self.database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
     async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[rollups.Alike]) -> None:
         sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
         for row, amounts in rows:
             key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
             rollups.sum_up(sums, key, amounts)
-        await self._database.add_up(connection, schema.ledger_days, SUMS, sums)
+        await self.database.add_up(connection, schema.ledger_days, SUMS, sums)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}
@@ -374,7 +374,7 @@ class Ledger:
             line = sums.setdefault(key, [0, 0])
             line[0] += requests
             line[1] += amount
-        await self._database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
+        await self.database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
 
 
 _Line = tuple[tuple[int, int, str, str], int, int]

@@ -8,22 +8,20 @@ the same answers, and never better.
 import contextlib
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from cache import ExactCache, Partition, SemanticClient
+from cache import ExactCache, SemanticClient
 from cache.redis_link import RedisLink
-from cache.verdicts import Judgement, Ruling, Source, VerdictStore, equal
-from cache.worker import Answered
+from cache.verdicts import VerdictStore
 from gateway.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds
 from gateway.journey.turn import Turn
 from gateway.learning.allowance import Allowance
-from gateway.learning.comparisons import Judging
+from gateway.learning.comparisons import Findings, Judging, OwnJudges
 from gateway.learning.internal_requests import InternalRequests, own_identity
 from gateway.learning.model_judges import ModelJudges
 from gateway.learning.reports import Reports
@@ -32,7 +30,7 @@ from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors, RulingCounts, shadow_share
+from gateway.telemetry.measured_error import LiveError, MeasuredErrors, shadow_share
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 
@@ -93,48 +91,6 @@ def _log_bound(live: LiveError) -> None:
         _log.info("semantic_bound_relaxed", **facts)
 
 
-class OwnJudges:
-    """The judges that cost no money: equality, then those of the cache worker."""
-
-    names = "equality, agreement, prose"
-
-    def __init__(self, semantic: SemanticClient) -> None:
-        self._semantic = semantic
-
-    async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
-    ) -> list[Judgement]:
-        judgements = [equal(fresh.text, other.text) for other in others]
-        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
-        rulings = await self._semantic.judge(partition, compat, fresh, [others[place] for place in left])
-        for place, ruling in zip(left, rulings, strict=True):
-            judgements[place] = ruling
-        return judgements
-
-
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    """The statistics and the metrics of comparisons."""
-
-    stats: Stats
-    metrics: Metrics
-    truth: MeasuredErrors
-    judges: ModelJudges | None
-
-    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
-        return self.stats.add_checks(team_id, alias, events, certificate)
-
-    def count(self, source: Source, ruling: Ruling, judge: str) -> None:
-        self.metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
-
-    def compared(self, one: Judgement, other: Judgement) -> None:
-        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
-            self.stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
-
-    def flips(self, judge: str) -> tuple[float, float]:
-        return max(self.truth.flips(judge), self.judges.flips(judge) if self.judges is not None else (0.0, 0.0))
-
-
 async def open_learning(
     settings: Settings,
     accounts: Accounts,
@@ -168,18 +124,18 @@ async def open_learning(
     async def regenerate(turn: Turn) -> bytes | None:
         return (await own.ask(turn.body))[0] if own is not None else None
 
-    findings = _Findings(stats, metrics, truth, judges)
+    findings = Findings(stats, metrics, truth, judges)
     judging = Judging(
-        exact,
-        verdicts,
-        OwnJudges(semantic),
-        judges,
-        regenerate if own is not None else None,
-        lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
-        float(cache.feedback_ttl_s),
-        random.random,
-        findings,
-        link.defer,
+        exact=exact,
+        verdicts=verdicts,
+        judges=OwnJudges(semantic),
+        fallback=judges,
+        regenerate=regenerate if own is not None else None,
+        share=lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
+        reply_ttl_s=float(cache.feedback_ttl_s),
+        random=random.random,
+        findings=findings,
+        defer=link.defer,
     )
     reports = Reports(verdicts, exact, stats, findings.count)
     certificates = await _open_certificates(link, stats, truth.bounds, model)

@@ -14,12 +14,21 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 from redis.exceptions import RedisError
 
-from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
+from cache import (
+    CacheUnavailable,
+    CacheWorkerUnavailable,
+    Entry,
+    ExactCache,
+    Fingerprint,
+    MissReason,
+    Partition,
+    SemanticClient,
+    Trial,
+)
 from cache.verdicts import (
     EARLY,
     EQUALITY,
@@ -35,6 +44,7 @@ from cache.verdicts import (
     Suspension,
     Verdict,
     VerdictStore,
+    equal,
 )
 from cache.worker import Answered
 from gateway.journey.flight import Flight
@@ -43,19 +53,22 @@ from gateway.journey.semantic import AuditDraw
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
+from gateway.learning.model_judges import ModelJudges
 from gateway.loggers import get_logger
-from gateway.telemetry import measured_error
-from gateway.telemetry.measured_error import VETO
+from gateway.telemetry import measured_error, metric_names
+from gateway.telemetry.measured_error import VETO, MeasuredErrors, RulingCounts
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.stats import Stats
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, size_of
 
-_QUEUE_MAX = 256
+QUEUE_MAX = 256
 _AT_ONCE = 4
 _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
 _CALIBRATED = 0.05  # of what the judges that cost nothing ruled on, and a judge that costs could be asked about
 _CHUNKS_BYTES_MAX = 16 * _ANSWER_BYTES_MAX
-_EARLY_MAX, _EARLY_SPACES_MAX = 256, 64  # comparisons of a namespace to make again, and namespaces
+EARLY_MAX, _EARLY_SPACES_MAX = 256, 64  # comparisons of a namespace to make again, and namespaces
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
@@ -67,42 +80,55 @@ _log = get_logger()
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
 
 
-class Fallback(Protocol):
-    """The judge that costs."""
+class OwnJudges:
+    """The judges that cost no money: equality, then those of the cache worker."""
 
-    @property
-    def is_sparing(self) -> bool:
-        """Whether it has to earn its costs: it is not asked what another judge may rule on soon."""
+    names = "equality, agreement, prose"
 
-    def of(self, record: Record, space: bytes) -> Judge | None:
-        """For the comparisons of one request in its namespace; None where it may not be asked now."""
+    def __init__(self, semantic: SemanticClient) -> None:
+        self._semantic = semantic
 
-
-class FreeJudges(Protocol):
     async def compare(
         self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
     ) -> list[Judgement]:
         """The rulings on a fresh answer against others of its partition and compat, in order.
         Raises CacheWorkerUnavailable.
         """
+        judgements = [equal(fresh.text, other.text) for other in others]
+        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
+        rulings = await self._semantic.judge(partition, compat, fresh, [others[place] for place in left])
+        for place, ruling in zip(left, rulings, strict=True):
+            judgements[place] = ruling
+        return judgements
 
 
-class Findings(Protocol):
-    """Where it is kept what comparisons find."""
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The statistics and the metrics of comparisons, and the error rates of judges."""
 
-    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None, /) -> str:
-        """Count events of a would-be hit, for a certificate or the current one;
-        return the certificate.
+    stats: Stats
+    metrics: Metrics
+    truth: MeasuredErrors
+    judges: ModelJudges | None
+
+    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
+        """Count events of a would-be hit, for a certificate or the current one; return the
+        certificate.
         """
+        return self.stats.add_checks(team_id, alias, events, certificate)
 
-    def count(self, source: Source, ruling: Ruling, judge: str, /) -> None:
+    def count(self, source: Source, ruling: Ruling, judge: str) -> None:
         """Count a verdict."""
+        self.metrics.add(metric_names.VERDICTS, 1, source.value, ruling.value, judge)
 
-    def compared(self, one: Judgement, other: Judgement, /) -> None:
-        """Count what two judges say of the same answers."""
+    def compared(self, one: Judgement, other: Judgement) -> None:
+        """Count the rulings of two judges on the same answers."""
+        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
+            self.stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
 
-    def flips(self, judge: str, /) -> tuple[float, float]:
+    def flips(self, judge: str) -> tuple[float, float]:
         """A judge's error rates, as a verdict has them."""
+        return max(self.truth.flips(judge), self.judges.flips(judge) if self.judges is not None else (0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +165,7 @@ class _Served:
     trial: Trial
 
 
+@dataclass(kw_only=True, eq=False)
 class Judging:
     """The comparisons of one worker.
 
@@ -149,35 +176,24 @@ class Judging:
     it. `defer` calls back when the replies that it gathers for feedback are to leave.
     """
 
-    def __init__(
-        self,
-        exact: ExactCache,
-        verdicts: VerdictStore,
-        judges: FreeJudges,
-        fallback: Fallback | None,
-        regenerate: Regenerate | None,
-        share: Callable[[int, str], float],
-        reply_ttl_s: float,
-        random: Callable[[], float],
-        findings: Findings,
-        defer: Callable[[Callable[[], None]], object] = lambda leave: leave(),
-    ) -> None:
-        self._exact = exact
-        self._verdicts = verdicts
-        self._judges = judges
-        self._fallback = fallback
-        self._regenerate = regenerate
-        self._share = share
-        self._reply_ttl_s = reply_ttl_s
-        self._random = random
-        self._findings = findings
+    exact: ExactCache
+    verdicts: VerdictStore
+    judges: OwnJudges
+    fallback: ModelJudges | None = None
+    regenerate: Regenerate | None = None
+    share: Callable[[int, str], float]
+    reply_ttl_s: float
+    random: Callable[[], float]
+    findings: Findings
+    defer: Callable[[Callable[[], None]], object] = lambda leave: leave()
+
+    def __post_init__(self) -> None:
         self._regenerates = True  # as of the last time
         self._queue: deque[_Asked] = deque()
         self._early: OrderedDict[bytes, deque[_Asked]] = OrderedDict()  # by namespace
         self._due: deque[_Asked] = deque()  # of these, those that a judge may settle now
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        self._defer = defer
         self._replies: list[tuple[Partition, Reply, tuple[str, ...]]] = []
         self._served: OrderedDict[int, deque[_Served]] = OrderedDict()
 
@@ -232,15 +248,15 @@ class Judging:
         name = answer_id(entry)
         self._replies.append((found.partition, reply, (name,) if name else ()))
         if len(self._replies) == 1:
-            self._defer(self._leave)
+            self.defer(self._leave)
         share = self._shadow_share(record.request.team_id, record.request.alias)
-        is_checked = bool(share) and self._random() < share
+        is_checked = bool(share) and self.random() < share
         # without money, a deployment or room there is no check; one that is tried finds out when there is
         can = self._can_check
         counts = is_checked and can
         chance = _chance(trial, share if can else 0.0)
         events = measured_error.served(chance, is_compared=counts)
-        certificate = self._findings.note(record.request.team_id, record.request.alias, events, None)
+        certificate = self.findings.note(record.request.team_id, record.request.alias, events, None)
         if is_checked:
             made_for = certificate if counts else None
             self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
@@ -248,15 +264,15 @@ class Judging:
     @property
     def _can_check(self) -> bool:
         """Whether a served hit could be generated afresh now, as far as is known before one tries."""
-        return self._regenerates and len(self._queue) < _QUEUE_MAX
+        return self._regenerates and len(self._queue) < QUEUE_MAX
 
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
         """An audit was drawn. Whatever becomes of it, it counts."""
         chance = _chance(trial, self._shadow_share(team_id, alias) if self._can_check else 0.0)
-        return AuditDraw(chance, self._findings.note(team_id, alias, measured_error.audited(chance), None))
+        return AuditDraw(chance, self.findings.note(team_id, alias, measured_error.audited(chance), None))
 
     def _shadow_share(self, team_id: int, alias: str) -> float:
-        return self._share(team_id, alias) if self._regenerate is not None else 0.0
+        return self.share(team_id, alias) if self.regenerate is not None else 0.0
 
     def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
         """The hit of the last minute with this prompt, if the key asks it again past the cache."""
@@ -301,8 +317,8 @@ class Judging:
     def _put(self, asked: _Asked | None) -> None:
         if asked is None:
             return
-        if len(self._queue) >= _QUEUE_MAX:
-            self._findings.count(asked.source, Ruling.UNKNOWN, "no room")
+        if len(self._queue) >= QUEUE_MAX:
+            self.findings.count(asked.source, Ruling.UNKNOWN, "no room")
             return
         self._queue.append(asked)
         self._wake.set()
@@ -346,7 +362,7 @@ class Judging:
                     await self._compare(asked)
         except CacheWorkerUnavailable as error:
             # decision: dropped-whole
-            self._findings.count(asked.source, Ruling.UNKNOWN, "no room")
+            self.findings.count(asked.source, Ruling.UNKNOWN, "no room")
             _log.info("verdict_lost", source=asked.source, reason=str(error))
         except (RedisError, CacheUnavailable, OSError) as error:
             _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
@@ -358,7 +374,7 @@ class Judging:
         makes a group.
         """
         trial, fresh = asked.trial, _qa_pair(asked.text, asked.chunks)
-        entries = await self._exact.lookup_many(asked.partition, asked.compat, trial.ranked)
+        entries = await self.exact.lookup_many(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
             return
@@ -366,12 +382,12 @@ class Judging:
         found = await self._judged(asked, fresh, known, asked.entry)
         share = 1.0 if asked.source is Source.AUDIT else trial.worth
         judgement = found[0]
-        is_early, can_ask = self._is_early(asked, judgement), self._fallback is not None and not asked.is_late
-        judge = self._asker(asked) if can_ask and not is_early and self._random() < share else None
+        is_early, can_ask = self._is_early(asked, judgement), self.fallback is not None and not asked.is_late
+        judge = self._asker(asked) if can_ask and not is_early and self.random() < share else None
         self._beside_prompts(asked, judgement)
         chance: float | None = None
-        if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
-            self._findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
+        if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self.random() < _CALIBRATED:
+            self.findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
         if judgement.ruling is Ruling.UNKNOWN and can_ask and not is_early:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
@@ -389,7 +405,7 @@ class Judging:
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
                 id = f"{asked.record.request.id}:{asked.source}{':late' * asked.is_late}"
-                await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
+                await self.verdicts.take(asked.partition, id, verdict, other_ref, ref)
         # last: a late verdict takes the place of one that is there
         if is_early:
             self._keep_early(asked)
@@ -404,12 +420,12 @@ class Judging:
         if judgement.why != EARLY or asked.entry is None or not asked.trial.features:
             return False
         kept = self._early.get(asked.space, ())
-        return self._fallback is None or (self._fallback.is_sparing and len(kept) < _EARLY_MAX)
+        return self.fallback is None or (self.fallback.is_sparing and len(kept) < EARLY_MAX)
 
     def _keep_early(self, asked: _Asked) -> None:
         assert asked.entry is not None
         bare = msgspec.structs.replace(asked.entry, chunks=(), text=None)
-        kept = self._early.setdefault(asked.space, deque(maxlen=_EARLY_MAX))
+        kept = self._early.setdefault(asked.space, deque(maxlen=EARLY_MAX))
         kept.append(replace(asked, text="", chunks=(), entry=bare, is_late=True))
         self._early.move_to_end(asked.space)
         if len(self._early) > _EARLY_SPACES_MAX:
@@ -418,7 +434,7 @@ class Judging:
     async def _compare_again(self, asked: _Asked) -> None:
         """Make a comparison again, if its answer is still there."""
         assert asked.entry is not None
-        (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (asked.entry.exact,))
+        (entry,) = await self.exact.lookup_many(asked.partition, asked.compat, (asked.entry.exact,))
         if entry is not None and entry.text is not None and entry.created_at == asked.entry.created_at:
             await self._compare(replace(asked, text=entry.text, chunks=chunks_of(entry), entry=entry))
 
@@ -431,9 +447,9 @@ class Judging:
         if asked.trial.features or judgement.judge == EQUALITY:
             return
         if asked.source is Source.MISS:
-            self._findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
+            self.findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
-            self._findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
+            self.findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
 
     async def _costly(
         self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
@@ -448,7 +464,7 @@ class Judging:
         if judgement.why == NO_ANSWER:
             return judgement, False
         if judgement.ruling is not Ruling.SAME and asked.trial.p >= LIKELY and asked.trial.peers:
-            found = await self._exact.lookup_many(asked.partition, asked.compat, asked.trial.peers)
+            found = await self.exact.lookup_many(asked.partition, asked.compat, asked.trial.peers)
             peers = [_cached_pair(one) for one in found if one is not None]
             judgement = await second_opinion(judge, judgement, fresh, [peer for peer in peers if peer is not None])
         return judgement, True
@@ -457,10 +473,10 @@ class Judging:
         """Generate a semantic hit's answer afresh and compare. A wrong answer is not served again
         until it is cleared.
         """
-        assert self._regenerate is not None
+        assert self.regenerate is not None
         assert asked.entry is not None
         assert asked.turn is not None
-        answer = await self._regenerate(asked.turn)
+        answer = await self.regenerate(asked.turn)
         self._regenerates = answer is not None
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
@@ -480,7 +496,7 @@ class Judging:
         """
         fresh, served = _qa_pair(asked.text, asked.chunks), asked.served
         assert served is not None
-        (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
+        (entry,) = await self.exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
         judgement = await self._alone(asked, fresh, entry, asked.entry)
@@ -507,7 +523,7 @@ class Judging:
             alias=record.request.alias,
         )
         scope = Scope.ANSWER if is_wrong else Scope.NOTHING
-        await self._verdicts.take(
+        await self.verdicts.take(
             asked.partition, f"{record.request.id}:{asked.source}", verdict, ref, None, scope, out if is_wrong else None
         )
 
@@ -525,17 +541,17 @@ class Judging:
             created_at=entry.created_at if entry is not None else 0.0,
             judge=judgement.judge,
             why=judgement.why,
-            flips=self._findings.flips(judgement.judge),
+            flips=self.findings.flips(judgement.judge),
             alias=asked.record.request.alias,
             is_late=asked.is_late,
         )
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
-        self._findings.count(asked.source, judgement.ruling, judgement.judge)
+        self.findings.count(asked.source, judgement.ruling, judgement.judge)
         if asked.certificate is not None and is_right is not None:
             is_audit = asked.source is Source.AUDIT
             events = measured_error.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
-            self._findings.note(asked.record.request.team_id, asked.record.request.alias, events, asked.certificate)
+            self.findings.note(asked.record.request.team_id, asked.record.request.alias, events, asked.certificate)
 
     async def _judged(
         self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
@@ -546,7 +562,7 @@ class Judging:
         found = [_OPEN] * len(cached)
         others = {place: pair.answer for place, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
         answers = [_answered(cached[place], text) for place, text in others.items()]
-        judgements = await self._judges.compare(asked.partition, asked.compat, _answered(stored, fresh.answer), answers)
+        judgements = await self.judges.compare(asked.partition, asked.compat, _answered(stored, fresh.answer), answers)
         for place, judgement in zip(others, judgements, strict=True):
             found[place] = judgement
         return found
@@ -562,7 +578,7 @@ class Judging:
         return await self._settled(free, fresh, entry, self._asker(asked))
 
     def _asker(self, asked: _Asked) -> Judge | None:
-        return self._fallback.of(asked.record, asked.space) if self._fallback is not None else None
+        return self.fallback.of(asked.record, asked.space) if self.fallback is not None else None
 
     def _leave(self) -> None:
         """Send the replies that were gathered, in one round trip."""
@@ -572,7 +588,7 @@ class Judging:
 
     async def _remember(self, replies: list[tuple[Partition, Reply, tuple[str, ...]]]) -> None:
         try:
-            await self._verdicts.remember_replies(replies, self._reply_ttl_s)
+            await self.verdicts.remember_replies(replies, self.reply_ttl_s)
         except (RedisError, OSError) as error:
             _log.info("reply_not_remembered", reason=f"{type(error).__name__}: {error}")
 

@@ -112,7 +112,7 @@ async def test_guesses_cannot_keep_the_database_busy(tmp_path: Path) -> None:
         now_s[0] += 0.125
         await accounts.find(f"sk-sw-slow-{number}")
     assert accounts.looks == 1_530
-    assert len(accounts._unknown) <= 1_024
+    assert len(accounts.unknown) <= 1_024
     await accounts.close()
 
 
@@ -122,7 +122,7 @@ async def test_an_unknown_key_waits_for_no_database_that_hangs(tmp_path: Path, m
     await accounts.open()
     key = await accounts.ensure_first()
     assert key is not None
-    monkeypatch.setattr("gateway.accounts.accounts._LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.accounts.accounts.LOOK_TIMEOUT_S", 0.05)
     hangs = asyncio.Event()
 
     async def refresh() -> bool:
@@ -172,7 +172,7 @@ async def test_a_pause_while_the_database_is_away_refuses_no_key(
     await accounts.open()
     key = await accounts.ensure_first()
     assert key is not None
-    monkeypatch.setattr("gateway.accounts.accounts._LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.accounts.accounts.LOOK_TIMEOUT_S", 0.05)
     hangs, looks = asyncio.Event(), []
 
     async def refresh() -> bool:

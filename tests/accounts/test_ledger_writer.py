@@ -255,14 +255,14 @@ async def test_a_database_that_is_away_loses_nothing(redis: Redis, budgets: Budg
     ledger = Ledger(accounts.database)
     writer = LedgerWriter(redis, ledger, budgets, clock=lambda: NOW_S)
     real = accounts.database
-    ledger._database = Database("postgresql://nobody@/none?host=/nonexistent")
+    ledger.database = Database("postgresql://nobody@/none?host=/nonexistent")
     await spend(budgets, "a", 10)
     task = asyncio.create_task(writer.run())
     await until(lambda: writer.stats.failures > 0)
     assert await redis.xlen(LEDGER_STREAM) == 1
     while await redis.get(LEDGER_LOCK) is not None:  # noqa: ASYNC110 (it lets others try)
         await asyncio.sleep(0.001)
-    ledger._database = real
+    ledger.database = real
     await until(lambda: writer.stats.rows > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
