@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
-from gateway.accounts.checks import check_budget, check_key, check_new_budget, check_plaintext, check_team
+from gateway.accounts.checks import check, check_new_budget, check_plaintext
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Conflict, Invalid, NotFound
 from gateway.accounts.teams import (
@@ -273,7 +273,7 @@ class Accounts:
     @uncancelled
     async def create_team(self, name: str, *, budget: FirstBudget | None = None, **fields: Unpack[TeamFields]) -> Team:
         """Create a team, with its first `budget` in the same transaction. Raises Invalid, Conflict."""
-        check_team({"name": name, **fields})
+        check({"name": name, **fields})
         values = self._new_budget(**budget) if budget is not None else None
         async with self._change(f"a team named {name!r}") as connection:
             team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
@@ -284,7 +284,7 @@ class Accounts:
     @uncancelled
     async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
         """Raises Invalid, Conflict, NotFound."""
-        check_team(changes)
+        check(changes)
         async with self._change(f"a team named {changes.get('name')!r}") as connection:
             await _update(connection, schema.teams, team_id, dict(changes))
             return _team(await _row(connection, schema.teams, team_id))
@@ -317,7 +317,7 @@ class Accounts:
 
         Raises Invalid, Conflict, NotFound (the team).
         """
-        check_key({"name": name, **fields})
+        check({"name": name, **fields})
         plaintext = new_plaintext(self._random_bytes)
         async with self._change(f"a key named {name!r} in this team") as connection:
             await _row(connection, schema.teams, team_id)
@@ -327,7 +327,7 @@ class Accounts:
     @uncancelled
     async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
         """Raises Invalid, Conflict, NotFound."""
-        check_key(changes)
+        check(changes)
         async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
             await _update(connection, schema.keys, key_id, dict(changes))
             return _key(await _row(connection, schema.keys, key_id))
@@ -369,8 +369,7 @@ class Accounts:
 
     @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
-        """Raises Invalid, Conflict, NotFound."""
-        check_budget(changes)
+        """Raises Conflict, NotFound."""
         values: dict[str, Any] = {_COLUMNS.get(name, name): value for name, value in changes.items()}
         async with self._change("a budget of this team with that window and hardness") as connection:
             await _update(connection, schema.budgets, budget_id, values)
@@ -380,9 +379,8 @@ class Accounts:
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
         """Add `by` to the limit until a moment, unix milliseconds, which `row` records.
 
-        A later raise replaces it; `by` 0 ends it. Raises Invalid, NotFound.
+        A later raise replaces it; `by` 0 ends it. Raises NotFound.
         """
-        check_budget({"raised_by": by, "raised_until_ms": until_ms})
         async with self._change("") as connection:
             await connection.execute(inserted(row))
             await _update(connection, schema.budgets, budget_id, {"raised_by": by, "raised_until_ms": until_ms})
