@@ -303,7 +303,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
 
 async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Parts:
     """Open every part, in the order of their dependencies. `routes` are filled later."""
-    metrics = Metrics(settings.run_dir / "metrics")
+    metrics = Metrics(settings.run_dir / "metrics", VERSION)
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
     stack.callback(logs.close)

@@ -370,10 +370,8 @@ class Ledger:
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}
-        for key, requests, amount in lines:
-            line = sums.setdefault(key, [0, 0])
-            line[0] += requests
-            line[1] += amount
+        for key, *amounts in lines:
+            rollups.sum_up(sums, key, amounts)
         await self.database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
 
 
