@@ -78,11 +78,6 @@ SMALL_FILES: dict[str, str] = {
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
 }
-# Names that two classes of one package have, with what tells them apart.
-SAME_NAMES: dict[str, str] = {
-    "Conflict": "an account's is always `accounts.Conflict`; the other is HTTP's 409",
-    "NotFound": "an account's is always `accounts.NotFound`; the other is HTTP's 404",
-}
 # The same: why this function is one although it is long.
 LONG_FUNCTIONS: dict[str, str] = {
     "local_engine/kernels/gpu/attention.py:_attend": "one kernel: a third of it its parameters, the rest one loop over keys",
@@ -235,8 +230,7 @@ def test_a_class_name_is_used_once_in_a_package() -> None:
     """A name means one thing; leaves do not know each other, so each has words of its own."""
     packages = {name: [path.split("/")[0] for path in places] for name, places in classes().items()}
     twice = {name for name, places in packages.items() if len(places) > len(set(places))}
-    assert twice - SAME_NAMES.keys() == set()
-    assert SAME_NAMES.keys() - twice == set()
+    assert twice == set()
 
 
 def is_record(node: ast.ClassDef) -> bool:

@@ -26,7 +26,7 @@ from gateway.accounts import schema
 from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
 from gateway.accounts.checks import check, check_new_budget, check_plaintext
 from gateway.accounts.database import Database, uncancelled
-from gateway.accounts.errors import Conflict, Invalid, NotFound
+from gateway.accounts.errors import AlreadyExists, DoesNotExist, Invalid
 from gateway.accounts.teams import (
     BudgetChanges,
     BudgetFields,
@@ -272,7 +272,7 @@ class Accounts:
 
     @uncancelled
     async def create_team(self, name: str, *, budget: FirstBudget | None = None, **fields: Unpack[TeamFields]) -> Team:
-        """Create a team, with its first `budget` in the same transaction. Raises Invalid, Conflict."""
+        """Create a team, with its first `budget` in the same transaction. Raises Invalid, AlreadyExists."""
         check({"name": name, **fields})
         values = self._new_budget(**budget) if budget is not None else None
         async with self._change(f"a team named {name!r}") as connection:
@@ -283,7 +283,7 @@ class Accounts:
 
     @uncancelled
     async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
-        """Raises Invalid, Conflict, NotFound."""
+        """Raises Invalid, AlreadyExists, DoesNotExist."""
         check(changes)
         async with self._change(f"a team named {changes.get('name')!r}") as connection:
             await _update(connection, schema.teams, team_id, dict(changes))
@@ -297,13 +297,13 @@ class Accounts:
 
     @uncancelled
     async def team(self, team_id: int) -> Team:
-        """Raises NotFound."""
+        """Raises DoesNotExist."""
         async with self.database.reading() as connection:
             return _team(await _row(connection, schema.teams, team_id))
 
     @uncancelled
     async def delete_team(self, team_id: int) -> None:
-        """Delete a team with its keys and budgets; its ledger rows stay. Raises NotFound."""
+        """Delete a team with its keys and budgets; its ledger rows stay. Raises DoesNotExist."""
         async with self._change("") as connection:
             # before the team's own row, as writers of its stores lock them
             await connection.execute(sa.delete(schema.holdings).where(schema.holdings.c.team_id == team_id))
@@ -315,7 +315,7 @@ class Accounts:
     async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
         """Create a key; its plaintext is returned once and stored nowhere.
 
-        Raises Invalid, Conflict, NotFound (the team).
+        Raises Invalid, AlreadyExists, DoesNotExist (the team).
         """
         check({"name": name, **fields})
         plaintext = new_plaintext(self._random_bytes)
@@ -326,14 +326,14 @@ class Accounts:
 
     @uncancelled
     async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
-        """Raises Invalid, Conflict, NotFound."""
+        """Raises Invalid, AlreadyExists, DoesNotExist."""
         check(changes)
         async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
             await _update(connection, schema.keys, key_id, dict(changes))
             return _key(await _row(connection, schema.keys, key_id))
 
     async def revoke_key(self, key_id: int) -> Key:
-        """Deactivate a key; its row stays, since the ledger names it. Raises NotFound."""
+        """Deactivate a key; its row stays, since the ledger names it. Raises DoesNotExist."""
         return await self.update_key(key_id, is_active=False)
 
     @uncancelled
@@ -351,7 +351,7 @@ class Accounts:
         """Create a budget. One on the team's money counts from the start of the running window, any
         other one from now.
 
-        Raises Invalid, Conflict, NotFound (the team).
+        Raises Invalid, AlreadyExists, DoesNotExist (the team).
         """
         values = self._new_budget(window, limit, is_hard, **fields)
         async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
@@ -359,7 +359,7 @@ class Accounts:
             budgets, keys = schema.budgets, schema.keys
             count = sa.select(sa.func.count()).where(budgets.c.team_id == team_id)
             if (await connection.execute(count)).scalar_one() >= BUDGETS_MAX:
-                raise Conflict(f"this team has {BUDGETS_MAX} budgets, the most that it may have: delete one first")
+                raise AlreadyExists(f"this team has {BUDGETS_MAX} budgets, the most that it may have: delete one first")
             if values["axis"] == KEY and values["whose"] != _EACH:
                 of_team = sa.select(keys.c.id).where(keys.c.team_id == team_id)
                 if values["whose"] not in {f"={key_id}" for key_id in (await connection.execute(of_team)).scalars()}:
@@ -369,7 +369,7 @@ class Accounts:
 
     @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
-        """Raises Conflict, NotFound."""
+        """Raises AlreadyExists, DoesNotExist."""
         values: dict[str, Any] = {_COLUMNS.get(name, name): value for name, value in changes.items()}
         async with self._change("a budget of this team with that window and hardness") as connection:
             await _update(connection, schema.budgets, budget_id, values)
@@ -379,7 +379,7 @@ class Accounts:
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
         """Add `by` to the limit until a moment, unix milliseconds, which `row` records.
 
-        A later raise replaces it; `by` 0 ends it. Raises NotFound.
+        A later raise replaces it; `by` 0 ends it. Raises DoesNotExist.
         """
         async with self._change("") as connection:
             await connection.execute(inserted(row))
@@ -388,7 +388,7 @@ class Accounts:
 
     @uncancelled
     async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
-        """Count from 0 again, which `row` records. Requests under way count as before. Raises NotFound."""
+        """Count from 0 again, which `row` records. Requests under way count as before. Raises DoesNotExist."""
         budgets = schema.budgets
         async with self._change("") as connection:
             await connection.execute(inserted(row))
@@ -409,7 +409,7 @@ class Accounts:
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
-        """Raises NotFound."""
+        """Raises DoesNotExist."""
         async with self._change("") as connection:
             await _delete(connection, schema.budgets, budget_id)
 
@@ -469,7 +469,7 @@ class Accounts:
                 await connection.execute(sa.update(installation).values(version=installation.c.version + 1))
                 yield connection
         except IntegrityError:
-            raise Conflict(f"{taken} exists already") from None
+            raise AlreadyExists(f"{taken} exists already") from None
         await self.reload()
         await self._notify()
 
@@ -511,7 +511,7 @@ async def _read(
 async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any:
     found = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
     if found is None:
-        raise NotFound(f"there is no {table.name[:-1]} {row_id}")
+        raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
     return found
 
 
@@ -526,7 +526,7 @@ async def _update(connection: AsyncConnection, table: sa.Table, row_id: int, cha
 
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
     if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
-        raise NotFound(f"there is no {table.name[:-1]} {row_id}")
+        raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
 
 
 def _team(row: Mapping[str, Any]) -> Team:

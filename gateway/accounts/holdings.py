@@ -33,7 +33,7 @@ class OverQuota(Forbidden):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Holding:
     """A number of rows, and their bytes."""
 
     count: int
@@ -55,26 +55,26 @@ class Holdings:
             "bytes = holdings.bytes + excluded.bytes RETURNING count, bytes"
         )
 
-    async def add(self, connection: AsyncConnection, team_id: int, size: int, count: int = 1) -> Held:
+    async def add(self, connection: AsyncConnection, team_id: int, size: int, count: int = 1) -> Holding:
         """Add rows to what a team holds, and keep others from changing it until the transaction's
         end. Returns what it holds then.
         """
         added = await connection.exec_driver_sql(self._add, (team_id, self._table.name, count, size))
         row: Any = added.one()
-        return Held(*row)
+        return Holding(*row)
 
-    async def lock(self, connection: AsyncConnection, team_id: int) -> Held | None:
+    async def lock(self, connection: AsyncConnection, team_id: int) -> Holding | None:
         """What a team holds, which others do not change until the transaction's end; None if it never
         held anything.
         """
         asked = sa.select(holdings.c.count, holdings.c.bytes).with_for_update()
         mine = asked.where(holdings.c.team_id == team_id, holdings.c.store == self._table.name)
         row = (await connection.execute(mine)).first()
-        return None if row is None else Held(*row)
+        return None if row is None else Holding(*row)
 
     async def resize(
         self, connection: AsyncConnection, team_id: int, values: Mapping[str, Any], *where: sa.ColumnElement[bool]
-    ) -> Held | None:
+    ) -> Holding | None:
         """Change a row of the team, also its bytes. Returns what the team holds then; None if the row
         is not there.
         """
@@ -95,7 +95,7 @@ class Holdings:
             await self.add(connection, team_id, -sum(sizes), -len(sizes))
         return len(sizes)
 
-    async def bound(self, connection: AsyncConnection, team_id: int, held: Held, bytes_max: int, kept: str) -> None:
+    async def bound(self, connection: AsyncConnection, team_id: int, held: Holding, bytes_max: int, kept: str) -> None:
         """Delete the team's oldest rows, but the one with the id `kept`, until it holds `bytes_max`
         bytes at most. Raises OverQuota where that one has more.
         """
@@ -127,10 +127,10 @@ class Holdings:
         return len(rows)
 
     @uncancelled
-    async def of_teams(self, *teams: int) -> dict[int, Held]:
+    async def of_teams(self, *teams: int) -> dict[int, Holding]:
         """What these teams hold, or all."""
         asked = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
         asked = asked.where(holdings.c.store == self._table.name, holdings.c.count > 0)
         async with self._database.reading() as connection:
             rows = await connection.execute(asked.where(holdings.c.team_id.in_(teams)) if teams else asked)
-            return {team_id: Held(count, size) for team_id, count, size in rows}
+            return {team_id: Holding(count, size) for team_id, count, size in rows}

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.conversations import LEASE_S, Added, Conversations, HistoryTooLong
 from gateway.accounts.database import Database, name_of, uncancelled
-from gateway.accounts.holdings import ROW_BYTES, Held, Holdings, OverQuota
+from gateway.accounts.holdings import ROW_BYTES, Holding, Holdings, OverQuota
 from gateway.accounts.schema import conversations, responses
 from gateway.loggers import get_logger
 from gateway.settings import ResponseSettings
@@ -321,13 +321,13 @@ class ResponseStore:
         return [_response(row) for row in rows], None
 
     @uncancelled
-    async def room(self, team_id: int) -> dict[str, Held]:
+    async def room(self, team_id: int) -> dict[str, Holding]:
         """How many responses and conversations of a team are kept, and their bytes."""
-        none = Held(0, 0)
+        none = Holding(0, 0)
         stores = {responses.name: self._held, conversations.name: self.conversations.held}
         return {name: (await one.of_teams(team_id)).get(team_id, none) for name, one in stores.items()}
 
-    async def _bound(self, connection: AsyncConnection, team_id: int, held: Held, kept: str) -> None:
+    async def _bound(self, connection: AsyncConnection, team_id: int, held: Holding, kept: str) -> None:
         await self._held.bound(connection, team_id, held, self._settings.team_bytes_max, kept)
 
     # -- removing

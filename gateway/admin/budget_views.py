@@ -54,7 +54,7 @@ async def _in_use(parts: AdminParts, found: Sequence[Budget]) -> list[models.Bud
 
 
 async def one(parts: AdminParts, budget_id: int) -> models.BudgetOut:
-    """One budget with its current use. Raises accounts.NotFound."""
+    """One budget with its current use. Raises accounts.DoesNotExist."""
     (found,) = await _in_use(parts, [await _definition(parts, budget_id)])
     return found
 
@@ -63,11 +63,11 @@ async def _definition(parts: AdminParts, budget_id: int) -> Budget:
     for budget in await parts.accounts.list_budgets():
         if budget.id == budget_id:
             return budget
-    raise accounts.NotFound(f"there is no budget {budget_id}")
+    raise accounts.DoesNotExist(f"there is no budget {budget_id}")
 
 
 async def values(parts: AdminParts, budget_id: int) -> models.BudgetValuesOut:
-    """The values of a budget with the most use. Raises accounts.NotFound, RedisError."""
+    """The values of a budget with the most use. Raises accounts.DoesNotExist, RedisError."""
     found = await _definition(parts, budget_id)
     states = sorted(await parts.budgets.states([found]), key=lambda state: -(state.spent + state.held))
     shown = [state for state in states if state.spent or state.held][:_VALUES_SHOWN]
@@ -78,7 +78,7 @@ async def values(parts: AdminParts, budget_id: int) -> models.BudgetValuesOut:
 
 
 async def change(parts: AdminParts, budget_id: int, body: models.BudgetPatch) -> models.BudgetOut:
-    """Change the fields that were sent. Raises accounts.Invalid, accounts.NotFound."""
+    """Change the fields that were sent. Raises accounts.Invalid, accounts.DoesNotExist."""
     given = body.given()
     limits = {name: given.pop(name) for name in _LIMITS if given.get(name) is not None}
     if limits:
@@ -110,7 +110,7 @@ def team_fields(body: models.NewTeamIn) -> dict[str, Any]:
 async def raise_limit(
     parts: AdminParts, budget_id: int, body: models.BudgetRaiseIn, client: str, way: str
 ) -> models.BudgetOut:
-    """Raise the limit until a moment. Raises accounts.Invalid, accounts.NotFound."""
+    """Raise the limit until a moment. Raises accounts.Invalid, accounts.DoesNotExist."""
     budget = await one(parts, budget_id)
     if body.until_s <= parts.clock() and body.by:
         raise accounts.Invalid("until_s", "expected a moment that has not passed")
@@ -121,7 +121,7 @@ async def raise_limit(
 
 
 async def reset(parts: AdminParts, budget_id: int, client: str, way: str) -> models.BudgetOut:
-    """Count from 0 again. Raises accounts.NotFound."""
+    """Count from 0 again. Raises accounts.DoesNotExist."""
     budget = await one(parts, budget_id)
     spent = "an unknown amount" if budget.spent is None else amount_words(budget.spent, budget.unit)
     row = parts.audit_row(BUDGET_RESET, f"budget {budget_id}: {spent} was spent", client, way, budget.team_id)

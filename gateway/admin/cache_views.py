@@ -22,7 +22,7 @@ from gateway.admin.parts import AdminParts
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.telemetry.certificates import Certificate
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.wire.errors import BadRequest, NotFound
 from gateway.wire.fold import fold
 
@@ -47,9 +47,9 @@ async def cache(parts: AdminParts) -> models.CacheOut:
         for owner in (owners.get(one.partition),)
     ]
     healths = {
-        WorkerState.READY: Health.OK,
-        WorkerState.LOADING: Health.STARTING,
-        WorkerState.REBUILDING: Health.STARTING,
+        WorkerState.READY: PartHealth.OK,
+        WorkerState.LOADING: PartHealth.STARTING,
+        WorkerState.REBUILDING: PartHealth.STARTING,
     }
     detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
     return models.CacheOut(
@@ -58,14 +58,14 @@ async def cache(parts: AdminParts) -> models.CacheOut:
         partitions=sorted(partitions, key=lambda one: -one.size_bytes),
         l1_entries=sizes.l1_entries,
         l1_bytes=sizes.l1_bytes,
-        semantic=Part(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
+        semantic=GatewayPart(name="semantic index", health=healths.get(worker.state, PartHealth.DOWN), detail=detail),
     )
 
 
 async def purge(parts: AdminParts, what: models.PurgeIn) -> models.PurgeOut:
     """Remove entries, or count them with `dry_run`.
 
-    Raises BadRequest without a condition, CacheUnavailable, accounts.NotFound (the team).
+    Raises BadRequest without a condition, CacheUnavailable, accounts.DoesNotExist (the team).
     """
     conditions = what.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
     if what.all == bool(conditions):
@@ -103,7 +103,7 @@ async def purge(parts: AdminParts, what: models.PurgeIn) -> models.PurgeOut:
 async def try_prompt(parts: AdminParts, what: models.TryIn) -> models.TryOut:
     """The cache's decision on a request of one user message, and its nearest neighbours.
 
-    Serves, stores, counts and learns nothing. Raises accounts.NotFound (the team).
+    Serves, stores, counts and learns nothing. Raises accounts.DoesNotExist (the team).
     """
     team = await parts.accounts.team(what.team_id)
     body = {"model": what.model, "messages": [{"role": "user", "content": what.prompt}]}
@@ -313,7 +313,7 @@ def _certificate(parts: AdminParts, team: Team, alias: str, one: Certificate) ->
 async def certify(parts: AdminParts, what: models.CertificateIn, client: str, way: str) -> models.CertificateOut:
     """Start a new certificate. Writes to the audit log first.
 
-    Raises accounts.NotFound (the team), NotFound (the model), RedisError, and sqlalchemy's errors.
+    Raises accounts.DoesNotExist (the team), NotFound (the model), RedisError, and sqlalchemy's errors.
     """
     team = await parts.accounts.team(what.team_id)
     if what.model not in parts.settings.models and (team.id, what.model) not in await parts.certificates.read():

@@ -35,8 +35,8 @@ class FormProblem(Exception):
     """An invalid field; `str()` is the message in the form."""
 
 
-_REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
-_OF_CACHE = (*_REFUSALS, accounts.NotFound)
+_REFUSALS = (FormProblem, ValidationError, accounts.AlreadyExists, accounts.Invalid)
+_OF_CACHE = (*_REFUSALS, accounts.DoesNotExist)
 
 
 class _Ids(BaseModel):
@@ -137,7 +137,9 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def _status(error: Exception) -> int:
-    return 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+    return (
+        409 if isinstance(error, accounts.AlreadyExists) else 404 if isinstance(error, accounts.DoesNotExist) else 400
+    )
 
 
 def _back(fields: Mapping[str, str]) -> str:

@@ -22,8 +22,8 @@ from gateway.journey.hedge import Hedged
 from gateway.journey.record import FIELDS, Record
 from gateway.journey.rescue import Seam
 from gateway.telemetry.measured_error import ErrorRate
-from gateway.telemetry.parts import Part
-from gateway.telemetry.summary import Percentiles, Window
+from gateway.telemetry.parts import GatewayPart
+from gateway.telemetry.summary import Percentiles, StatsWindow
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
 from policies.windows import Overdraft, Unit
@@ -350,7 +350,7 @@ class PointOut(_Out):
 
 
 class StatsOut(_Out):
-    window: Window
+    window: StatsWindow
     start_s: int
     end_s: int
     total: TallyOut
@@ -585,7 +585,7 @@ class BatchesOut(_Out):
 # -- the machine
 
 
-_Part = Annotated[Part, _Flat("PartOut")]
+_Part = Annotated[GatewayPart, _Flat("PartOut")]
 
 
 class ProblemOut(_Out):

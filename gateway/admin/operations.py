@@ -43,7 +43,7 @@ _KIND = "try"  # of its ledger row
 async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: str) -> models.DeploymentOut:
     """Drain, disable, enable or reset the deployment `name`, on every host.
 
-    `client` is the operator's address, `way` is `dashboard` or `api`. Raises accounts.NotFound, and
+    `client` is the operator's address, `way` is `dashboard` or `api`. Raises accounts.DoesNotExist, and
     sqlalchemy's errors.
     """
     alias, deployment = _find(parts, name)
@@ -60,7 +60,7 @@ async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: s
 async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, way: str) -> models.TriedOut:
     """Send one short question to a deployment, whatever its state; an answer ends its rests.
 
-    Its cost has a row in the ledger, of no team. Raises accounts.NotFound, accounts.Invalid, and
+    Its cost has a row in the ledger, of no team. Raises accounts.DoesNotExist, accounts.Invalid, and
     sqlalchemy's errors.
     """
     alias, deployment = _find(parts, what.name)
@@ -111,7 +111,7 @@ def _find(parts: AdminParts, name: str) -> tuple[Alias, Deployment]:
     for alias in parts.fleet.aliases.values():
         if name in alias.deployments:
             return alias, alias.deployments[name]
-    raise accounts.NotFound(f"there is no deployment {name!r}")
+    raise accounts.DoesNotExist(f"there is no deployment {name!r}")
 
 
 def _bill(

@@ -30,7 +30,7 @@ from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import RouteFilter
 from gateway.settings import NEAR_SIMILARITY_MIN
-from gateway.telemetry.summary import Window
+from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 50
@@ -67,7 +67,7 @@ def page_routes(parts: AdminParts, operations: Mapping[str, Callable[..., Any]])
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     @router.get("")
-    async def overview(request: Request, window: Window = Window.DAY) -> Response:
+    async def overview(request: Request, window: StatsWindow = StatsWindow.DAY) -> Response:
         found = await views.overview(parts, window)
         teams = await parts.accounts.list_teams()
         return pages.render(
@@ -76,7 +76,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
             overview=found,
             stats=found.stats,
             window=window,
-            windows=list(Window),
+            windows=list(StatsWindow),
             model=next(iter(parts.settings.models)),
             team_id=teams[0].id if teams else None,
             deployments=parts.deployments(),
@@ -217,7 +217,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     ) -> Response:
         teams = await views.teams(parts, name, cursor, _TEAMS_PER_PAGE + 1)
         shown = teams[:_TEAMS_PER_PAGE]
-        stats = await views.stats_or_none(parts, Window.DAY)
+        stats = await views.stats_or_none(parts, StatsWindow.DAY)
         return pages.render(
             request,
             "teams.html",
@@ -232,7 +232,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 
     async def render_team(request: Request, team_id: int, status: int = 200, **form: Any) -> Response:
         team = await views.team(parts, team_id)
-        stats = await views.stats_or_none(parts, Window.DAY, team_id)
+        stats = await views.stats_or_none(parts, StatsWindow.DAY, team_id)
         by_model = await parts.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
         return pages.render(
             request,
@@ -270,7 +270,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         found = await cache_views.cache(parts)
         near = await views.near_misses(parts, RouteFilter(), limit=10)
-        stats = await views.stats_or_none(parts, Window.DAY)
+        stats = await views.stats_or_none(parts, StatsWindow.DAY)
         teams = await parts.accounts.list_teams()
         latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(

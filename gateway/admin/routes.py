@@ -29,7 +29,7 @@ from gateway.admin.pages import page_routes
 from gateway.admin.parquet import ParquetFile
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import ROUTES_CURSOR, CacheKind, Outcome, RouteFilter
-from gateway.telemetry.summary import Window
+from gateway.telemetry.summary import StatsWindow
 
 PARQUET = "application/vnd.apache.parquet"
 
@@ -199,7 +199,7 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
 def _add_history(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/stats")
     async def stats(
-        window: Window = Window.DAY, team: _Id | None = None, model: _Label | None = None
+        window: StatsWindow = StatsWindow.DAY, team: _Id | None = None, model: _Label | None = None
     ) -> models.StatsOut:
         """Hit rate by kind, tokens, money and time saved, latency: in total, by team, model and surface, and over time."""
         return await views.stats(parts, window, team, model)
@@ -342,7 +342,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", 
 
 def _add_machine(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/overview")
-    async def overview(window: Window = Window.DAY) -> models.OverviewOut:
+    async def overview(window: StatsWindow = StatsWindow.DAY) -> models.OverviewOut:
         """What the dashboard's first page shows."""
         return await views.overview(parts, window)
 

@@ -31,7 +31,7 @@ from gateway.journey.record import FIELDS, Record, flat
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import false_different, false_same
 from gateway.telemetry.stats import Page
-from gateway.telemetry.summary import Summary, Tally, Window
+from gateway.telemetry.summary import RequestTally, StatsWindow, Summary
 from gateway.wire.plain import OUTPUT_TOKENS_MAX
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand
@@ -75,7 +75,7 @@ async def _filled(parts: AdminParts, found: Sequence[Team], team_id: int | None 
 
 
 async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
-    """One team with its keys and budgets, and what is kept for it. Raises accounts.NotFound."""
+    """One team with its keys and budgets, and what is kept for it. Raises accounts.DoesNotExist."""
     (one,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
     room = await parts.stored_responses.room(team_id)
     counts = {name: held.count for name, held in room.items()}
@@ -100,7 +100,7 @@ def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
 
 
 async def stats(
-    parts: AdminParts, window: Window, team_id: int | None = None, model: str | None = None
+    parts: AdminParts, window: StatsWindow, team_id: int | None = None, model: str | None = None
 ) -> models.StatsOut:
     """Counts over a window. Raises RedisError."""
     summary = await parts.stats.query(window, team_id=team_id, model=model)
@@ -179,7 +179,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
     return sorted(found, key=lambda one: -one.hits)
 
 
-async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None = None) -> models.StatsOut | None:
+async def stats_or_none(parts: AdminParts, window: StatsWindow, team_id: int | None = None) -> models.StatsOut | None:
     """Counts over a window; None while Redis is away."""
     try:
         return await stats(parts, window, team_id)
@@ -211,13 +211,13 @@ def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
     )
 
 
-def _ranked(tallies: Mapping[Key, Tally]) -> Iterator[tuple[Key, dict[str, Any]]]:
+def _ranked(tallies: Mapping[Key, RequestTally]) -> Iterator[tuple[Key, dict[str, Any]]]:
     """The sums of each part of the traffic, by descending requests."""
     for key, tally in sorted(tallies.items(), key=lambda one: -one[1].requests):
         yield key, _tally(tally).model_dump()
 
 
-def _tally(tally: Tally) -> models.TallyOut:
+def _tally(tally: RequestTally) -> models.TallyOut:
     out = models.TallyOut.model_validate(tally)
     return out.model_copy(update={"by_kind": {kind: out.by_kind.get(kind, 0) for kind in KINDS}})
 
@@ -410,7 +410,7 @@ async def route_choices(parts: AdminParts) -> Choices:
 async def status(parts: AdminParts) -> models.StatusOut:
     """The health of all parts, and the problems. Works without Redis."""
     healths, live = parts.healths(), await budget_views.budgets(parts)
-    summary = await _or_none(parts, Window.HOUR)
+    summary = await _or_none(parts, StatsWindow.HOUR)
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
         version=parts.version,
@@ -428,14 +428,14 @@ async def status(parts: AdminParts) -> models.StatusOut:
     )
 
 
-async def _or_none(parts: AdminParts, window: Window) -> Summary | None:
+async def _or_none(parts: AdminParts, window: StatsWindow) -> Summary | None:
     try:
         return await parts.stats.query(window)
     except RedisError:
         return None
 
 
-async def overview(parts: AdminParts, window: Window) -> models.OverviewOut:
+async def overview(parts: AdminParts, window: StatsWindow) -> models.OverviewOut:
     """Health and counts; the counts are None while Redis is away."""
     return models.OverviewOut(status=await status(parts), stats=await stats_or_none(parts, window))
 
@@ -445,7 +445,7 @@ async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
 
     `last_24h` is None while Redis is away.
     """
-    summary, errors = await _or_none(parts, Window.DAY), await _last_errors(parts)
+    summary, errors = await _or_none(parts, StatsWindow.DAY), await _last_errors(parts)
     found = []
     for one in parts.deployments():
         one = one.model_copy(update={"last_errors": errors.get(one.name, [])})

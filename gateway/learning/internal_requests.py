@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.accounts import Accounts, Conflict, Identity, Key
+from gateway.accounts import Accounts, AlreadyExists, Identity, Key
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, arrive, read_turn
@@ -40,12 +40,12 @@ async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity 
     limit = round(settings.judge_budget_usd * 1e6)
     try:
         team = await accounts.create_team(TEAM, is_semantic_enabled=False)
-    except Conflict:  # made at an earlier start, or by another worker just now
+    except AlreadyExists:  # made at an earlier start, or by another worker just now
         team = next(one for one in await accounts.list_teams() if one.name == TEAM)
     budgets = await accounts.list_budgets(team.id)
     daily = next((one for one in budgets if one.window is WindowKind.DAY and one.is_hard), None)
     if daily is None:
-        with contextlib.suppress(Conflict):  # another worker, just now
+        with contextlib.suppress(AlreadyExists):  # another worker, just now
             await accounts.create_budget(team.id, WindowKind.DAY, limit, True)
     elif daily.limit != limit:
         await accounts.update_budget(daily.id, limit=limit)

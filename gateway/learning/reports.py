@@ -42,7 +42,7 @@ class Effect(StrEnum):
     NONE = "none"  # nothing of it is in the cache, or the same was said before
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReportOutcome(msgspec.Struct, frozen=True):
     """The effect of a report."""
 
     id: str
@@ -67,7 +67,7 @@ class Reports:
         self._count = count
         self._flushed_s = flushed_s
 
-    async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> Outcome:
+    async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> ReportOutcome:
         """Take a report on response `id` of a team: its x-request-id or, for a semantic hit, the
         `id` in its body.
 
@@ -81,7 +81,7 @@ class Reports:
             effect = await self._on_hit(partition, team_id, reply, is_right, who)
         else:
             effect = await self._on_other(partition, team_id, id, is_right)
-        return Outcome(id, verdict, effect)
+        return ReportOutcome(id, verdict, effect)
 
     async def _on_hit(self, partition: Partition, team_id: int, reply: Reply, is_right: bool, who: str) -> Effect:
         id = reply.id

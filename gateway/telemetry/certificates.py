@@ -43,7 +43,7 @@ class Basis(msgspec.Struct, frozen=True):
     rule: str = ""
 
 
-class Start(msgspec.Struct, frozen=True):
+class CertificateStart(msgspec.Struct, frozen=True):
     """The start of a certificate, and why it is not an earlier one; empty of the first."""
 
     id: str
@@ -55,13 +55,13 @@ class Start(msgspec.Struct, frozen=True):
 class Certificate(msgspec.Struct, frozen=True):
     """A certificate and its counts."""
 
-    start: Start
+    start: CertificateStart
     counts: CheckCounts
 
 
 _log = get_logger()
 _encoder = msgspec.msgpack.Encoder()
-_read = reader(msgspec.msgpack.Decoder(Start))
+_read = reader(msgspec.msgpack.Decoder(CertificateStart))
 
 
 class Certificates:
@@ -131,9 +131,9 @@ class Certificates:
             self._stats.certificates[pair] = after.id
             _log.info("certificate_started", team=team.name, model=alias, why=why)
 
-    def _after(self, start: Start | None, basis: Basis) -> Start:
+    def _after(self, start: CertificateStart | None, basis: Basis) -> CertificateStart:
         if start is None:
-            return Start("", self._clock(), basis)
+            return CertificateStart("", self._clock(), basis)
         before = start.basis
         basis = msgspec.structs.replace(
             basis, embedder=basis.embedder or before.embedder, rule=basis.rule or before.rule
@@ -142,13 +142,13 @@ class Certificates:
         # what was not known yet is no change
         return self._made(basis, why) if why else msgspec.structs.replace(start, basis=basis)
 
-    def _made(self, basis: Basis, why: str) -> Start:
+    def _made(self, basis: Basis, why: str) -> CertificateStart:
         now = self._clock()
-        return Start(str(int(now * 1000)), now, basis, why)
+        return CertificateStart(str(int(now * 1000)), now, basis, why)
 
-    async def _starts(self) -> dict[Pair, Start]:
+    async def _starts(self) -> dict[Pair, CertificateStart]:
         reply = await self._redis.eval(_READ, 1, _KEY)
-        found: dict[Pair, Start] = {}
+        found: dict[Pair, CertificateStart] = {}
         for name, data in zip(reply[::2], reply[1::2], strict=True):
             try:
                 found[_pair(name)] = _read(data)
@@ -158,7 +158,7 @@ class Certificates:
                 self._lost.update(_pairs(name))
         return found
 
-    async def _replace(self, pair: Pair, before: Start | None, after: Start) -> bool:
+    async def _replace(self, pair: Pair, before: CertificateStart | None, after: CertificateStart) -> bool:
         """False where another worker was faster."""
         expected = _encoder.encode(before) if before is not None else b""
         return bool(await self._redis.eval(_REPLACE, 1, _KEY, _field(pair), expected, _encoder.encode(after)))

@@ -32,7 +32,7 @@ from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
@@ -141,7 +141,7 @@ class HealthMonitor:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GatewayPart]:
         """Every part with its state and details for people."""
         cache = self._cache
         detail = {
@@ -150,30 +150,31 @@ class HealthMonitor:
             WorkerState.FAILED: f"lookups by meaning are misses: {cache.detail}",
         }.get(cache.state, f"{cache.state} {cache.progress:.0%} {cache.detail}".strip())
         redis = "; ".join(filter(None, (self._redis_error, self._redis_note)))
-        starting = (WorkerState.LOADING, WorkerState.REBUILDING)
+        is_starting = cache.state in (WorkerState.LOADING, WorkerState.REBUILDING)
+        away = PartHealth.STARTING if is_starting else PartHealth.DOWN
         return [
-            Part("redis", Health.DOWN if self._redis_error else Health.OK, redis),
-            Part("database", Health.DOWN if self._database_error else Health.OK, self._database_error),
-            Part(
+            GatewayPart("redis", PartHealth.DOWN if self._redis_error else PartHealth.OK, redis),
+            GatewayPart("database", PartHealth.DOWN if self._database_error else PartHealth.OK, self._database_error),
+            GatewayPart(
                 _CACHE_WORKER,
-                Health.OK if cache.is_ready else Health.STARTING if cache.state in starting else Health.DOWN,
+                PartHealth.OK if cache.is_ready else away,
                 detail,
             ),
             *(self._part(deployment) for deployment in self.fleet.deployments),
         ]
 
-    def _part(self, deployment: Deployment) -> Part:
+    def _part(self, deployment: Deployment) -> GatewayPart:
         if deployment.is_available is None:
-            return Part(deployment.name, Health.UNASKED, "no answer from it yet")
+            return GatewayPart(deployment.name, PartHealth.UNASKED, "no answer from it yet")
         if deployment.is_available:
-            return Part(deployment.name, Health.OK)
+            return GatewayPart(deployment.name, PartHealth.OK)
         is_starting = deployment.backend.load(0).is_starting and not deployment.use
-        return Part(deployment.name, Health.STARTING if is_starting else Health.DOWN, deployment.trouble)
+        return GatewayPart(deployment.name, PartHealth.STARTING if is_starting else PartHealth.DOWN, deployment.trouble)
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_all_there = all(part.health in (Health.OK, Health.UNASKED) for part in parts)
+        is_all_there = all(part.health in (PartHealth.OK, PartHealth.UNASKED) for part in parts)
         # what a provider does, and what an operator took out of use, is so on every host: no balancer
         # has a better one, and only requests find out that a deployment is back
         is_answerable = all(
@@ -187,7 +188,7 @@ class HealthMonitor:
         if self._cache.state is WorkerState.FAILED:
             may_be_down.add(_CACHE_WORKER)
         is_up = all(
-            part.health is Health.OK or (part.name in may_be_down and part.health is not Health.STARTING)
+            part.health is PartHealth.OK or (part.name in may_be_down and part.health is not PartHealth.STARTING)
             for part in parts
         )
         self.was_ready = self.was_ready or (is_answerable and is_up)

@@ -27,7 +27,7 @@ from gateway.journey.record import PATHS, Record, flat, of_flat
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
-from gateway.telemetry.summary import Summary, Sums, Window
+from gateway.telemetry.summary import StatsWindow, Summary, WindowSums
 from policies.redis import Redis
 
 # one Redis slot, as a script adds to a minute, an hour and a day
@@ -88,7 +88,7 @@ def _buckets_of(minute: int) -> tuple[_Bucket, ...]:
     return tuple([resolution.bucket(minute * 60) for resolution in (_MINUTE, _HOUR, _DAY)])
 
 
-class _Shape(msgspec.Struct, frozen=True):
+class _WindowShape(msgspec.Struct, frozen=True):
     """The buckets of a window."""
 
     resolution: _Resolution
@@ -97,10 +97,10 @@ class _Shape(msgspec.Struct, frozen=True):
 
 
 _SHAPES = {
-    Window.HOUR: _Shape(_MINUTE, 60, 1),
-    Window.DAY: _Shape(_HOUR, 24, 1),
-    Window.WEEK: _Shape(_HOUR, 168, 6),
-    Window.MONTH: _Shape(_DAY, 30, 1),
+    StatsWindow.HOUR: _WindowShape(_MINUTE, 60, 1),
+    StatsWindow.DAY: _WindowShape(_HOUR, 24, 1),
+    StatsWindow.WEEK: _WindowShape(_HOUR, 168, 6),
+    StatsWindow.MONTH: _WindowShape(_DAY, 30, 1),
 }
 
 
@@ -201,7 +201,7 @@ class Stats:
         """What the cache has saved each team in the last 30 days, in µUSD: what its answers had
         cost when they were generated. Errors of the client pass through.
         """
-        summary = await self.query(Window.MONTH)
+        summary = await self.query(StatsWindow.MONTH)
         return {team_id: tally.avoided_microusd for team_id, tally in summary.by_team.items()}
 
     async def flush(self) -> None:
@@ -329,7 +329,7 @@ class Stats:
         if records:
             await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(flat(record)) for record in records))
 
-    async def query(self, window: Window, *, team_id: int | None = None, model: str | None = None) -> Summary:
+    async def query(self, window: StatsWindow, *, team_id: int | None = None, model: str | None = None) -> Summary:
         """The sums of the window that ends now, of one team or one model if given.
 
         Errors of the client pass through.
@@ -340,7 +340,7 @@ class Stats:
         start = end - shape.buckets * length_s
         starts = range(start, end, length_s)
         replies = await _abreast(self._redis.eval(_READ, 1, shape.resolution.bucket(at).key) for at in starts)
-        sums = Sums(team_id, model)
+        sums = WindowSums(team_id, model)
         for first in range(0, shape.buckets, shape.per_point):
             fields = chain.from_iterable(map(buckets.read_fields, replies[first : first + shape.per_point]))
             sums.add_point(starts[first], shape.per_point * length_s, fields)

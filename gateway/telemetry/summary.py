@@ -16,7 +16,7 @@ from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, RulingC
 _GENERATED = ("miss", "bypass")
 
 
-class Window(StrEnum):
+class StatsWindow(StrEnum):
     """How far back a query looks."""  # a description in the OpenAPI document
 
     HOUR = "1h"
@@ -34,7 +34,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99_ms: float | None
 
 
-class Tally(msgspec.Struct):
+class RequestTally(msgspec.Struct):
     """Sums over a part of the traffic.
 
     Tokens of hits count as saved: those of the prompt were not read again, those of the answer not
@@ -77,7 +77,7 @@ class Point(msgspec.Struct, frozen=True):
 
     start_s: int
     length_s: int
-    tally: Tally
+    tally: RequestTally
     ttft_hit: Percentiles
     ttft_miss: Percentiles
 
@@ -94,13 +94,13 @@ class DeploymentTally(msgspec.Struct):
 class Summary(msgspec.Struct, frozen=True):
     """The result of a query."""
 
-    window: Window
+    window: StatsWindow
     start_s: int
     end_s: int
-    total: Tally
-    by_team: dict[int, Tally]
-    by_model: dict[str, Tally]
-    by_surface: dict[str, Tally]
+    total: RequestTally
+    by_team: dict[int, RequestTally]
+    by_model: dict[str, RequestTally]
+    by_surface: dict[str, RequestTally]
     by_deployment: dict[str, DeploymentTally]
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
@@ -140,7 +140,7 @@ class Latencies:
         return {name: self.percentiles(latency, group) for name, group in groups.items()}
 
 
-class Sums:
+class WindowSums:
     """The sums of a window's buckets; requests count if they are of `team_id` and of `model` (None:
     any).
     """
@@ -148,18 +148,18 @@ class Sums:
     def __init__(self, team_id: int | None, model: str | None) -> None:
         self._team_id = team_id
         self._model = model
-        self._total = Tally()
+        self._total = RequestTally()
         self._latencies = Latencies()
-        self._by_team = defaultdict[int, Tally](Tally)
-        self._by_model = defaultdict[str, Tally](Tally)
-        self._by_surface = defaultdict[str, Tally](Tally)
+        self._by_team = defaultdict[int, RequestTally](RequestTally)
+        self._by_model = defaultdict[str, RequestTally](RequestTally)
+        self._by_surface = defaultdict[str, RequestTally](RequestTally)
         self._by_deployment = defaultdict[str, DeploymentTally](DeploymentTally)
         self._checked = CheckedPeriod(0)
         self._series: list[Point] = []
 
     def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[buckets.Field, int]]) -> None:
         """Add the fields of one step of the series."""
-        tally, latencies = Tally(), Latencies()
+        tally, latencies = RequestTally(), Latencies()
         for field, amount in fields:
             if field.kind == buckets.DEPLOYMENT:
                 buckets.add(self._by_deployment[field.model], field.count, amount)
@@ -172,12 +172,12 @@ class Sums:
         hit, miss = (latencies.percentiles(buckets.TTFT, kinds) for kinds in (buckets.HITS, _GENERATED))
         self._series.append(Point(start_s, length_s, tally, hit, miss))
 
-    def _add(self, field: buckets.Field, amount: int, more: tuple[Tally | Latencies, ...]) -> None:
+    def _add(self, field: buckets.Field, amount: int, more: tuple[RequestTally | Latencies, ...]) -> None:
         tallies = (self._total, self._by_team[field.team_id], self._by_model[field.model])
         for sums in (*tallies, self._by_surface[field.surface], *more):
             sums.add(field, amount)
 
-    def summary(self, window: Window, start_s: int, end_s: int) -> Summary:
+    def summary(self, window: StatsWindow, start_s: int, end_s: int) -> Summary:
         """All sums so far, as those of [start_s, end_s)."""
         return Summary(
             window=window,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.accounts import Conflict, Identity, Invalid, LedgerRow, NotFound
+from gateway.accounts import AlreadyExists, DoesNotExist, Identity, Invalid, LedgerRow
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger, LedgerFilter
@@ -239,13 +239,13 @@ async def test_a_failed_change_changes_and_tells_nothing(database_url: str) -> N
     await accounts.create_key(team.id, "l")
     await accounts.create_key(other.id, "k")
     told = len(heard)
-    with pytest.raises(Conflict, match="a team named 'a' exists already"):
+    with pytest.raises(AlreadyExists, match="a team named 'a' exists already"):
         await accounts.create_team("a")
-    with pytest.raises(Conflict, match="a team named 'b' exists already"):
+    with pytest.raises(AlreadyExists, match="a team named 'b' exists already"):
         await accounts.update_team(team.id, name="b")
-    with pytest.raises(Conflict, match="a key named 'k' in this team exists already"):
+    with pytest.raises(AlreadyExists, match="a key named 'k' in this team exists already"):
         await accounts.create_key(team.id, "k")
-    with pytest.raises(Conflict):
+    with pytest.raises(AlreadyExists):
         await accounts.update_key(key.id, name="l")
     for missing in (
         accounts.update_team(99, name="x"),
@@ -256,7 +256,7 @@ async def test_a_failed_change_changes_and_tells_nothing(database_url: str) -> N
         accounts.update_budget(99, is_hard=True),
         accounts.delete_budget(99),
     ):
-        with pytest.raises(NotFound, match="99"):
+        with pytest.raises(DoesNotExist, match="99"):
             await missing
     assert len(heard) == told
     assert [t.name for t in await accounts.list_teams()] == ["a", "b"]
@@ -301,11 +301,11 @@ async def test_a_team_has_one_budget_of_a_kind(accounts: Accounts) -> None:
     team, other = await accounts.create_team("a"), await accounts.create_team("b")
     racing = [accounts.create_budget(team.id, WindowKind.DAY, limit) for limit in (5, 6, 7)]
     made = await asyncio.gather(*racing, return_exceptions=True)
-    (budget,) = [one for one in made if not isinstance(one, Conflict)]
+    (budget,) = [one for one in made if not isinstance(one, AlreadyExists)]
     assert [str(one) for one in made if one is not budget] == ["a hard day budget of this team exists already"] * 2
     soft = await accounts.create_budget(team.id, WindowKind.DAY, 1, is_hard=False)
     await accounts.create_budget(other.id, WindowKind.DAY, 1)
-    with pytest.raises(Conflict):
+    with pytest.raises(AlreadyExists):
         await accounts.update_budget(soft.id, is_hard=True)
     assert await accounts.list_budgets(team.id) == [budget, soft]
 

@@ -15,7 +15,7 @@ from gateway.journey.generation import Rejection
 from gateway.journey.record import Record, of_flat
 from gateway.telemetry import measured_error
 from gateway.telemetry.measured_error import RulingCounts
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
 
@@ -98,10 +98,10 @@ async def seed(world: World) -> dict[str, int]:
         await world.ledger.append_hits([hits])
     await world.spend(ids["batch jobs"], 5_000_000, 900)
     world.parts[:] = [
-        Part("redis", Health.OK),
-        Part("database", Health.OK),
-        Part("cache worker", Health.OK, "1,204 prompts, all-MiniLM-L6-v2"),
-        Part("small@local", Health.OK),
+        GatewayPart("redis", PartHealth.OK),
+        GatewayPart("database", PartHealth.OK),
+        GatewayPart("cache worker", PartHealth.OK, "1,204 prompts, all-MiniLM-L6-v2"),
+        GatewayPart("small@local", PartHealth.OK),
     ]
     world.deployments[:] = [
         LOCAL,

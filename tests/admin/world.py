@@ -46,7 +46,7 @@ from gateway.learning.reports import Reports
 from gateway.settings import ResponseSettings, Settings
 from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.measured_error import MeasuredErrors
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
 from policies import Budgets, Usage
 from policies.holds import LEDGER_LOCK
@@ -120,7 +120,9 @@ class World:
     known_texts: dict[str, bytes]
     session: str
     deployments: list[DeploymentOut] = field(default_factory=lambda: [LOCAL, REMOTE])
-    parts: list[Part] = field(default_factory=lambda: [Part("redis", Health.OK), Part("database", Health.OK)])
+    parts: list[GatewayPart] = field(
+        default_factory=lambda: [GatewayPart("redis", PartHealth.OK), GatewayPart("database", PartHealth.OK)]
+    )
     now_s: float = NOW_S
     refused_keys: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and outcome
 

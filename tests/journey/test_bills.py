@@ -14,7 +14,7 @@ from gateway.accounts import Ledger, LedgerFilter
 from gateway.accounts.accounts import Accounts
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
-from gateway.telemetry.summary import Window
+from gateway.telemetry.summary import StatsWindow
 from gateway.wire.types import Chunk
 from policies import Budget, Usage, WindowKind
 from policies.breaker import Asker
@@ -288,7 +288,7 @@ async def test_whoever_tells_the_cost_tells_the_same(
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith("sameway_cost_usd_total{")]
     assert sum(float(line.rpartition(" ")[2]) for line in lines) == pytest.approx(cost / 1e6)
     await stats.flush()
-    summary = await stats.query(Window.HOUR)
+    summary = await stats.query(StatsWindow.HOUR)
     assert summary.total.cost_microusd == cost == sum(one.cost_microusd for one in summary.by_deployment.values())
     accounts = Accounts(f"sqlite:///{tmp_path}/books.db")
     await accounts.open()

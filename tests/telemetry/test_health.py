@@ -13,7 +13,7 @@ from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.settings import Settings
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.parts import Health
+from gateway.telemetry.parts import PartHealth
 from policies.breaker import Asker
 from tests.services import run_redis
 
@@ -33,14 +33,14 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
     fleet = build_fleet(settings, lambda: 0.0, others)
     monitor = monitor_of(settings, fleet)
 
-    def of_api() -> tuple[Health, str]:
+    def of_api() -> tuple[PartHealth, str]:
         (part,) = [part for part in monitor.parts() if part.name == "api"]
         return part.health, part.detail
 
-    assert of_api() == (Health.UNASKED, "no answer from it yet")
+    assert of_api() == (PartHealth.UNASKED, "no answer from it yet")
     (deployment,) = fleet.deployments
     deployment.health.succeeded(Asker("chat:"))
-    assert of_api() == (Health.OK, "")
+    assert of_api() == (PartHealth.OK, "")
 
 
 @pytest.mark.parametrize(("denial", "cause"), [("key refused (HTTP 401)", "denied"), ("", "failed")])
@@ -58,7 +58,7 @@ def test_health_is_what_happened_last_everywhere(tmp_path: Path, denial: str, ca
     metrics = Metrics(None)
     dead = fleet.alias("dead").deployments["dead-api"]
 
-    def seen() -> tuple[Health, str, set[str]]:
+    def seen() -> tuple[PartHealth, str, set[str]]:
         (part,) = [part for part in monitor.parts() if part.name == "dead-api"]
         monitor.set_deployment_gauges(metrics)
         lines = metrics.render().decode().splitlines()
@@ -67,12 +67,12 @@ def test_health_is_what_happened_last_everywhere(tmp_path: Path, denial: str, ca
         ]
         return part.health, part.detail, {line for line in shown if "available{dep" in line or line.endswith(" 1.0")}
 
-    assert seen() == (Health.UNASKED, "no answer from it yet", set())
+    assert seen() == (PartHealth.UNASKED, "no answer from it yet", set())
     for number in range(3):
         dead.health.failed(Asker("chat:", request=f"r{number}"), denial=denial)
     now_s[0] += 10_000.0
     health, detail, shown = seen()
-    assert health is Health.DOWN
+    assert health is PartHealth.DOWN
     assert detail.endswith(", the next request tries it")
     assert shown == {
         'sameway_deployment_available{deployment="dead-api"} 0.0',
@@ -83,7 +83,7 @@ def test_health_is_what_happened_last_everywhere(tmp_path: Path, denial: str, ca
     probe = Asker("chat:", request="probe")
     assert dead.health.begin(probe)
     dead.health.succeeded(probe)
-    assert seen() == (Health.OK, "", {'sameway_deployment_available{deployment="dead-api"} 1.0'})
+    assert seen() == (PartHealth.OK, "", {'sameway_deployment_available{deployment="dead-api"} 1.0'})
     metrics.close()
 
 
