@@ -84,7 +84,7 @@ class Accounts:
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
-        self._told_at_s = 0.0  # when the database was asked for what the snapshot has, or failed to answer
+        self._confirmed_at_s = 0.0  # when the database was asked for what the snapshot has, or failed to answer
         self._reading = asyncio.Lock()
         self._used_at_s: dict[int, float] = {}
         self.unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
@@ -109,17 +109,17 @@ class Accounts:
         Returns None where the key is unknown, revoked or expired, or its team is inactive, and where
         the snapshot is too old to tell: `find` asks the database then.
         """
-        found, now_s = self._identities.get(digest(bearer)), self._clock()
-        if found is None or not 0.0 <= now_s - self._told_at_s <= _HOLDS_S:
+        identity, now_s = self._identities.get(digest(bearer)), self._clock()
+        if identity is None or not 0.0 <= now_s - self._confirmed_at_s <= _HOLDS_S:
             return None
-        return self._valid(found, now_s)
+        return self._valid(identity, now_s)
 
-    def _valid(self, found: Identity | None, now_s: float) -> Identity | None:
+    def _valid(self, identity: Identity | None, now_s: float) -> Identity | None:
         """The identity, if its key has not expired; notes its use."""
-        if found is None or (found.key.expires_at_s is not None and found.key.expires_at_s <= now_s):
+        if identity is None or (identity.key.expires_at_s is not None and identity.key.expires_at_s <= now_s):
             return None
-        self._used_at_s[found.key.id] = now_s
-        return found
+        self._used_at_s[identity.key.id] = now_s
+        return identity
 
     async def of_key(self, key_id: int) -> Identity | None:
         """The identity of a key by its id, from memory like `find`; None like `identify`."""
@@ -135,21 +135,21 @@ class Accounts:
         Returns None like `identify`, and where too many unknown keys came lately, or the database
         does not answer in time. A key of an old snapshot is served from memory in that case.
         """
-        found, of = self.identify(bearer), digest(bearer)
-        is_old = of in self._identities and self._is_old()
-        if found is not None or (not is_old and (of in self.unknown or not self._may_look())):
-            return found
-        is_told = await self._look(is_old=is_old)
-        found = self._valid(self._identities.get(of), self._clock())
-        if found is None and is_told:
+        identity, key_digest = self.identify(bearer), digest(bearer)
+        is_old = key_digest in self._identities and self._is_old()
+        if identity is not None or (not is_old and (key_digest in self.unknown or not self._may_look())):
+            return identity
+        is_confirmed = await self._look(is_old=is_old)
+        identity = self._valid(self._identities.get(key_digest), self._clock())
+        if identity is None and is_confirmed:
             if len(self.unknown) >= _UNKNOWN_MAX:
                 del self.unknown[next(iter(self.unknown))]
-            self.unknown[of] = None
-        return found
+            self.unknown[key_digest] = None
+        return identity
 
     def _is_old(self) -> bool:
         """Whether a change of the last `_HOLDS_S` or more may be missing, or the clock was set back."""
-        return not 0.0 <= self._clock() - self._told_at_s <= _HOLDS_S
+        return not 0.0 <= self._clock() - self._confirmed_at_s <= _HOLDS_S
 
     async def _look(self, *, is_old: bool) -> bool:
         """Ask the database for a change, one request at a time; False where it does not answer in time.
@@ -167,7 +167,7 @@ class Accounts:
                 await asyncio.shield(self._looking)
                 return True
         except (TimeoutError, SQLAlchemyError):
-            self._told_at_s = self._clock()  # memory serves while the database is away
+            self._confirmed_at_s = self._clock()  # memory serves while the database is away
             return False
 
     def _may_look(self) -> bool:
@@ -203,7 +203,7 @@ class Accounts:
             self._uses = {name: USES[action] for name, action in acts if USES[action]}
             if self._on_uses is not None:
                 self._on_uses(self._uses)
-            self._version, self._told_at_s = version, asked_at_s
+            self._version, self._confirmed_at_s = version, asked_at_s
             self.unknown.clear()
 
     @uncancelled
@@ -217,10 +217,10 @@ class Accounts:
             async with self.database.reading() as connection:
                 version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
         except SQLAlchemyError:
-            self._told_at_s = self._clock()  # memory serves while the database is away
+            self._confirmed_at_s = self._clock()  # memory serves while the database is away
             raise
         if version == self._version:
-            self._told_at_s = asked_at_s
+            self._confirmed_at_s = asked_at_s
             return False
         await self.reload()
         return True
@@ -253,7 +253,7 @@ class Accounts:
         """
         if plaintext is not None:
             check_plaintext(plaintext)
-        made = plaintext or new_plaintext(self._random_bytes)
+        key = plaintext or new_plaintext(self._random_bytes)
         installation, teams = schema.installation, schema.teams
         async with self.database.reading() as connection:
             if (await connection.execute(sa.select(installation.c.is_claimed))).scalar_one():
@@ -265,8 +265,8 @@ class Accounts:
             team_id = (await connection.execute(sa.select(teams.c.id).where(teams.c.name == _FIRST_TEAM))).scalar()
             if team_id is None:
                 team_id = await _insert(connection, teams, self._new_team(_FIRST_TEAM, {}))
-            await _insert(connection, schema.keys, self._new_key(team_id, "first", made, {}))
-        return made
+            await _insert(connection, schema.keys, self._new_key(team_id, "first", key, {}))
+        return key
 
     # ── teams ──
 
@@ -509,10 +509,10 @@ async def _read(
 
 
 async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any:
-    found = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
-    if found is None:
+    row = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
+    if row is None:
         raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
-    return found
+    return row
 
 
 async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[str, Any]) -> int:

@@ -99,14 +99,19 @@ class Conversations:
         return sa.and_(c.id == id, c.team_id == team_id, c.expires_at_s > self._clock())
 
     @uncancelled
-    async def create(self, one: Conversation, items: Added) -> None:
+    async def create(self, conversation: Conversation, items: Added) -> None:
         async with self._database.writing(is_durable=False) as connection:
-            values = {"id": one.id, "team_id": one.team_id, "key_id": one.key_id, "metadata": dict(one.metadata)}
-            kept = {"created_at_s": one.created_at_s, "expires_at_s": self._clock() + self._retention_s}
-            size = _size_of(one.metadata)
-            await self.held.add(connection, one.team_id, size)
+            values = {
+                "id": conversation.id,
+                "team_id": conversation.team_id,
+                "key_id": conversation.key_id,
+                "metadata": dict(conversation.metadata),
+            }
+            kept = {"created_at_s": conversation.created_at_s, "expires_at_s": self._clock() + self._retention_s}
+            size = _size_of(conversation.metadata)
+            await self.held.add(connection, conversation.team_id, size)
             await connection.execute(sa.insert(conversations).values(**values, **kept, size_bytes=size))
-            await self.append(connection, one.team_id, one.id, items)
+            await self.append(connection, conversation.team_id, conversation.id, items)
 
     @uncancelled
     async def add(self, team_id: int, id: str, items: Added) -> bool:
@@ -222,13 +227,13 @@ class Conversations:
         """
         items, c = conversation_items, conversations.c
         whose = sa.and_(c.team_id == team_id, c.expires_at_s > self._clock())
-        asked = items.c.conversation_id == id if id is not None else items.c.id.in_(item_ids)
-        found = sa.select(items.c.item).join(conversations, c.id == items.c.conversation_id).where(whose, asked)
+        is_wanted = items.c.conversation_id == id if id is not None else items.c.id.in_(item_ids)
+        statement = sa.select(items.c.item).join(conversations, c.id == items.c.conversation_id).where(whose, is_wanted)
         async with self._database.reading() as connection:
-            total = sa.select(sa.func.sum(sa.func.length(found.subquery().c.item)))
+            total = sa.select(sa.func.sum(sa.func.length(statement.subquery().c.item)))
             if ((await connection.execute(total)).scalar() or 0) > bytes_max:
                 raise HistoryTooLong
-            return list((await connection.execute(found.order_by(items.c.number))).scalars())
+            return list((await connection.execute(statement.order_by(items.c.number))).scalars())
 
 
 def _size_of(metadata: Mapping[str, str]) -> int:

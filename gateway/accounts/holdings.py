@@ -129,8 +129,8 @@ class Holdings:
     @uncancelled
     async def of_teams(self, *teams: int) -> dict[int, Holding]:
         """What these teams hold, or all."""
-        asked = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
-        asked = asked.where(holdings.c.store == self._table.name, holdings.c.count > 0)
+        statement = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
+        statement = statement.where(holdings.c.store == self._table.name, holdings.c.count > 0)
         async with self._database.reading() as connection:
-            rows = await connection.execute(asked.where(holdings.c.team_id.in_(teams)) if teams else asked)
+            rows = await connection.execute(statement.where(holdings.c.team_id.in_(teams)) if teams else statement)
             return {team_id: Holding(count, size) for team_id, count, size in rows}

@@ -188,12 +188,12 @@ class Ledger:
     @uncancelled
     async def saved(self, ids: Collection[str]) -> set[str]:
         """Those of `ids` that rows in SQL have."""
-        column, found, listed = schema.ledger.c.id, set[str](), list(ids)
+        column, saved, listed = schema.ledger.c.id, set[str](), list(ids)
         async with self.database.reading() as connection:
             for start in range(0, len(listed), _SAVED_BATCH):
-                some = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
-                found.update((await connection.execute(some)).scalars())
-        return found
+                statement = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
+                saved.update((await connection.execute(statement)).scalars())
+        return saved
 
     @uncancelled
     async def day_spends(self, first: date, last: date) -> tuple[DaySpend, ...]:
@@ -251,7 +251,7 @@ class Ledger:
         if where.until_ms is not None:
             statement = statement.where(table.c.at_ms < where.until_ms)
         if cursor is not None:
-            statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_place(cursor)))
+            statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_position(cursor)))
         statement = statement.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit + 1)
         async with self.database.reading() as connection:
             found = [_row(row) for row in (await connection.execute(statement)).mappings()]
@@ -383,21 +383,21 @@ def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
     """The lines that rows of the ledger add to; none where a baseline is not known."""
     unsaved: dict[tuple[int, int, str], list[int]] = defaultdict(list)  # costs of rows that are their baselines
     for row in rows:
-        place, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
+        key, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
         is_explained = row.mechanism or row.prefix_read_microusd or row.prefix_write_microusd
         if baseline == cost and not is_explained and row.kind != CORRECTION:
-            unsaved[place].append(cost)
+            unsaved[key].append(cost)
         elif baseline is not None:
             requests = int(row.kind != CORRECTION)
             # a try beside the one that answered is no further request
             if baseline or not row.mechanism:
-                yield (*place, BASELINE), requests, baseline
-            yield (*place, SPENT), requests, cost
+                yield (*key, BASELINE), requests, baseline
+            yield (*key, SPENT), requests, cost
             for line, amount in row.savings():
-                yield (*place, line), requests, amount
-    for place, costs in unsaved.items():
+                yield (*key, line), requests, amount
+    for key, costs in unsaved.items():
         for line in (BASELINE, SPENT):
-            yield (*place, line), len(costs), sum(costs)
+            yield (*key, line), len(costs), sum(costs)
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
@@ -485,15 +485,15 @@ def _source(
             axis, value = (rollups.TAGS, None) if where.tag is None else (rollups.tag_axis(where.tag), where.tag_value)
         if value is not None:
             value = rollups.stored(value) if group in (Group.USER, Group.TAG) else str(value)
-    own = {Group.TEAM: table.c.team_id, Group.DAY: table.c.period.label("day")}
+    columns = {Group.TEAM: table.c.team_id, Group.DAY: table.c.period.label("day")}
     conditions = [table.c.period.in_(rollups.periods(first, end, is_by_day=is_by_day)), table.c.axis == axis]
     conditions += _conditions(table, where, ("team_id",))
     if value is not None:
         conditions.append(table.c.value == value)
-    return table, [own.get(group, table.c.value.label(group)) for group in by], conditions
+    return table, [columns.get(group, table.c.value.label(group)) for group in by], conditions
 
 
-def _place(cursor: str) -> tuple[int, str]:
+def _position(cursor: str) -> tuple[int, str]:
     if not re.fullmatch(CURSOR, cursor):
         raise Invalid("cursor", "expected one that an earlier page gave")
     at_ms, _, row_id = cursor.partition("-")

@@ -36,7 +36,7 @@ _FREE = bytes(_LENGTH_BYTES)
 _PARTIAL = 1 << 31
 _SUFFIX = ".rows"
 NOWHERE = range(0)
-"""The place, which is a run of slots, of a row that is not in the file."""
+"""The slots of a row that is not in the file."""
 
 
 class Spool:
@@ -62,7 +62,7 @@ class Spool:
         return self._count
 
     def put(self, data: bytes) -> range:
-        """Keep `data`; returns its place, NOWHERE if there is no room."""
+        """Keep `data`; returns its slots, NOWHERE if there is no room."""
         if self.mapped is None:
             return NOWHERE
         size_bytes, slots = _LENGTH_BYTES + len(data), bytes(_slots(len(data)))
@@ -84,28 +84,28 @@ class Spool:
         self._count += 1
         return range(first, last)
 
-    def read(self, place: range) -> bytes:
-        """The row at `place`."""
+    def read(self, slots: range) -> bytes:
+        """The row in these slots."""
         assert self.mapped is not None
-        return next(_rows(self.mapped[place.start * SLOT_BYTES : place.stop * SLOT_BYTES]))
+        return next(_rows(self.mapped[slots.start * SLOT_BYTES : slots.stop * SLOT_BYTES]))
 
-    def drop(self, place: range) -> None:
-        """Forget the row at `place`: SQL has it."""
-        if not place or self.mapped is None:
+    def drop(self, slots: range) -> None:
+        """Forget the row in these slots: SQL has it."""
+        if not slots or self.mapped is None:
             return
-        if len(place) > 1:
-            length = slice(place[0] * SLOT_BYTES, place[0] * SLOT_BYTES + _LENGTH_BYTES)
+        if len(slots) > 1:
+            length = slice(slots[0] * SLOT_BYTES, slots[0] * SLOT_BYTES + _LENGTH_BYTES)
             partial = int.from_bytes(self.mapped[length], "little") | _PARTIAL
             self.mapped[length] = partial.to_bytes(_LENGTH_BYTES, "little")
-        for slot in reversed(place):
+        for slot in reversed(slots):
             self.mapped[slot * SLOT_BYTES : slot * SLOT_BYTES + _LENGTH_BYTES] = _FREE
-        self._used[place.start : place.stop] = bytes(len(place))
+        self._used[slots.start : slots.stop] = bytes(len(slots))
         self._count -= 1
         if not self._count and len(self._used) > _SLOTS:
             self._shrink()
 
     def adopt(self, take: Callable[[bytes, range], None]) -> None:
-        """Call `take(data, place)` for each row of a worker that ended; its file is then removed.
+        """Call `take(data, slots)` for each row of a worker that ended; its file is then removed.
 
         Rows stay where they are while this worker's file has no room for them.
         """
@@ -123,10 +123,10 @@ class Spool:
             if not os.fstat(fd).st_nlink:
                 return  # another worker adopted it
             for data in _rows(path.read_bytes()):
-                place = self.put(data)
-                if not place:
+                slots = self.put(data)
+                if not slots:
                     return
-                take(data, place)
+                take(data, slots)
             path.unlink()
         except BlockingIOError:
             return  # its worker runs

@@ -153,10 +153,10 @@ class ResponseStore:
     async def _has(self, row: StoredResponse) -> bool:
         """Whether the row is there as it should be: a commit may be done although its answer was lost."""
         try:
-            found = await self.find(row.team_id, row.id)
+            stored = await self.find(row.team_id, row.id)
         except SQLAlchemyError:
             return False
-        return found is not None and found.body == row.body
+        return stored is not None and stored.body == row.body
 
     def _release(self, batch: Sequence[tuple[StoredResponse, asyncio.Future[None]]]) -> None:
         for _, written in batch:

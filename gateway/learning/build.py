@@ -47,7 +47,7 @@ class Learning:
     truth: MeasuredErrors
     certificates: Certificates
     learn: Learn | None  # takes each flight that is over; None where the cache is exact only
-    _own: InternalRequests | None
+    _requests: InternalRequests | None
     _stats: Stats
     _metrics: Metrics
     _accounts: Accounts
@@ -55,8 +55,8 @@ class Learning:
 
     def connect(self, pipeline: Pipeline) -> None:
         """Answer the gateway's own requests by `pipeline`."""
-        if self._own is not None:
-            self._own.connect(pipeline)
+        if self._requests is not None:
+            self._requests.connect(pipeline)
 
     async def look(self) -> None:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
@@ -105,12 +105,12 @@ async def open_learning(
     cache, verdicts = settings.cache, VerdictStore(link)
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     identity = await own_identity(cache, accounts)
-    own = InternalRequests(identity) if identity is not None else None
+    requests = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model
     judges: ModelJudges | None = None
     is_auto = model == "auto" and model not in settings.models
     allowance = Allowance(link, stats.saved)
-    if own is not None and model is not None:
+    if requests is not None and model is not None:
 
         def questioned(record: Record, cost_microusd: int, outcome: str) -> None:
             metrics.add(m.JUDGE_QUESTIONS, 1, record.request.team, outcome)
@@ -118,11 +118,16 @@ async def open_learning(
             stats.add_question(record.request.team_id, record.request.alias, cost_microusd)
 
         judges = ModelJudges(
-            None if is_auto else model, fleet, own, allowance if is_auto else None, own.generations, questioned
+            None if is_auto else model,
+            fleet,
+            requests,
+            allowance if is_auto else None,
+            requests.generations,
+            questioned,
         )
 
     async def regenerate(turn: Turn) -> bytes | None:
-        return (await own.ask(turn.body))[0] if own is not None else None
+        return (await requests.ask(turn.body))[0] if requests is not None else None
 
     findings = Findings(stats, metrics, truth, judges)
     judging = Judging(
@@ -130,7 +135,7 @@ async def open_learning(
         verdicts=verdicts,
         judges=OwnJudges(semantic),
         fallback=judges,
-        regenerate=regenerate if own is not None else None,
+        regenerate=regenerate if requests is not None else None,
         share=lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
         reply_ttl_s=float(cache.feedback_ttl_s),
         random=random.random,
@@ -146,7 +151,7 @@ async def open_learning(
         truth=truth,
         certificates=certificates,
         learn=judging.recorded if cache.is_semantic else None,
-        _own=own,
+        _requests=requests,
         _stats=stats,
         _metrics=metrics,
         _accounts=accounts,

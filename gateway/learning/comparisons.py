@@ -95,10 +95,10 @@ class OwnJudges:
         Raises CacheWorkerUnavailable.
         """
         judgements = [equal(fresh.text, other.text) for other in others]
-        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
-        rulings = await self._semantic.judge(partition, compat, fresh, [others[place] for place in left])
-        for place, ruling in zip(left, rulings, strict=True):
-            judgements[place] = ruling
+        open_ = [index for index, judgement in enumerate(judgements) if judgement.ruling is Ruling.UNKNOWN]
+        rulings = await self._semantic.judge(partition, compat, fresh, [others[index] for index in open_])
+        for index, judgement in zip(open_, rulings, strict=True):
+            judgements[index] = judgement
         return judgements
 
 
@@ -121,18 +121,20 @@ class Findings:
         """Count a verdict."""
         self.metrics.add(metric_names.VERDICTS, 1, source.value, ruling.value, judge)
 
-    def compared(self, one: Judgement, other: Judgement) -> None:
+    def compared(self, judgement: Judgement, other: Judgement) -> None:
         """Count the rulings of two judges on the same answers."""
-        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
-            self.stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
+        if Ruling.UNKNOWN not in (judgement.ruling, other.ruling):
+            counts = RulingCounts(**{f"{judgement.ruling}_{other.ruling}": 1})
+            self.stats.add_rulings(judgement.judge, other.judge, counts)
 
     def flips(self, judge: str) -> tuple[float, float]:
         """A judge's error rates, as a verdict has them."""
-        return max(self.truth.flips(judge), self.judges.flips(judge) if self.judges is not None else (0.0, 0.0))
+        examined = self.judges.flips(judge) if self.judges is not None else (0.0, 0.0)
+        return max(self.truth.flips(judge), examined, key=lambda rates: rates[1])
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Comparison:
     """A request whose answer is fresh, or was served: what a judge and a verdict need of it."""
 
     record: Record
@@ -160,7 +162,7 @@ class _Served:
     """The last semantic hits of a key."""
 
     at: float
-    words: frozenset[str]
+    prompt_words: frozenset[str]
     answer: AnswerRef
     trial: Trial
 
@@ -189,9 +191,9 @@ class Judging:
 
     def __post_init__(self) -> None:
         self._regenerates = True  # as of the last time
-        self._queue: deque[_Asked] = deque()
-        self._early: OrderedDict[bytes, deque[_Asked]] = OrderedDict()  # by namespace
-        self._due: deque[_Asked] = deque()  # of these, those that a judge may settle now
+        self._queue: deque[_Comparison] = deque()
+        self._early: OrderedDict[bytes, deque[_Comparison]] = OrderedDict()  # by namespace
+        self._due: deque[_Comparison] = deque()  # of these, those that a judge may settle now
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._replies: list[tuple[Partition, Reply, tuple[str, ...]]] = []
@@ -222,17 +224,17 @@ class Judging:
                 chance = _chance(trial, self._shadow_share(record.request.team_id, record.request.alias))
             if audit is not None:
                 chance, certificate = audit.chance, audit.certificate
-            self._put(self._asked(flight, record, stored, trial, source, chance, certificate))
+            self._put(self._comparison_of(flight, record, stored, trial, source, chance, certificate))
         elif generation.turn.controls.no_cache and generation.progress.is_complete:
             last = self._last_served(generation.fingerprint, record)
             if last is not None:
-                self._put(self._asked(flight, record, stored, last.trial, Source.AGAIN, 1.0, None, last.answer))
+                self._put(self._comparison_of(flight, record, stored, last.trial, Source.AGAIN, 1.0, None, last.answer))
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
-        found = flight.generation.fingerprint
+        fingerprint = flight.generation.fingerprint
         answer = AnswerRef(entry.exact, entry.created_at)
         served = self._served.setdefault(record.request.key_id, deque(maxlen=4))
-        served.append(_Served(time.monotonic(), _words(found.text or ""), answer, trial))
+        served.append(_Served(time.monotonic(), _words(fingerprint.text or ""), answer, trial))
         self._served.move_to_end(record.request.key_id)
         if len(self._served) > _AGAIN_KEYS_MAX:
             self._served.popitem(last=False)
@@ -240,13 +242,13 @@ class Judging:
             id=record.request.id,
             exact=entry.exact,
             created_at=entry.created_at,
-            compat=found.compat,
+            compat=fingerprint.compat,
             alias=record.request.alias,
             at=record.request.at_s,
             trial=trial,
         )
         name = answer_id(entry)
-        self._replies.append((found.partition, reply, (name,) if name else ()))
+        self._replies.append((fingerprint.partition, reply, (name,) if name else ()))
         if len(self._replies) == 1:
             self.defer(self._leave)
         share = self._shadow_share(record.request.team_id, record.request.alias)
@@ -259,7 +261,7 @@ class Judging:
         certificate = self.findings.note(record.request.team_id, record.request.alias, events, None)
         if is_checked:
             made_for = certificate if counts else None
-            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
+            self._put(self._comparison_of(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
 
     @property
     def _can_check(self) -> bool:
@@ -274,17 +276,17 @@ class Judging:
     def _shadow_share(self, team_id: int, alias: str) -> float:
         return self.share(team_id, alias) if self.regenerate is not None else 0.0
 
-    def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
+    def _last_served(self, fingerprint: Fingerprint, record: Record) -> _Served | None:
         """The hit of the last minute with this prompt, if the key asks it again past the cache."""
-        words, now = _words(found.text or ""), time.monotonic()
+        words_now, now = _words(fingerprint.text or ""), time.monotonic()
         for served in reversed(self._served.get(record.request.key_id, ())):
-            both = len(words | served.words)
-            if now - served.at <= _AGAIN_S and both and len(words & served.words) / both >= _AGAIN_SHARED:
+            both = len(words_now | served.prompt_words)
+            if now - served.at <= _AGAIN_S and both and len(words_now & served.prompt_words) / both >= _AGAIN_SHARED:
                 self._served[record.request.key_id].remove(served)
                 return served
         return None
 
-    def _asked(
+    def _comparison_of(
         self,
         flight: Flight,
         record: Record,
@@ -294,17 +296,17 @@ class Judging:
         chance: float,
         certificate: str | None,
         served: AnswerRef | None = None,
-    ) -> _Asked | None:
-        found, chunks = flight.generation.fingerprint, flight.chunks
-        if found.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
+    ) -> _Comparison | None:
+        fingerprint, chunks = flight.generation.fingerprint, flight.chunks
+        if fingerprint.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks
-        return _Asked(
+        return _Comparison(
             record=record,
             turn=flight.generation.turn if source is Source.SHADOW else None,
-            text=found.text,
-            partition=found.partition,
-            compat=found.compat,
+            text=fingerprint.text,
+            partition=fingerprint.partition,
+            compat=fingerprint.compat,
             chunks=fresh,
             entry=entry,
             trial=trial,
@@ -314,13 +316,13 @@ class Judging:
             served=served,
         )
 
-    def _put(self, asked: _Asked | None) -> None:
-        if asked is None:
+    def _put(self, comparison: _Comparison | None) -> None:
+        if comparison is None:
             return
         if len(self._queue) >= QUEUE_MAX:
-            self.findings.count(asked.source, Ruling.UNKNOWN, "no room")
+            self.findings.count(comparison.source, Ruling.UNKNOWN, "no room")
             return
-        self._queue.append(asked)
+        self._queue.append(comparison)
         self._wake.set()
 
     def _start(self, work: Awaitable[None]) -> None:
@@ -339,7 +341,7 @@ class Judging:
                 if len(self._running) >= _AT_ONCE:
                     await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                self._start(self._one((self._due or self._queue).popleft()))
+                self._start(self._carry_out((self._due or self._queue).popleft()))
 
     async def aclose(self) -> None:
         """Finish running comparisons; drop waiting ones."""
@@ -349,110 +351,110 @@ class Judging:
         if self._running:
             await asyncio.wait(self._running, timeout=2.0)
 
-    async def _one(self, asked: _Asked) -> None:
+    async def _carry_out(self, comparison: _Comparison) -> None:
         try:
-            match asked.source:
+            match comparison.source:
                 case Source.SHADOW:
-                    await self._check_served(asked)
+                    await self._check_served(comparison)
                 case Source.AGAIN:
-                    await self._check_again(asked)
-                case _ if asked.is_late:
-                    await self._compare_again(asked)
+                    await self._check_again(comparison)
+                case _ if comparison.is_late:
+                    await self._compare_again(comparison)
                 case _:
-                    await self._compare(asked)
+                    await self._compare(comparison)
         except CacheWorkerUnavailable as error:
             # decision: dropped-whole
-            self.findings.count(asked.source, Ruling.UNKNOWN, "no room")
-            _log.info("verdict_lost", source=asked.source, reason=str(error))
+            self.findings.count(comparison.source, Ruling.UNKNOWN, "no room")
+            _log.info("verdict_lost", source=comparison.source, reason=str(error))
         except (RedisError, CacheUnavailable, OSError) as error:
-            _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
+            _log.info("verdict_lost", source=comparison.source, reason=f"{type(error).__name__}: {error}")
         except Exception:
-            _log.exception("judging_failed", source=asked.source, request_id=asked.record.request.id)
+            _log.exception("judging_failed", source=comparison.source, request_id=comparison.record.request.id)
 
-    async def _compare(self, asked: _Asked) -> None:
+    async def _compare(self, comparison: _Comparison) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one
         makes a group.
         """
-        trial, fresh = asked.trial, _qa_pair(asked.text, asked.chunks)
-        entries = await self.exact.lookup_many(asked.partition, asked.compat, trial.ranked)
+        trial, fresh = comparison.trial, _qa_pair(comparison.text, comparison.chunks)
+        entries = await self.exact.lookup_many(comparison.partition, comparison.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
             return
         known = [entry for entry in entries if entry is not None]
-        found = await self._judged(asked, fresh, known, asked.entry)
-        share = 1.0 if asked.source is Source.AUDIT else trial.worth
-        judgement = found[0]
-        is_early, can_ask = self._is_early(asked, judgement), self.fallback is not None and not asked.is_late
-        judge = self._asker(asked) if can_ask and not is_early and self.random() < share else None
-        self._beside_prompts(asked, judgement)
+        judgements = await self._judged(comparison, fresh, known, comparison.entry)
+        share = 1.0 if comparison.source is Source.AUDIT else trial.worth
+        judgement = judgements[0]
+        is_early, can_ask = self._is_early(comparison, judgement), self.fallback is not None and not comparison.is_late
+        judge = self._asker(comparison) if can_ask and not is_early and self.random() < share else None
+        self._beside_prompts(comparison, judgement)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self.random() < _CALIBRATED:
             self.findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
         if judgement.ruling is Ruling.UNKNOWN and can_ask and not is_early:
-            judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
+            judgement, is_asked = await self._costly(comparison, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
         is_right = _is_same(judgement)
         equal = first if is_right else None
-        for other, free in zip(known[1:], found[1:], strict=True):
+        for other, free in zip(known[1:], judgements[1:], strict=True):
             if equal is None and _is_same(await self._settled(free, fresh, other, judge if chance else None)):
                 equal = other
         is_nothing = is_right is None and equal is None
-        if not (is_nothing and asked.is_late):
-            self._report(asked, judgement, is_right)
-            if not is_nothing or asked.source is not Source.MISS or trial.features:
-                verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
+        if not (is_nothing and comparison.is_late):
+            self._report(comparison, judgement, is_right)
+            if not is_nothing or comparison.source is not Source.MISS or trial.features:
+                verdict = self._verdict(comparison, trial, judgement, is_right, entry=comparison.entry)
                 verdict = msgspec.structs.replace(verdict, asked=chance)
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
-                id = f"{asked.record.request.id}:{asked.source}{':late' * asked.is_late}"
-                await self.verdicts.take(asked.partition, id, verdict, other_ref, ref)
+                id = f"{comparison.record.request.id}:{comparison.source}{':late' * comparison.is_late}"
+                await self.verdicts.take(comparison.partition, id, verdict, other_ref, ref)
         # last: a late verdict takes the place of one that is there
         if is_early:
-            self._keep_early(asked)
-        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(asked.space, None)):
+            self._keep_early(comparison)
+        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(comparison.space, None)):
             self._due += due
             self._wake.set()
 
-    def _is_early(self, asked: _Asked, judgement: Judgement) -> bool:
+    def _is_early(self, comparison: _Comparison, judgement: Judgement) -> bool:
         """Whether a comparison is to be made again once the judge of prose rules in its namespace.
         It isn't where a judge that costs settles it now.
         """
-        if judgement.why != EARLY or asked.entry is None or not asked.trial.features:
+        if judgement.why != EARLY or comparison.entry is None or not comparison.trial.features:
             return False
-        kept = self._early.get(asked.space, ())
+        kept = self._early.get(comparison.space, ())
         return self.fallback is None or (self.fallback.is_sparing and len(kept) < EARLY_MAX)
 
-    def _keep_early(self, asked: _Asked) -> None:
-        assert asked.entry is not None
-        bare = msgspec.structs.replace(asked.entry, chunks=(), text=None)
-        kept = self._early.setdefault(asked.space, deque(maxlen=EARLY_MAX))
-        kept.append(replace(asked, text="", chunks=(), entry=bare, is_late=True))
-        self._early.move_to_end(asked.space)
+    def _keep_early(self, comparison: _Comparison) -> None:
+        assert comparison.entry is not None
+        bare = msgspec.structs.replace(comparison.entry, chunks=(), text=None)
+        kept = self._early.setdefault(comparison.space, deque(maxlen=EARLY_MAX))
+        kept.append(replace(comparison, text="", chunks=(), entry=bare, is_late=True))
+        self._early.move_to_end(comparison.space)
         if len(self._early) > _EARLY_SPACES_MAX:
             self._early.popitem(last=False)
 
-    async def _compare_again(self, asked: _Asked) -> None:
+    async def _compare_again(self, comparison: _Comparison) -> None:
         """Make a comparison again, if its answer is still there."""
-        assert asked.entry is not None
-        (entry,) = await self.exact.lookup_many(asked.partition, asked.compat, (asked.entry.exact,))
-        if entry is not None and entry.text is not None and entry.created_at == asked.entry.created_at:
-            await self._compare(replace(asked, text=entry.text, chunks=chunks_of(entry), entry=entry))
+        assert comparison.entry is not None
+        (entry,) = await self.exact.lookup_many(comparison.partition, comparison.compat, (comparison.entry.exact,))
+        if entry is not None and entry.text is not None and entry.created_at == comparison.entry.created_at:
+            await self._compare(replace(comparison, text=entry.text, chunks=chunks_of(entry), entry=entry))
 
-    def _beside_prompts(self, asked: _Asked, judgement: Judgement) -> None:
+    def _beside_prompts(self, comparison: _Comparison, judgement: Judgement) -> None:
         """Set a ruling beside the prompts, where these say by themselves what is right.
 
         The rule learns nothing from such pairs: of a hit by the same words, whose answers are two
         to one prompt, and of a miss by a veto, such as another number. Equal texts are no error.
         """
-        if asked.trial.features or judgement.judge == EQUALITY:
+        if comparison.trial.features or judgement.judge == EQUALITY:
             return
-        if asked.source is Source.MISS:
+        if comparison.source is Source.MISS:
             self.findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
             self.findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
 
     async def _costly(
-        self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
+        self, comparison: _Comparison, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
     ) -> tuple[Judgement, bool]:
         """What `judge` says where the others can't tell, with a second opinion where that is
         surprising; and whether it was asked and answered.
@@ -463,59 +465,59 @@ class Judging:
         judgement = await judge.judge(fresh, cached)
         if judgement.why == NO_ANSWER:
             return judgement, False
-        if judgement.ruling is not Ruling.SAME and asked.trial.p >= LIKELY and asked.trial.peers:
-            found = await self.exact.lookup_many(asked.partition, asked.compat, asked.trial.peers)
-            peers = [_cached_pair(one) for one in found if one is not None]
+        if judgement.ruling is not Ruling.SAME and comparison.trial.p >= LIKELY and comparison.trial.peers:
+            entries = await self.exact.lookup_many(comparison.partition, comparison.compat, comparison.trial.peers)
+            peers = [_cached_pair(peer) for peer in entries if peer is not None]
             judgement = await second_opinion(judge, judgement, fresh, [peer for peer in peers if peer is not None])
         return judgement, True
 
-    async def _check_served(self, asked: _Asked) -> None:
+    async def _check_served(self, comparison: _Comparison) -> None:
         """Generate a semantic hit's answer afresh and compare. A wrong answer is not served again
         until it is cleared.
         """
         assert self.regenerate is not None
-        assert asked.entry is not None
-        assert asked.turn is not None
-        answer = await self.regenerate(asked.turn)
+        assert comparison.entry is not None
+        assert comparison.turn is not None
+        answer = await self.regenerate(comparison.turn)
         self._regenerates = answer is not None
-        fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
+        fresh = _qa_pair(comparison.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._alone(asked, fresh, asked.entry, None)
-        self._beside_prompts(asked, judgement)
+        judgement = await self._alone(comparison, fresh, comparison.entry, None)
+        self._beside_prompts(comparison, judgement)
         is_right = _is_same(judgement)
-        self._report(asked, judgement, is_right)
-        verdict = self._verdict(asked, asked.trial, judgement, is_right)
-        ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
-        await self._take_served(asked, verdict, ref, judgement, is_wrong=is_right is False)
+        self._report(comparison, judgement, is_right)
+        verdict = self._verdict(comparison, comparison.trial, judgement, is_right)
+        ref = AnswerRef(comparison.entry.exact, comparison.entry.created_at)
+        await self._take_served(comparison, verdict, ref, judgement, is_wrong=is_right is False)
 
-    async def _check_again(self, asked: _Asked) -> None:
+    async def _check_again(self, comparison: _Comparison) -> None:
         """Compare the answer of a repeated request with the hit before.
 
         A different fresh answer is a wrong verdict, one that no judge can compare a weak one.
         """
-        fresh, served = _qa_pair(asked.text, asked.chunks), asked.served
+        fresh, served = _qa_pair(comparison.text, comparison.chunks), comparison.served
         assert served is not None
-        (entry,) = await self.exact.lookup_many(asked.partition, asked.compat, (served.exact,))
+        (entry,) = await self.exact.lookup_many(comparison.partition, comparison.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._alone(asked, fresh, entry, asked.entry)
+        judgement = await self._alone(comparison, fresh, entry, comparison.entry)
         is_right = _is_same(judgement)
-        self._report(asked, judgement, is_right)
+        self._report(comparison, judgement, is_right)
         if is_right:
             return
-        verdict = self._verdict(asked, asked.trial, judgement, False)
+        verdict = self._verdict(comparison, comparison.trial, judgement, False)
         if is_right is None:
             verdict = _weak(verdict)
-        await self._take_served(asked, verdict, served, judgement, is_wrong=is_right is False)
+        await self._take_served(comparison, verdict, served, judgement, is_wrong=is_right is False)
 
     async def _take_served(
-        self, asked: _Asked, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
+        self, comparison: _Comparison, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
     ) -> None:
-        record = asked.record
+        record = comparison.record
         out = Suspension(
             exact=ref.exact,
-            source=asked.source,
+            source=comparison.source,
             at=verdict.at,
             judge=judgement.judge,
             why=judgement.why,
@@ -524,61 +526,79 @@ class Judging:
         )
         scope = Scope.ANSWER if is_wrong else Scope.NOTHING
         await self.verdicts.take(
-            asked.partition, f"{record.request.id}:{asked.source}", verdict, ref, None, scope, out if is_wrong else None
+            comparison.partition,
+            f"{record.request.id}:{comparison.source}",
+            verdict,
+            ref,
+            None,
+            scope,
+            out if is_wrong else None,
         )
 
     def _verdict(
-        self, asked: _Asked, trial: Trial, judgement: Judgement, is_right: bool | None, *, entry: Entry | None = None
+        self,
+        comparison: _Comparison,
+        trial: Trial,
+        judgement: Judgement,
+        is_right: bool | None,
+        *,
+        entry: Entry | None = None,
     ) -> Verdict:
         """`entry` is the fresh answer, where it was stored."""
         return Verdict(
-            source=asked.source,
-            compat=asked.compat,
+            source=comparison.source,
+            compat=comparison.compat,
             is_right=is_right,
-            trial=msgspec.structs.replace(trial, chance=asked.chance),
+            trial=msgspec.structs.replace(trial, chance=comparison.chance),
             at=time.time(),
             exact=entry.exact if entry is not None else b"",
             created_at=entry.created_at if entry is not None else 0.0,
             judge=judgement.judge,
             why=judgement.why,
             flips=self.findings.flips(judgement.judge),
-            alias=asked.record.request.alias,
-            is_late=asked.is_late,
+            alias=comparison.record.request.alias,
+            is_late=comparison.is_late,
         )
 
-    def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
-        self.findings.count(asked.source, judgement.ruling, judgement.judge)
-        if asked.certificate is not None and is_right is not None:
-            is_audit = asked.source is Source.AUDIT
-            events = measured_error.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
-            self.findings.note(asked.record.request.team_id, asked.record.request.alias, events, asked.certificate)
+    def _report(self, comparison: _Comparison, judgement: Judgement, is_right: bool | None) -> None:
+        self.findings.count(comparison.source, judgement.ruling, judgement.judge)
+        if comparison.certificate is not None and is_right is not None:
+            is_audit = comparison.source is Source.AUDIT
+            events = measured_error.settled(
+                comparison.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit
+            )
+            self.findings.note(
+                comparison.record.request.team_id, comparison.record.request.alias, events, comparison.certificate
+            )
 
     async def _judged(
-        self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
+        self, comparison: _Comparison, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
     ) -> list[Judgement]:
         """The rulings of the judges that cost nothing, on each of `cached`. `stored` is the fresh
         answer, where it was stored. Raises CacheWorkerUnavailable.
         """
-        found = [_OPEN] * len(cached)
-        others = {place: pair.answer for place, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
-        answers = [_answered(cached[place], text) for place, text in others.items()]
-        judgements = await self.judges.compare(asked.partition, asked.compat, _answered(stored, fresh.answer), answers)
-        for place, judgement in zip(others, judgements, strict=True):
-            found[place] = judgement
-        return found
+        rulings = [_OPEN] * len(cached)
+        others = {index: pair.answer for index, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
+        answers = [_answered(cached[index], text) for index, text in others.items()]
+        settled = await self.judges.compare(
+            comparison.partition, comparison.compat, _answered(stored, fresh.answer), answers
+        )
+        for index, ruling in zip(others, settled, strict=True):
+            rulings[index] = ruling
+        return rulings
 
     async def _settled(self, free: Judgement, fresh: QAPair, entry: Entry, fallback: Judge | None) -> Judgement:
         """A ruling, by `fallback` if the judges that cost nothing can't tell."""
         cached = _cached_pair(entry) if free.ruling is Ruling.UNKNOWN and fallback is not None else None
         return await fallback.judge(fresh, cached) if fallback is not None and cached is not None else free
 
-    async def _alone(self, asked: _Asked, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
+    async def _alone(self, comparison: _Comparison, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
         """A ruling on one answer. `stored` is the fresh one, where it was stored."""
-        (free,) = await self._judged(asked, fresh, (entry,), stored)
-        return await self._settled(free, fresh, entry, self._asker(asked))
+        (free,) = await self._judged(comparison, fresh, (entry,), stored)
+        return await self._settled(free, fresh, entry, self._asker(comparison))
 
-    def _asker(self, asked: _Asked) -> Judge | None:
-        return self.fallback.of(asked.record, asked.space) if self.fallback is not None else None
+    def _asker(self, comparison: _Comparison) -> Judge | None:
+        return self.fallback.of(comparison.record, comparison.space) if self.fallback is not None else None
 
     def _leave(self) -> None:
         """Send the replies that were gathered, in one round trip."""

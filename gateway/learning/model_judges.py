@@ -51,14 +51,14 @@ class ModelJudges:
         self,
         model: str | None,
         fleet: Fleet,
-        own: InternalRequests,
+        requests: InternalRequests,
         allowance: Allowance | None,
         clients: Callable[[], int],
         note: Note,
     ) -> None:
         self._model = model
         self._fleet = fleet
-        self._own = own
+        self._requests = requests
         self._allowance = allowance
         self._clients = clients
         self._note = note
@@ -114,13 +114,13 @@ class ModelJudges:
         if known is None:
             if len(self._copies) >= _COPIES_MAX:
                 self._copies.clear()
-            own = dataclasses.replace(
+            copy = dataclasses.replace(
                 deployment,
                 health=Health(time.monotonic, random.random),
                 estimate=Estimate(time.monotonic),
                 places=Places(_AT_ONCE, 0),
             )
-            known = self._copies[key] = dataclasses.replace(alias, deployments={own.name: own})
+            known = self._copies[key] = dataclasses.replace(alias, deployments={copy.name: copy})
         return known
 
     async def _ask(self, record: Record, judge: Alias, body: dict[str, Any]) -> bytes | None:
@@ -142,7 +142,7 @@ class ModelJudges:
         async with self._places:
             self._asking += 1
             try:
-                answer, cost = await self._own.ask(body, judge, reserve, _WITHIN_S)
+                answer, cost = await self._requests.ask(body, judge, reserve, _WITHIN_S)
             finally:
                 self._asking -= 1
         if self._allowance is not None and paid and cost is not None:
@@ -156,10 +156,10 @@ NO_JUDGE = "no deployment of this model can chat, and there is no local engine"
 
 def judges_of(alias: Alias, fleet: Fleet, *, is_auto: bool) -> list[Deployment]:
     """The deployments that can judge an alias's answers, the cheapest first."""
-    able = [one for one in alias.deployments.values() if one.can_chat]
+    able = [deployment for deployment in alias.deployments.values() if deployment.can_chat]
     if not able and is_auto:
-        able = [one for one in fleet.deployments if one.settings.engine is not None]
-    return sorted(able, key=lambda one: one.price.cost(_TYPICAL))
+        able = [deployment for deployment in fleet.deployments if deployment.settings.engine is not None]
+    return sorted(able, key=lambda deployment: deployment.price.cost(_TYPICAL))
 
 
 def _has_room(deployment: Deployment) -> bool:

@@ -106,10 +106,10 @@ class Reports:
             request_id=id,
             alias=reply.alias,
         )
-        scope, told = (Scope.NOTHING, "right") if is_right else (Scope.GROUP, "wrong")
+        scope, ruling = (Scope.NOTHING, "right") if is_right else (Scope.GROUP, "wrong")
         answer = AnswerRef(reply.exact, reply.created_at)
         is_new = await self._verdicts.take(
-            partition, f"{id}:{told}", verdict, answer, None, scope, None if is_right else out
+            partition, f"{id}:{ruling}", verdict, answer, None, scope, None if is_right else out
         )
         if is_new:
             self._stats.add_checks(team_id, reply.alias, reported(is_wrong=not is_right))

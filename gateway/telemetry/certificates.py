@@ -84,7 +84,7 @@ class Certificates:
         known = {team.id: team for team in teams}
         counted = await self._stats.certified()  # first: whatever is counted has its start already
         starts = await self._starts()
-        found: dict[Pair, Certificate] = {}
+        certificates: dict[Pair, Certificate] = {}
         for pair in dict.fromkeys([*starts, *self._lost, *(pair for pair, _ in counted)]):
             team, start = known.get(pair[0]), starts.get(pair)
             if team is None:
@@ -99,13 +99,13 @@ class Certificates:
                 start = after
             self._lost.discard(pair)
             if start is not None:
-                found[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
-        self._stats.certificates = {pair: one.start.id for pair, one in found.items()}
-        self._stats.certified_hits = {pair: one.counts.hits for pair, one in found.items()}
-        over = [(pair, id) for pair, id in counted if pair not in found or found[pair].start.id != id]
+                certificates[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
+        self._stats.certificates = {pair: certificate.start.id for pair, certificate in certificates.items()}
+        self._stats.certified_hits = {pair: certificate.counts.hits for pair, certificate in certificates.items()}
+        over = [(pair, id) for pair, id in counted if pair not in certificates or certificates[pair].start.id != id]
         if over:
             await self._stats.drop_certified(over)
-        return found
+        return certificates
 
     async def read(self) -> dict[Pair, Certificate]:
         """The certificates now. Errors of the client pass through."""
@@ -148,15 +148,15 @@ class Certificates:
 
     async def _starts(self) -> dict[Pair, CertificateStart]:
         reply = await self._redis.eval(_READ, 1, _KEY)
-        found: dict[Pair, CertificateStart] = {}
+        starts: dict[Pair, CertificateStart] = {}
         for name, data in zip(reply[::2], reply[1::2], strict=True):
             try:
-                found[_pair(name)] = _read(data)
+                starts[_pair(name)] = _read(data)
             except (msgspec.DecodeError, ValueError):  # damaged, or of another version: a new one starts
                 _log.warning("certificate_unreadable", field=name.decode(errors="backslashreplace"))
                 await self._redis.eval(_DROP, 1, _KEY, name)
                 self._lost.update(_pairs(name))
-        return found
+        return starts
 
     async def _replace(self, pair: Pair, before: CertificateStart | None, after: CertificateStart) -> bool:
         """False where another worker was faster."""

@@ -105,11 +105,11 @@ class HealthMonitor:
     async def _look_at_eviction(self) -> None:
         """Warn if Redis may evict keys: budgets and rows of the ledger are in Redis."""
         try:
-            found = await self.link.client.config_get("maxmemory-policy")
+            policy = await self.link.client.config_get("maxmemory-policy")
         except Exception as error:  # a managed Redis may refuse the question; this is only advice
             _log.info("redis_policy_unknown", reason=f"{type(error).__name__}: {error}")
             return
-        if found.get("maxmemory-policy", "noeviction") != "noeviction":
+        if policy.get("maxmemory-policy", "noeviction") != "noeviction":
             consequence, wanted = "budgets and rows of the ledger may be lost", "maxmemory-policy noeviction"
             self._redis_note = f"{consequence}: set {wanted}"
             _log.warning("redis_may_evict", consequence=consequence, wanted=wanted)

@@ -263,12 +263,12 @@ def false_different(counts: RulingCounts) -> ErrorRate:
 
 def by_judge(rulings: Iterable[Mapping[str, RulingCounts]]) -> dict[str, RulingCounts]:
     """All rulings of each judge beside others; of two, there is a line feed between their names."""
-    found: dict[str, RulingCounts] = {}
-    for names, counts in (pair for some in rulings for pair in some.items()):
+    by_name: dict[str, RulingCounts] = {}
+    for names, counts in (pair for counted in rulings for pair in counted.items()):
         judge, _, other = names.partition("\n")
         if other != VETO:
-            found.setdefault(judge, RulingCounts()).add(counts)
-    return found
+            by_name.setdefault(judge, RulingCounts()).add(counts)
+    return by_name
 
 
 def _rate(count: int, total: int) -> ErrorRate:
@@ -344,10 +344,10 @@ def served_wrong(counts: CheckCounts, judge_error: float = 0.0) -> tuple[float, 
     cells = sorted(counts.cells.items(), reverse=True)  # the least chance first
     # hits of workers that counted no chances: any of them may be wrong
     unknown = max(0, counts.hits - sum(cell.served for _, cell in cells))
-    found = sum(cell.shadows_wrong for _, cell in cells)
+    shadows_wrong = sum(cell.shadows_wrong for _, cell in cells)
     open_ = sum(cell.shadows_open for _, cell in cells)
-    low = _lowest(cells, judge_error) + (0 if judge_error else found)
-    high = _most(cells, judge_error) + found + open_ + unknown
+    low = _lowest(cells, judge_error) + (0 if judge_error else shadows_wrong)
+    high = _most(cells, judge_error) + shadows_wrong + open_ + unknown
     hits = max(counts.hits, sum(cell.served for _, cell in cells))
     return max(low, float(counts.reported_wrong)), max(min(high, float(hits)), float(counts.reported_wrong))
 
@@ -425,23 +425,23 @@ def evidence(parts: Iterable[CheckCounts], error_max: float, judge_error: float 
     e-detector (Shin, Ramdas and Rinaldo, 2022). The checks that were settled stand for all: what
     could not be told must not hide what could.
     """
-    checks, reports, found = [0.0] * len(_GRID), [0.0] * len(_REPORTS), list[float]()
+    checks, reports, logs = [0.0] * len(_GRID), [0.0] * len(_REPORTS), list[float]()
     even = -math.log(len(_REPORTS))
     for part in parts:
         allowed = error_max * part.requests
-        told = part.checks / (part.checks + part.unsettled) if part.unsettled else 1.0
+        settled_share = part.checks / (part.checks + part.unsettled) if part.unsettled else 1.0
         gains = _found(part.cells.items(), judge_error)
         checks = [
-            max(0.0, before) + gain + math.expm1(-c) * allowed * told
+            max(0.0, before) + gain + math.expm1(-c) * allowed * settled_share
             for before, gain, c in zip(checks, gains, _GRID, strict=True)
         ]
         reports = [
             max(0.0, before) + c * part.reported_wrong - math.expm1(c) * allowed
             for before, c in zip(reports, _REPORTS, strict=True)
         ]
-        of_checks = _log_sum([one + prior for one, prior in zip(checks, _PRIOR, strict=True)])
-        found.append(max(of_checks, _log_sum([one + even for one in reports])))
-    return found
+        of_checks = _log_sum([log + prior for log, prior in zip(checks, _PRIOR, strict=True)])
+        logs.append(max(of_checks, _log_sum([log + even for log in reports])))
+    return logs
 
 
 def _excess(logs: Sequence[float], slopes: Sequence[float], limit: float, at: float) -> float:
@@ -618,18 +618,18 @@ class MeasuredErrors:
                 )
             )
         self.live = tuple(live)
-        tight = {(one.team_id, one.alias): one.strictness for one in live if one.drift is not None}
+        tight = {(error.team_id, error.alias): error.strictness for error in live if error.drift is not None}
         self.bounds.strictness.clear()
         self.bounds.strictness.update(tight)
-        return [one for one in live if ((one.team_id, one.alias) in before) != (one.drift is not None)]
+        return [error for error in live if ((error.team_id, error.alias) in before) != (error.drift is not None)]
 
     def _drift(self, parts: Sequence[tuple[float, CheckCounts]], error_max: float) -> Drift | None:
         """The drift after the last of `parts`, each with its start."""
         counts, began = [part for _, part in parts], None
-        for at, found in enumerate(evidence(counts, error_max, self.judge_error)):
-            if began is None and found >= math.log(_ODDS):
-                began = at
-            elif found <= 0.0:
+        for index, log_evidence in enumerate(evidence(counts, error_max, self.judge_error)):
+            if began is None and log_evidence >= math.log(_ODDS):
+                began = index
+            elif log_evidence <= 0.0:
                 began = None
         if began is None:
             return None

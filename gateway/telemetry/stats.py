@@ -380,7 +380,7 @@ class Stats:
         return await self._latest(_NEAR_KEY, matches, before, limit)
 
     async def _latest(self, key: str, matches: Callable[[Record], bool], before: str, limit: int) -> Page:
-        found: list[Record] = []
+        records: list[Record] = []
         cursor = before
         while True:
             reply = await self._redis.eval(_LATEST, 1, key, f"({cursor}" if cursor else "+", _READ_AHEAD)
@@ -391,11 +391,11 @@ class Stats:
                 except msgspec.DecodeError:
                     continue  # of another version
                 if matches(record):
-                    found.append(record)
-                    if len(found) == limit:
-                        return Page(tuple(found), cursor)
+                    records.append(record)
+                    if len(records) == limit:
+                        return Page(tuple(records), cursor)
             if len(reply) < _READ_AHEAD:
-                return Page(tuple(found), None)
+                return Page(tuple(records), None)
 
 
 def _is_near(record: Record) -> bool:
