@@ -21,9 +21,9 @@ from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds
 from gateway.journey.turn import Turn
 from gateway.learning.allowance import Allowance
-from gateway.learning.comparisons import Findings, Judging, OwnJudges
+from gateway.learning.comparisons import Findings, Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
-from gateway.learning.model_judges import ModelJudges
+from gateway.learning.model_judges import ModelJudges, OwnJudges
 from gateway.learning.reports import Reports
 from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline

@@ -18,17 +18,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from redis.exceptions import RedisError
 
-from cache import (
-    CacheUnavailable,
-    CacheWorkerUnavailable,
-    Entry,
-    ExactCache,
-    Fingerprint,
-    MissReason,
-    Partition,
-    SemanticClient,
-    Trial,
-)
+from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
 from cache.verdicts import (
     EARLY,
     EQUALITY,
@@ -44,7 +34,6 @@ from cache.verdicts import (
     Suspension,
     Verdict,
     VerdictStore,
-    equal,
 )
 from cache.worker import Answered
 from gateway.journey.flight import Flight
@@ -53,7 +42,7 @@ from gateway.journey.semantic import AuditDraw
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
-from gateway.learning.model_judges import ModelJudges
+from gateway.learning.model_judges import ModelJudges, OwnJudges
 from gateway.loggers import get_logger
 from gateway.telemetry import measured_error, metric_names
 from gateway.telemetry.measured_error import VETO, MeasuredErrors, RulingCounts
@@ -78,28 +67,6 @@ _OPEN = Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
 _log = get_logger()
 
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
-
-
-class OwnJudges:
-    """The judges that cost no money: equality, then those of the cache worker."""
-
-    names = "equality, agreement, prose"
-
-    def __init__(self, semantic: SemanticClient) -> None:
-        self._semantic = semantic
-
-    async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
-    ) -> list[Judgement]:
-        """The rulings on a fresh answer against others of its partition and compat, in order.
-        Raises CacheWorkerUnavailable.
-        """
-        judgements = [equal(fresh.text, other.text) for other in others]
-        open_ = [index for index, judgement in enumerate(judgements) if judgement.ruling is Ruling.UNKNOWN]
-        rulings = await self._semantic.judge(partition, compat, fresh, [others[index] for index in open_])
-        for index, judgement in zip(open_, rulings, strict=True):
-            judgements[index] = judgement
-        return judgements
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +101,7 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Comparison:
+class _JudgingJob:
     """A request whose answer is fresh, or was served: what a judge and a verdict need of it."""
 
     record: Record
@@ -191,9 +158,9 @@ class Judging:
 
     def __post_init__(self) -> None:
         self._regenerates = True  # as of the last time
-        self._queue: deque[_Comparison] = deque()
-        self._early: OrderedDict[bytes, deque[_Comparison]] = OrderedDict()  # by namespace
-        self._due: deque[_Comparison] = deque()  # of these, those that a judge may settle now
+        self._queue: deque[_JudgingJob] = deque()
+        self._early: OrderedDict[bytes, deque[_JudgingJob]] = OrderedDict()  # by namespace
+        self._due: deque[_JudgingJob] = deque()  # of these, those that a judge may settle now
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._replies: list[tuple[Partition, Reply, tuple[str, ...]]] = []
@@ -224,11 +191,11 @@ class Judging:
                 chance = _chance(trial, self._shadow_share(record.request.team_id, record.request.alias))
             if audit is not None:
                 chance, certificate = audit.chance, audit.certificate
-            self._put(self._comparison_of(flight, record, stored, trial, source, chance, certificate))
+            self._put(self._job_of(flight, record, stored, trial, source, chance, certificate))
         elif generation.turn.controls.no_cache and generation.progress.is_complete:
             last = self._last_served(generation.fingerprint, record)
             if last is not None:
-                self._put(self._comparison_of(flight, record, stored, last.trial, Source.AGAIN, 1.0, None, last.answer))
+                self._put(self._job_of(flight, record, stored, last.trial, Source.AGAIN, 1.0, None, last.answer))
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
         fingerprint = flight.generation.fingerprint
@@ -261,7 +228,7 @@ class Judging:
         certificate = self.findings.note(record.request.team_id, record.request.alias, events, None)
         if is_checked:
             made_for = certificate if counts else None
-            self._put(self._comparison_of(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
+            self._put(self._job_of(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
 
     @property
     def _can_check(self) -> bool:
@@ -286,7 +253,7 @@ class Judging:
                 return served
         return None
 
-    def _comparison_of(
+    def _job_of(
         self,
         flight: Flight,
         record: Record,
@@ -296,12 +263,12 @@ class Judging:
         chance: float,
         certificate: str | None,
         served: AnswerRef | None = None,
-    ) -> _Comparison | None:
+    ) -> _JudgingJob | None:
         fingerprint, chunks = flight.generation.fingerprint, flight.chunks
         if fingerprint.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks
-        return _Comparison(
+        return _JudgingJob(
             record=record,
             turn=flight.generation.turn if source is Source.SHADOW else None,
             text=fingerprint.text,
@@ -316,13 +283,13 @@ class Judging:
             served=served,
         )
 
-    def _put(self, comparison: _Comparison | None) -> None:
-        if comparison is None:
+    def _put(self, job: _JudgingJob | None) -> None:
+        if job is None:
             return
         if len(self._queue) >= QUEUE_MAX:
-            self.findings.count(comparison.source, Ruling.UNKNOWN, "no room")
+            self.findings.count(job.source, Ruling.UNKNOWN, "no room")
             return
-        self._queue.append(comparison)
+        self._queue.append(job)
         self._wake.set()
 
     def _start(self, work: Awaitable[None]) -> None:
@@ -351,47 +318,47 @@ class Judging:
         if self._running:
             await asyncio.wait(self._running, timeout=2.0)
 
-    async def _carry_out(self, comparison: _Comparison) -> None:
+    async def _carry_out(self, job: _JudgingJob) -> None:
         try:
-            match comparison.source:
+            match job.source:
                 case Source.SHADOW:
-                    await self._check_served(comparison)
+                    await self._check_served(job)
                 case Source.AGAIN:
-                    await self._check_again(comparison)
-                case _ if comparison.is_late:
-                    await self._compare_again(comparison)
+                    await self._check_again(job)
+                case _ if job.is_late:
+                    await self._compare_again(job)
                 case _:
-                    await self._compare(comparison)
+                    await self._compare(job)
         except CacheWorkerUnavailable as error:
             # decision: dropped-whole
-            self.findings.count(comparison.source, Ruling.UNKNOWN, "no room")
-            _log.info("verdict_lost", source=comparison.source, reason=str(error))
+            self.findings.count(job.source, Ruling.UNKNOWN, "no room")
+            _log.info("verdict_lost", source=job.source, reason=str(error))
         except (RedisError, CacheUnavailable, OSError) as error:
-            _log.info("verdict_lost", source=comparison.source, reason=f"{type(error).__name__}: {error}")
+            _log.info("verdict_lost", source=job.source, reason=f"{type(error).__name__}: {error}")
         except Exception:
-            _log.exception("judging_failed", source=comparison.source, request_id=comparison.record.request.id)
+            _log.exception("judging_failed", source=job.source, request_id=job.record.request.id)
 
-    async def _compare(self, comparison: _Comparison) -> None:
+    async def _compare(self, job: _JudgingJob) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one
         makes a group.
         """
-        trial, fresh = comparison.trial, _qa_pair(comparison.text, comparison.chunks)
-        entries = await self.exact.lookup_many(comparison.partition, comparison.compat, trial.ranked)
+        trial, fresh = job.trial, _qa_pair(job.text, job.chunks)
+        entries = await self.exact.lookup_many(job.partition, job.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
             return
         known = [entry for entry in entries if entry is not None]
-        judgements = await self._judged(comparison, fresh, known, comparison.entry)
-        share = 1.0 if comparison.source is Source.AUDIT else trial.worth
+        judgements = await self._judged(job, fresh, known, job.entry)
+        share = 1.0 if job.source is Source.AUDIT else trial.worth
         judgement = judgements[0]
-        is_early, can_ask = self._is_early(comparison, judgement), self.fallback is not None and not comparison.is_late
-        judge = self._asker(comparison) if can_ask and not is_early and self.random() < share else None
-        self._beside_prompts(comparison, judgement)
+        is_early, can_ask = self._is_early(job, judgement), self.fallback is not None and not job.is_late
+        judge = self._asker(job) if can_ask and not is_early and self.random() < share else None
+        self._beside_prompts(job, judgement)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self.random() < _CALIBRATED:
             self.findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
         if judgement.ruling is Ruling.UNKNOWN and can_ask and not is_early:
-            judgement, is_asked = await self._costly(comparison, judge, fresh, first, judgement)
+            judgement, is_asked = await self._costly(job, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
         is_right = _is_same(judgement)
         equal = first if is_right else None
@@ -399,62 +366,62 @@ class Judging:
             if equal is None and _is_same(await self._settled(free, fresh, other, judge if chance else None)):
                 equal = other
         is_nothing = is_right is None and equal is None
-        if not (is_nothing and comparison.is_late):
-            self._report(comparison, judgement, is_right)
-            if not is_nothing or comparison.source is not Source.MISS or trial.features:
-                verdict = self._verdict(comparison, trial, judgement, is_right, entry=comparison.entry)
+        if not (is_nothing and job.is_late):
+            self._report(job, judgement, is_right)
+            if not is_nothing or job.source is not Source.MISS or trial.features:
+                verdict = self._verdict(job, trial, judgement, is_right, entry=job.entry)
                 verdict = msgspec.structs.replace(verdict, asked=chance)
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
-                id = f"{comparison.record.request.id}:{comparison.source}{':late' * comparison.is_late}"
-                await self.verdicts.take(comparison.partition, id, verdict, other_ref, ref)
+                id = f"{job.record.request.id}:{job.source}{':late' * job.is_late}"
+                await self.verdicts.take(job.partition, id, verdict, other_ref, ref)
         # last: a late verdict takes the place of one that is there
         if is_early:
-            self._keep_early(comparison)
-        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(comparison.space, None)):
+            self._keep_early(job)
+        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(job.space, None)):
             self._due += due
             self._wake.set()
 
-    def _is_early(self, comparison: _Comparison, judgement: Judgement) -> bool:
+    def _is_early(self, job: _JudgingJob, judgement: Judgement) -> bool:
         """Whether a comparison is to be made again once the judge of prose rules in its namespace.
         It isn't where a judge that costs settles it now.
         """
-        if judgement.why != EARLY or comparison.entry is None or not comparison.trial.features:
+        if judgement.why != EARLY or job.entry is None or not job.trial.features:
             return False
-        kept = self._early.get(comparison.space, ())
+        kept = self._early.get(job.space, ())
         return self.fallback is None or (self.fallback.is_sparing and len(kept) < EARLY_MAX)
 
-    def _keep_early(self, comparison: _Comparison) -> None:
-        assert comparison.entry is not None
-        bare = msgspec.structs.replace(comparison.entry, chunks=(), text=None)
-        kept = self._early.setdefault(comparison.space, deque(maxlen=EARLY_MAX))
-        kept.append(replace(comparison, text="", chunks=(), entry=bare, is_late=True))
-        self._early.move_to_end(comparison.space)
+    def _keep_early(self, job: _JudgingJob) -> None:
+        assert job.entry is not None
+        bare = msgspec.structs.replace(job.entry, chunks=(), text=None)
+        kept = self._early.setdefault(job.space, deque(maxlen=EARLY_MAX))
+        kept.append(replace(job, text="", chunks=(), entry=bare, is_late=True))
+        self._early.move_to_end(job.space)
         if len(self._early) > _EARLY_SPACES_MAX:
             self._early.popitem(last=False)
 
-    async def _compare_again(self, comparison: _Comparison) -> None:
+    async def _compare_again(self, job: _JudgingJob) -> None:
         """Make a comparison again, if its answer is still there."""
-        assert comparison.entry is not None
-        (entry,) = await self.exact.lookup_many(comparison.partition, comparison.compat, (comparison.entry.exact,))
-        if entry is not None and entry.text is not None and entry.created_at == comparison.entry.created_at:
-            await self._compare(replace(comparison, text=entry.text, chunks=chunks_of(entry), entry=entry))
+        assert job.entry is not None
+        (entry,) = await self.exact.lookup_many(job.partition, job.compat, (job.entry.exact,))
+        if entry is not None and entry.text is not None and entry.created_at == job.entry.created_at:
+            await self._compare(replace(job, text=entry.text, chunks=chunks_of(entry), entry=entry))
 
-    def _beside_prompts(self, comparison: _Comparison, judgement: Judgement) -> None:
+    def _beside_prompts(self, job: _JudgingJob, judgement: Judgement) -> None:
         """Set a ruling beside the prompts, where these say by themselves what is right.
 
         The rule learns nothing from such pairs: of a hit by the same words, whose answers are two
         to one prompt, and of a miss by a veto, such as another number. Equal texts are no error.
         """
-        if comparison.trial.features or judgement.judge == EQUALITY:
+        if job.trial.features or judgement.judge == EQUALITY:
             return
-        if comparison.source is Source.MISS:
+        if job.source is Source.MISS:
             self.findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
             self.findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
 
     async def _costly(
-        self, comparison: _Comparison, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
+        self, job: _JudgingJob, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
     ) -> tuple[Judgement, bool]:
         """What `judge` says where the others can't tell, with a second opinion where that is
         surprising; and whether it was asked and answered.
@@ -465,59 +432,59 @@ class Judging:
         judgement = await judge.judge(fresh, cached)
         if judgement.why == NO_ANSWER:
             return judgement, False
-        if judgement.ruling is not Ruling.SAME and comparison.trial.p >= LIKELY and comparison.trial.peers:
-            entries = await self.exact.lookup_many(comparison.partition, comparison.compat, comparison.trial.peers)
+        if judgement.ruling is not Ruling.SAME and job.trial.p >= LIKELY and job.trial.peers:
+            entries = await self.exact.lookup_many(job.partition, job.compat, job.trial.peers)
             peers = [_cached_pair(peer) for peer in entries if peer is not None]
             judgement = await second_opinion(judge, judgement, fresh, [peer for peer in peers if peer is not None])
         return judgement, True
 
-    async def _check_served(self, comparison: _Comparison) -> None:
+    async def _check_served(self, job: _JudgingJob) -> None:
         """Generate a semantic hit's answer afresh and compare. A wrong answer is not served again
         until it is cleared.
         """
         assert self.regenerate is not None
-        assert comparison.entry is not None
-        assert comparison.turn is not None
-        answer = await self.regenerate(comparison.turn)
+        assert job.entry is not None
+        assert job.turn is not None
+        answer = await self.regenerate(job.turn)
         self._regenerates = answer is not None
-        fresh = _qa_pair(comparison.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
+        fresh = _qa_pair(job.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._alone(comparison, fresh, comparison.entry, None)
-        self._beside_prompts(comparison, judgement)
+        judgement = await self._alone(job, fresh, job.entry, None)
+        self._beside_prompts(job, judgement)
         is_right = _is_same(judgement)
-        self._report(comparison, judgement, is_right)
-        verdict = self._verdict(comparison, comparison.trial, judgement, is_right)
-        ref = AnswerRef(comparison.entry.exact, comparison.entry.created_at)
-        await self._take_served(comparison, verdict, ref, judgement, is_wrong=is_right is False)
+        self._report(job, judgement, is_right)
+        verdict = self._verdict(job, job.trial, judgement, is_right)
+        ref = AnswerRef(job.entry.exact, job.entry.created_at)
+        await self._take_served(job, verdict, ref, judgement, is_wrong=is_right is False)
 
-    async def _check_again(self, comparison: _Comparison) -> None:
+    async def _check_again(self, job: _JudgingJob) -> None:
         """Compare the answer of a repeated request with the hit before.
 
         A different fresh answer is a wrong verdict, one that no judge can compare a weak one.
         """
-        fresh, served = _qa_pair(comparison.text, comparison.chunks), comparison.served
+        fresh, served = _qa_pair(job.text, job.chunks), job.served
         assert served is not None
-        (entry,) = await self.exact.lookup_many(comparison.partition, comparison.compat, (served.exact,))
+        (entry,) = await self.exact.lookup_many(job.partition, job.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._alone(comparison, fresh, entry, comparison.entry)
+        judgement = await self._alone(job, fresh, entry, job.entry)
         is_right = _is_same(judgement)
-        self._report(comparison, judgement, is_right)
+        self._report(job, judgement, is_right)
         if is_right:
             return
-        verdict = self._verdict(comparison, comparison.trial, judgement, False)
+        verdict = self._verdict(job, job.trial, judgement, False)
         if is_right is None:
             verdict = _weak(verdict)
-        await self._take_served(comparison, verdict, served, judgement, is_wrong=is_right is False)
+        await self._take_served(job, verdict, served, judgement, is_wrong=is_right is False)
 
     async def _take_served(
-        self, comparison: _Comparison, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
+        self, job: _JudgingJob, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
     ) -> None:
-        record = comparison.record
+        record = job.record
         out = Suspension(
             exact=ref.exact,
-            source=comparison.source,
+            source=job.source,
             at=verdict.at,
             judge=judgement.judge,
             why=judgement.why,
@@ -526,8 +493,8 @@ class Judging:
         )
         scope = Scope.ANSWER if is_wrong else Scope.NOTHING
         await self.verdicts.take(
-            comparison.partition,
-            f"{record.request.id}:{comparison.source}",
+            job.partition,
+            f"{record.request.id}:{job.source}",
             verdict,
             ref,
             None,
@@ -537,7 +504,7 @@ class Judging:
 
     def _verdict(
         self,
-        comparison: _Comparison,
+        job: _JudgingJob,
         trial: Trial,
         judgement: Judgement,
         is_right: bool | None,
@@ -546,33 +513,29 @@ class Judging:
     ) -> Verdict:
         """`entry` is the fresh answer, where it was stored."""
         return Verdict(
-            source=comparison.source,
-            compat=comparison.compat,
+            source=job.source,
+            compat=job.compat,
             is_right=is_right,
-            trial=msgspec.structs.replace(trial, chance=comparison.chance),
+            trial=msgspec.structs.replace(trial, chance=job.chance),
             at=time.time(),
             exact=entry.exact if entry is not None else b"",
             created_at=entry.created_at if entry is not None else 0.0,
             judge=judgement.judge,
             why=judgement.why,
             flips=self.findings.flips(judgement.judge),
-            alias=comparison.record.request.alias,
-            is_late=comparison.is_late,
+            alias=job.record.request.alias,
+            is_late=job.is_late,
         )
 
-    def _report(self, comparison: _Comparison, judgement: Judgement, is_right: bool | None) -> None:
-        self.findings.count(comparison.source, judgement.ruling, judgement.judge)
-        if comparison.certificate is not None and is_right is not None:
-            is_audit = comparison.source is Source.AUDIT
-            events = measured_error.settled(
-                comparison.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit
-            )
-            self.findings.note(
-                comparison.record.request.team_id, comparison.record.request.alias, events, comparison.certificate
-            )
+    def _report(self, job: _JudgingJob, judgement: Judgement, is_right: bool | None) -> None:
+        self.findings.count(job.source, judgement.ruling, judgement.judge)
+        if job.certificate is not None and is_right is not None:
+            is_audit = job.source is Source.AUDIT
+            events = measured_error.settled(job.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
+            self.findings.note(job.record.request.team_id, job.record.request.alias, events, job.certificate)
 
     async def _judged(
-        self, comparison: _Comparison, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
+        self, job: _JudgingJob, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
     ) -> list[Judgement]:
         """The rulings of the judges that cost nothing, on each of `cached`. `stored` is the fresh
         answer, where it was stored. Raises CacheWorkerUnavailable.
@@ -580,9 +543,7 @@ class Judging:
         rulings = [_OPEN] * len(cached)
         others = {index: pair.answer for index, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
         answers = [_answered(cached[index], text) for index, text in others.items()]
-        settled = await self.judges.compare(
-            comparison.partition, comparison.compat, _answered(stored, fresh.answer), answers
-        )
+        settled = await self.judges.compare(job.partition, job.compat, _answered(stored, fresh.answer), answers)
         for index, ruling in zip(others, settled, strict=True):
             rulings[index] = ruling
         return rulings
@@ -592,13 +553,13 @@ class Judging:
         cached = _cached_pair(entry) if free.ruling is Ruling.UNKNOWN and fallback is not None else None
         return await fallback.judge(fresh, cached) if fallback is not None and cached is not None else free
 
-    async def _alone(self, comparison: _Comparison, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
+    async def _alone(self, job: _JudgingJob, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
         """A ruling on one answer. `stored` is the fresh one, where it was stored."""
-        (free,) = await self._judged(comparison, fresh, (entry,), stored)
-        return await self._settled(free, fresh, entry, self._asker(comparison))
+        (free,) = await self._judged(job, fresh, (entry,), stored)
+        return await self._settled(free, fresh, entry, self._asker(job))
 
-    def _asker(self, comparison: _Comparison) -> Judge | None:
-        return self.fallback.of(comparison.record, comparison.space) if self.fallback is not None else None
+    def _asker(self, job: _JudgingJob) -> Judge | None:
+        return self.fallback.of(job.record, job.space) if self.fallback is not None else None
 
     def _leave(self) -> None:
         """Send the replies that were gathered, in one round trip."""

@@ -11,11 +11,13 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from cache.verdicts import Judge
+from cache import Partition, SemanticClient
+from cache.verdicts import Judge, Judgement, Ruling, equal
+from cache.worker import Answered
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
@@ -39,6 +41,28 @@ _log = get_logger()
 
 Note = Callable[[Record, int, str], None]
 """Takes the judged request, the cost of a question in µUSD, and `answered`, `unpaid` or `failed`."""
+
+
+class OwnJudges:
+    """The judges that cost no money: equality, then those of the cache worker."""
+
+    names = "equality, agreement, prose"
+
+    def __init__(self, semantic: SemanticClient) -> None:
+        self._semantic = semantic
+
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
+        """The rulings on a fresh answer against others of its partition and compat, in order.
+        Raises CacheWorkerUnavailable.
+        """
+        judgements = [equal(fresh.text, other.text) for other in others]
+        open_ = [index for index, judgement in enumerate(judgements) if judgement.ruling is Ruling.UNKNOWN]
+        rulings = await self._semantic.judge(partition, compat, fresh, [others[index] for index in open_])
+        for index, judgement in zip(open_, rulings, strict=True):
+            judgements[index] = judgement
+        return judgements
 
 
 class ModelJudges:
