@@ -148,13 +148,16 @@ class Accounts:
         return identity
 
     def _is_old(self) -> bool:
-        """Whether a change of the last `_HOLDS_S` or more may be missing, or the clock was set back."""
+        """True where the snapshot may lack a change that is `_HOLDS_S` old, or the clock was set
+        back.
+        """
         return not 0.0 <= self._clock() - self._confirmed_at_s <= _HOLDS_S
 
     async def _look(self, *, is_old: bool) -> bool:
-        """Ask the database for a change, one request at a time; False where it does not answer in time.
+        """Ask the database for a change, one request at a time; False where it does not answer in
+        time.
 
-        With `is_old` only until one has asked.
+        With `is_old` it returns at once after another request has refreshed the snapshot.
         """
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S), self._look_in_turn:

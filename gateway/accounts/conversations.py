@@ -30,7 +30,7 @@ Added = Sequence[tuple[str, bytes]]
 
 
 class HistoryTooLong(Exception):
-    """What a request continues is longer than a request may be."""
+    """A request continues a history that is longer than a request may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,9 @@ class Conversations:
 
     @uncancelled
     async def page(self, id: str, after: str, limit: int, *, is_ascending: bool) -> list[bytes] | None:
-        """Items of a conversation from the one after `after`, or the first ones; None if it has no such item."""
+        """The items after the item `after`, or the first ones; None if the conversation lacks that
+        item.
+        """
         items = conversation_items
         where, order = items.c.conversation_id == id, items.c.number if is_ascending else items.c.number.desc()
         async with self._database.reading() as connection:

@@ -71,18 +71,20 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
 
 
 class NoAnswer(SQLAlchemyError):
-    """The server cannot be reached or takes too long, or the file is no database: from another
-    error, which sqlalchemy leaves as it is.
+    """The server is away or too slow, or the file is not a database. `__cause__` is the driver's
+    error, which sqlalchemy does not wrap.
     """
 
 
 def name_of(error: BaseException) -> str:
-    """The kind of an error for logs, without what was written; for NoAnswer that of the error it is from."""
+    """The class of an error, for logs: an error's text may hold what was written. For NoAnswer the
+    class of its cause.
+    """
     return type((isinstance(error, NoAnswer) and error.__cause__) or error).__name__
 
 
 def is_down(error: BaseException) -> bool:
-    """Whether it says that the database failed. One that refuses a statement or a value has met a bug."""
+    """True for an error of a database that failed. A refused statement or value is a bug instead."""
     return isinstance(error, SQLAlchemyError) and not isinstance(error, DataError | IntegrityError | ProgrammingError)
 
 
@@ -166,7 +168,7 @@ class Database:
 
     @uncancelled
     async def takes_writes(self) -> bool:
-        """Whether this is no PostgreSQL that only reads, as a replica does. Raises sqlalchemy's errors."""
+        """False for a PostgreSQL that only reads, as a replica does. Raises sqlalchemy's errors."""
         if self.is_sqlite:
             return True
         try:

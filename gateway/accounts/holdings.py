@@ -27,7 +27,7 @@ _EVICTED_AT_ONCE = 100
 
 
 class OverQuota(Forbidden):
-    """A team's store has no room for what was to be written: roll back."""
+    """A team's store lacks room for a write; the caller rolls back."""
 
     code = "storage_quota_exceeded"
 
@@ -41,7 +41,9 @@ class Holding:
 
 
 class Holdings:
-    """What each team holds of the rows of `table`, whose bytes are its column `size`."""
+    """Counts the rows that each team has in `table`, and their bytes, which the column `size`
+    holds.
+    """
 
     def __init__(self, database: Database, table: sa.Table, size: str = "size_bytes") -> None:
         self._database = database
@@ -56,16 +58,16 @@ class Holdings:
         )
 
     async def add(self, connection: AsyncConnection, team_id: int, size: int, count: int = 1) -> Holding:
-        """Add rows to what a team holds, and keep others from changing it until the transaction's
-        end. Returns what it holds then.
+        """Add rows to a team's count, and lock it until the transaction's end. Returns the new
+        count.
         """
         added = await connection.exec_driver_sql(self._add, (team_id, self._table.name, count, size))
         row: Any = added.one()
         return Holding(*row)
 
     async def lock(self, connection: AsyncConnection, team_id: int) -> Holding | None:
-        """What a team holds, which others do not change until the transaction's end; None if it never
-        held anything.
+        """Lock a team's count until the transaction's end, and return it; None before its first
+        row.
         """
         asked = sa.select(holdings.c.count, holdings.c.bytes).with_for_update()
         mine = asked.where(holdings.c.team_id == team_id, holdings.c.store == self._table.name)
@@ -128,7 +130,7 @@ class Holdings:
 
     @uncancelled
     async def of_teams(self, *teams: int) -> dict[int, Holding]:
-        """What these teams hold, or all."""
+        """The counts of these teams, or of all."""
         statement = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
         statement = statement.where(holdings.c.store == self._table.name, holdings.c.count > 0)
         async with self._database.reading() as connection:

@@ -341,7 +341,9 @@ class Ledger:
 
     @uncancelled
     async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:
-        """What the rows in SQL add to the counts that budgets have of their own; forgets the past ones."""
+        """The spend in SQL of each count that a budget has of its own. Deletes the counts that are
+        over.
+        """
         table = schema.budget_counts
         past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
         async with self.database.reading() as connection:

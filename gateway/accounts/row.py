@@ -77,7 +77,7 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         return [part for part in parts if part[1]]
 
     def tags_by_name(self) -> dict[str, str]:
-        """Its tags. Raises msgspec.DecodeError where they are no object of texts."""
+        """The tags as a dict. Raises msgspec.DecodeError for another JSON than an object of texts."""
         return _decode_tags(self.tags) if self.tags else {}
 
 
@@ -99,7 +99,7 @@ class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
-    """What `row` adds to the counts that its hold has taken of, each in its unit."""
+    """The amounts that `row` adds to the counts of its hold, each in the unit of the count."""
     amounts = {
         Unit.MONEY: row.cost_microusd,
         Unit.TOKENS: row.usage.prompt_tokens + row.usage.completion_tokens,

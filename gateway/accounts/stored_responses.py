@@ -151,7 +151,7 @@ class ResponseStore:
         self._writing = None
 
     async def _has(self, row: StoredResponse) -> bool:
-        """Whether the row is there as it should be: a commit may be done although its answer was lost."""
+        """True if the database has the row: a commit may succeed although its answer is lost."""
         try:
             stored = await self.find(row.team_id, row.id)
         except SQLAlchemyError:
@@ -322,7 +322,7 @@ class ResponseStore:
 
     @uncancelled
     async def room(self, team_id: int) -> dict[str, Holding]:
-        """How many responses and conversations of a team are kept, and their bytes."""
+        """The counts and bytes of a team's responses and conversations."""
         none = Holding(0, 0)
         stores = {responses.name: self._held, conversations.name: self.conversations.held}
         return {name: (await one.of_teams(team_id)).get(team_id, none) for name, one in stores.items()}
@@ -353,7 +353,7 @@ _REFUSALS = ("22", "23", "54")
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether a row was refused, as it will be again: its team is gone, or it does not fit."""
+    """True where the database would refuse the row again: its team is gone, or it does not fit."""
     state = str(getattr(error.orig, "sqlstate", "")) if isinstance(error, DBAPIError) else ""
     return isinstance(error, DataError | IntegrityError | OverQuota) or state.startswith(_REFUSALS)
 

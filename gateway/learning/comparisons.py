@@ -232,7 +232,9 @@ class Judging:
 
     @property
     def _can_check(self) -> bool:
-        """Whether a served hit could be generated afresh now, as far as is known before one tries."""
+        """True if this worker could generate a served hit afresh now, as far as it knows before it
+        tries.
+        """
         return self._regenerates and len(self._queue) < QUEUE_MAX
 
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
@@ -383,8 +385,8 @@ class Judging:
             self._wake.set()
 
     def _is_early(self, job: _JudgingJob, judgement: Judgement) -> bool:
-        """Whether a comparison is to be made again once the judge of prose rules in its namespace.
-        It isn't where a judge that costs settles it now.
+        """True if the comparison is made again later, once the judge of prose rules in its
+        namespace. A judge that costs settles it now instead.
         """
         if judgement.why != EARLY or job.entry is None or not job.trial.features:
             return False
@@ -423,8 +425,8 @@ class Judging:
     async def _costly(
         self, job: _JudgingJob, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
     ) -> tuple[Judgement, bool]:
-        """What `judge` says where the others can't tell, with a second opinion where that is
-        surprising; and whether it was asked and answered.
+        """The ruling of `judge` where the others are undecided, with a second opinion where the
+        ruling is surprising. The second value is True if the judge answered.
         """
         cached = _cached_pair(entry)
         if judge is None or cached is None:

@@ -41,8 +41,8 @@ class Exam:
 
     @property
     def flips(self) -> tuple[float, float]:
-        """As a verdict has them: the judge's errors on different answers; those on equal ones are
-        not known, and taken as none.
+        """The judge's error rates, as a verdict has them. Its errors on equal answers are unknown
+        and taken as 0.
         """
         return 0.0, self.wrong / max(1, self.questions)
 
@@ -63,7 +63,7 @@ class Recent:
         self._pairs: OrderedDict[bytes, deque[QAPair]] = OrderedDict()
 
     def unrelated(self, space: bytes, fresh: QAPair) -> QAPair | None:
-        """A late answer to a prompt without a common word; None if there is none."""
+        """A recent answer to a prompt that shares no word with `fresh`; None without one."""
         words = _words(fresh.prompt)
         return next((one for one in self._pairs.get(space, ()) if not words & _words(one.prompt)), None)
 

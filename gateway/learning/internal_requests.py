@@ -32,8 +32,8 @@ _log = get_logger()
 
 
 async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity | None:
-    """The team that pays, made where there is none, with the budget that is configured; None where
-    nothing may be spent or is asked.
+    """The gateway's own team, with the budget that is configured. Creates both if they are missing.
+    None if the gateway may spend nothing, or has nothing to ask.
     """
     if not settings.judge_budget_usd or not (settings.judge_model or settings.shadow_share):
         return None
@@ -61,7 +61,7 @@ class InternalRequests:
         self._pipeline: Pipeline | None = None
 
     def connect(self, pipeline: Pipeline) -> None:
-        """Ask `pipeline` from now on; before, there is no answer."""
+        """Send requests to `pipeline`. Before this call each request ends without an answer."""
         self._pipeline = pipeline
 
     def generations(self) -> int:

@@ -187,7 +187,7 @@ def judges_of(alias: Alias, fleet: Fleet, *, is_auto: bool) -> list[Deployment]:
 
 
 def _has_room(deployment: Deployment) -> bool:
-    """Whether a question would delay no client's request, as far as this worker sees."""
+    """True if a question would delay no client's request, as far as this worker sees."""
     load, places = deployment.backend.load(0), deployment.places
     is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * places.taken <= places.places_max
     return not deployment.absence and is_idle and not (load.waiting or places.waiting)

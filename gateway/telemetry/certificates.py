@@ -33,8 +33,8 @@ _DROP = "return redis.call('HDEL', KEYS[1], ARGV[1])"
 
 
 class Basis(msgspec.Struct, frozen=True):
-    """What a certificate is about. The embedder and the rule are empty while the cache worker is
-    away.
+    """The bound, the judges, the embedder and the rule that a certificate holds for. The embedder
+    and the rule are empty while the cache worker is away.
     """
 
     error_max: float
@@ -76,7 +76,7 @@ class Certificates:
         self._lost: set[Pair] = set()  # whose starts could not be read
 
     async def update(self, teams: Iterable[Team], embedder: str, rule: str) -> dict[Pair, Certificate]:
-        """Start what is to start, and drop what is over; the certificates after it.
+        """Start new certificates, drop those that are over, and return all.
 
         `embedder` and `rule` are empty while the cache worker is away. Errors of the client pass
         through.
@@ -182,7 +182,7 @@ def _pairs(name: bytes) -> list[Pair]:
 
 
 def _why(before: Basis, now: Basis) -> str:
-    """What has changed, in words; empty where nothing has."""
+    """The change in words; empty if the two are equal."""
     if before.error_max != now.error_max:
         return f"the bound changed from {before.error_max:.4g} to {now.error_max:.4g}"
     for name, old, new in (

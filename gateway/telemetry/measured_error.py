@@ -140,7 +140,7 @@ class CheckCounts(msgspec.Struct):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was served by meaning, drawn or reported wrong."""
+        """True before the first semantic hit, drawn check or report of a wrong answer."""
         return not (self.hits or self.reported_wrong or self.cells)
 
 
@@ -228,9 +228,9 @@ class RulingCounts(msgspec.Struct):
 
     @property
     def flips(self) -> tuple[float, float]:
-        """The error rates as a verdict has them, for the loss of a label: the share of equal
-        answers called different, taken as 0, which makes nothing likelier, and of different ones
-        called the same.
+        """The judge's error rates, as a verdict has them: the share of equal answers that it calls
+        different, and of different ones that it calls the same. The first is taken as 0, which
+        makes no answer likelier.
         """
         rate = false_same(self)
         is_known = self.pairs - self.equal >= _KNOWN
@@ -238,13 +238,15 @@ class RulingCounts(msgspec.Struct):
 
     @property
     def allowed(self) -> float:
-        """The largest share of this judge's verdicts that may be wrong, of right answers or of wrong ones."""
+        """An upper bound of the share of this judge's verdicts that are wrong, on right or on wrong
+        answers.
+        """
         rates = (false_same(self), self.pairs - self.equal), (false_different(self), self.equal)
         return max(rate.high if pairs >= _KNOWN else rate.low for rate, pairs in rates)
 
 
 class ErrorRate(msgspec.Struct, frozen=True):
-    """A share with its 95% interval; the estimate is None where nothing was counted."""
+    """A share with its 95% interval. The estimate is None before the first count."""
 
     estimate: float | None
     low: float
@@ -455,7 +457,7 @@ def _log_sum(logs: Sequence[float]) -> float:
 
 
 def _root(rising: Callable[[float], float], end: float) -> float:
-    """Where a function that rises passes 0, from 0 to `end`."""
+    """The point in [0, `end`] at which a rising function passes 0."""
     if rising(0.0) >= 0.0:
         return 0.0
     if rising(end) <= 0.0:
@@ -478,8 +480,8 @@ Pair = tuple[int, str]
 class Measured(msgspec.Struct, frozen=True):
     """The share of all requests that a semantic hit answered wrongly, with its interval.
 
-    `estimate` is None without any check or report, and where more checks are unsettled than
-    settled, by weight.
+    `estimate` is None before the first check or report, and while unsettled checks outweigh settled
+    ones.
     """
 
     estimate: float | None

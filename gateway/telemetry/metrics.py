@@ -143,7 +143,7 @@ class Metrics:
                 self.add(names.ACCEPTED, (usage.accepted_tokens or {}).get(source, 0), answer.deployment, source)
 
     def _count_money(self, record: Record) -> None:
-        """Count what is rare about the money of a request."""
+        """Count claims, estimates, unknown baselines and savings."""
         request, money = record.request, record.money
         if money.usage_estimated:
             self.add(names.ESTIMATED, 1, request.alias, record.answer.deployment)

@@ -198,8 +198,8 @@ class Stats:
         self._count(self._now(), msgspec.structs.asdict(counts), "", buckets.JUDGES, f"{judge}\n{other}")
 
     async def saved(self) -> dict[int, int]:
-        """What the cache has saved each team in the last 30 days, in µUSD: what its answers had
-        cost when they were generated. Errors of the client pass through.
+        """The µUSD that the cache saved each team in the last 30 days: the cost of its answers when
+        they were generated. Errors of the client pass through.
         """
         summary = await self.query(StatsWindow.MONTH)
         return {team_id: tally.avoided_microusd for team_id, tally in summary.by_team.items()}
@@ -399,7 +399,7 @@ class Stats:
 
 
 def _is_near(record: Record) -> bool:
-    """Whether the request is a miss with a similar entry."""
+    """True for a miss with a similar entry."""
     cache = record.cache
     return (cache.similarity or 0.0) >= NEAR_SIMILARITY_MIN and cache.source == "miss" and record.ended.status < 400
 

@@ -61,7 +61,7 @@ class RequestTally(msgspec.Struct):
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of hits among hits and misses; None if there were none."""
+        """The share of hits among hits and misses; None before the first of them."""
         answers = self.hits + self.by_kind.get("miss", 0)
         return self.hits / answers if answers else None
 
@@ -121,7 +121,7 @@ class Latencies:
         self._histograms = defaultdict[tuple[str, str], Counter[int]](Counter)
 
     def add(self, field: buckets.Field, amount: int) -> None:
-        """Add one field of a request's kind, if it is one of latencies."""
+        """Add a field of latencies; ignore others."""
         latency, _, step = field.count.partition(":")
         if step.isdecimal():
             self._histograms[latency, field.kind][int(step)] += amount
