@@ -60,7 +60,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2820, "gateway/accounts": 2710, "gateway/admin": 3470, "gateway/alerts": 450, "gateway/api": 3570,
+    "gateway": 2820, "gateway/accounts": 2650, "gateway/admin": 3470, "gateway/alerts": 450, "gateway/api": 3570,
     "gateway/backends": 2410, "gateway/batches": 1180, "gateway/deployments": 1240, "gateway/journey": 2610,
     "gateway/learning": 1150, "gateway/reconcile": 630, "gateway/telemetry": 2190, "gateway/transport": 600,
     "gateway/wire": 1720, "cache": 950, "cache/context": 1040, "cache/decision": 2310, "cache/encoder": 410,

@@ -65,7 +65,9 @@ class Conversations:
 
     @uncancelled
     async def lock(self, team_id: int, id: str, request_id: str) -> bool:
-        """Keep other requests from changing the items, until `release`; returns whether it was there and free."""
+        """Lock a conversation's items for a request until `release`. Returns False if it is missing
+        or locked.
+        """
         lease = {"locked_by": request_id, "locked_until_s": self._clock() + LEASE_S}
         taken = sa.update(conversations).where(self._is_teams(team_id, id), self._is_free).values(lease)
         async with self._database.writing(is_durable=False) as connection:
@@ -122,7 +124,9 @@ class Conversations:
     async def append(
         self, connection: AsyncConnection, team_id: int, id: str, items: Added, ended: str | None = None
     ) -> bool:
-        """As `add`, as a part of another transaction. What a request adds that has `ended` frees its lock."""
+        """Do `add` in the transaction of `connection`. With `ended`, the id of a request, free its
+        lock.
+        """
         where, c, values = [self._is_free], conversations.c, dict[str, Any]()
         if ended is not None:
             # not again, where an earlier try was committed and the answer to that was lost
@@ -147,7 +151,7 @@ class Conversations:
         size: int = 0,
         **values: Any,
     ) -> bool:
-        """Change a conversation, which is `size` bytes longer then, and keep it anew."""
+        """Add `size` to the bytes of a conversation, and prolong it."""
         await self.held.lock(connection, team_id)
         kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
         change = sa.update(conversations).where(self._is_teams(team_id, id), *where).values(**kept, **values)

@@ -187,7 +187,7 @@ class Ledger:
 
     @uncancelled
     async def saved(self, ids: Collection[str]) -> set[str]:
-        """Those of `ids` that rows in SQL have."""
+        """The part of `ids` that the ledger has."""
         column, saved, listed = schema.ledger.c.id, set[str](), list(ids)
         async with self.database.reading() as connection:
             for start in range(0, len(listed), _SAVED_BATCH):
@@ -382,7 +382,7 @@ _Line = tuple[tuple[int, int, str, str], int, int]
 
 
 def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
-    """The lines that rows of the ledger add to; none where a baseline is not known."""
+    """The lines that rows of the ledger add to. A row without a known baseline adds to no line."""
     unsaved: dict[tuple[int, int, str], list[int]] = defaultdict(list)  # costs of rows that are their baselines
     for row in rows:
         key, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
@@ -458,7 +458,7 @@ def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FI
 
 
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
-    """The conditions on a table of days for the UTC days that the filter's moments lie in."""
+    """The conditions that select the UTC days of the filter's moments in a table of days."""
     found = [] if where.from_ms is None else [days.c.day >= where.from_ms // DAY_MS]
     return found if where.until_ms is None else [*found, days.c.day < -(-where.until_ms // DAY_MS)]
 

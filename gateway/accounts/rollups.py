@@ -65,7 +65,7 @@ def tag_axis(name: str) -> str:
 
 
 def stored(value: str) -> str:
-    """A user, or a tag's name or value, as the table has it."""
+    """The form in which the table keeps a user, or the name or value of a tag."""
     return f"={value}" if value else NONE
 
 
@@ -87,7 +87,7 @@ def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
 
 
 def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
-    """The rows that differ in nothing but amounts within their day, summed."""
+    """Sum the rows of a day that are equal in all labels."""
     groups: dict[tuple[Any, ...], tuple[LedgerRow, list[tuple[int, ...]]]] = {}
     for row in rows:
         _, amounts = groups.setdefault((row.at_ms // DAY_MS, *_labels_of(row)), (row, []))
@@ -135,7 +135,7 @@ def _fixed(row: LedgerRow) -> tuple[tuple[str, str], ...]:
 
 
 def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_Label]) -> Iterator[tuple[str, str]]:
-    """The user and the tags of a row, each as itself where it is known, else as OTHER."""
+    """The user and the tags of a row. A value beyond the bounds becomes OTHER."""
     block, user = _block_of(row), stored(row.user)
     yield USER, user if not user or (block, USER, row.team_id, user) in known else OTHER
     for name, value in tags:
@@ -148,7 +148,7 @@ def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_
 
 
 async def _admitted(connection: AsyncConnection, wanted: Mapping[_Scope, Iterable[str]]) -> set[_Label]:
-    """Those of the wanted values that are counted by themselves, or are from now on."""
+    """The wanted values that the table counts by themselves, including those that it admits now."""
     scope_columns, columns = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
     labels = sorted((*scope, value) for scope, values in wanted.items() for value in values)
     known: set[_Label] = set()

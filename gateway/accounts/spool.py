@@ -174,7 +174,7 @@ class Spool:
         return True
 
     def _shrink(self) -> None:
-        """Give back what an outage took."""
+        """Cut the file back to its first size after an outage."""
         assert self.mapped is not None
         self.mapped.resize(_SLOTS * SLOT_BYTES)
         self._used, self._next = bytearray(_SLOTS), 0

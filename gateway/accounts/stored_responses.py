@@ -112,13 +112,15 @@ class ResponseStore:
             await asyncio.wait([written], timeout=_WRITE_AWAITED_S)
 
     async def aclose(self) -> None:
-        """Write what waits, with one try."""
+        """Write the waiting rows, with one try."""
         self._is_closing = True
         if self._writing is not None:
             await self._writing
 
     async def _write(self) -> None:
-        """Write until nothing waits; while the database fails, try again. A row that it refuses is lost alone."""
+        """Write until the queue is empty, and try again while the database fails. A row that the
+        database refuses is lost alone.
+        """
         at_once = _ROWS_AT_ONCE
         while self._waiting:
             batch = self._waiting[:at_once]
@@ -274,7 +276,7 @@ class ResponseStore:
 
     @uncancelled
     async def find(self, team_id: int, id: str) -> StoredResponse | None:
-        """The team's response with this id, if it is there. One whose worker has ended has failed."""
+        """The team's response with this id, or None. A response whose worker has ended has failed."""
         asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
         async with self._database.reading() as connection:
             row = (await connection.execute(asked)).first()

@@ -104,7 +104,7 @@ def scope_of(team_id: int) -> str:
 
 @lru_cache(maxsize=10_000)
 def partition_of(secret: str | None, team_id: int) -> Partition:
-    """The cache partition of a team: its own answers, and no other team's."""
+    """The cache partition of a team, which holds its answers alone."""
     from cache import partition  # imports a Redis client, which accounts' values do without
 
     return partition((secret or "").encode(), scope_of(team_id))

@@ -101,7 +101,7 @@ async def open_learning(
     metrics: Metrics,
     fleet: Fleet,
 ) -> Learning:
-    """All that learns. Its own requests are refused until `Learning.connect`."""
+    """Open all parts that learn. The gateway's own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     identity = await own_identity(cache, accounts)
@@ -160,7 +160,7 @@ async def open_learning(
 
 
 async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, model: str | None) -> Certificates:
-    """The certificates; this worker counts for those that there are."""
+    """Read the certificates, so that this worker counts for them."""
     judges = OwnJudges.names if model is None else f"{OwnJudges.names}, {model}"
     certificates = Certificates(link, stats, bounds, judges, time.time)
     with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning

@@ -102,7 +102,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class _JudgingJob:
-    """A request whose answer is fresh, or was served: what a judge and a verdict need of it."""
+    """One comparison to make: the request, its fresh or served answer, and the decision about it."""
 
     record: Record
     turn: Turn | None  # SHADOW: to be answered afresh
@@ -168,13 +168,13 @@ class Judging:
 
     @property
     def waiting(self) -> int:
-        """Answers that are still to be judged, or are being."""
+        """The number of answers that wait for a judge or are being judged."""
         return len(self._queue) + len(self._due) + len(self._running)
 
     # -- called by the pipeline: never awaits, never raises
 
     def recorded(self, flight: Flight, record: Record) -> None:
-        """A request that led a flight is over."""
+        """Take a flight that is over, with its record."""
         generation = flight.generation
         trial, hit = generation.semantic.trial, generation.semantic.entry
         stored = generation.stored if generation.store == "stored" else None
@@ -238,7 +238,7 @@ class Judging:
         return self._regenerates and len(self._queue) < QUEUE_MAX
 
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
-        """An audit was drawn. Whatever becomes of it, it counts."""
+        """Count an audit that was drawn, whatever its outcome."""
         chance = _chance(trial, self._shadow_share(team_id, alias) if self._can_check else 0.0)
         return AuditDraw(chance, self.findings.note(team_id, alias, measured_error.audited(chance), None))
 
@@ -341,8 +341,8 @@ class Judging:
             _log.exception("judging_failed", source=job.source, request_id=job.record.request.id)
 
     async def _compare(self, job: _JudgingJob) -> None:
-        """A fresh answer with those near it: the first comparison is the verdict, an equal one
-        makes a group.
+        """Compare a fresh answer with those near it. The first comparison gives the verdict; the
+        first equal answer gives the group.
         """
         trial, fresh = job.trial, _qa_pair(job.text, job.chunks)
         entries = await self.exact.lookup_many(job.partition, job.compat, trial.ranked)
@@ -551,7 +551,7 @@ class Judging:
         return rulings
 
     async def _settled(self, free: Judgement, fresh: QAPair, entry: Entry, fallback: Judge | None) -> Judgement:
-        """A ruling, by `fallback` if the judges that cost nothing can't tell."""
+        """The ruling `free`, or that of `fallback` where `free` is UNKNOWN."""
         cached = _cached_pair(entry) if free.ruling is Ruling.UNKNOWN and fallback is not None else None
         return await fallback.judge(fresh, cached) if fallback is not None and cached is not None else free
 
@@ -581,18 +581,16 @@ def _is_same(judgement: Judgement) -> bool | None:
 
 
 def _chance(trial: Trial, share: float) -> float:
-    """With which probability a would-be hit is compared: generated instead, or served and then, in
-    a `share`, checked. A trial's chance of 1 says that it was not to be served or nothing is
-    audited.
+    """The probability with which a would-be hit is compared: it is generated instead, or served and
+    then checked with the probability `share`. A trial has a chance of 1 where the rule would not
+    serve, or where audits are off.
     """
     audited = trial.chance if trial.chance < 1.0 else 0.0
     return audited + (1.0 - audited) * share
 
 
 def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
-    """A question and its answer, for a judge; None where the answer is nothing that one can
-    read.
-    """
+    """A question and its answer, for a judge; None for an answer without a text."""
     try:
         whole = fold(chunks)
     except msgspec.DecodeError:
@@ -602,7 +600,7 @@ def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
 
 
 def _cached_pair(entry: Entry) -> QAPair | None:
-    """An entry's prompt and answer; None where that is nothing that one can read, or too long."""
+    """An entry's prompt and answer; None if one is missing, has no text, or is too long."""
     if entry.text is None or entry.chunks_bytes > _CHUNKS_BYTES_MAX:
         return None
     return _qa_pair(entry.text, chunks_of(entry))
@@ -613,7 +611,7 @@ def _answered(entry: Entry | None, text: str) -> Answered:
 
 
 def _weak(verdict: Verdict) -> Verdict:
-    """Counted in the group's tally as a part of a verdict; the model learns nothing from it."""
+    """Reduce a verdict to a part of one in its group's tally. The model learns nothing from it."""
     trial = msgspec.structs.replace(verdict.trial, features=b"")
     return msgspec.structs.replace(verdict, trial=trial, weight=_AGAIN_WEIGHT)
 

@@ -84,7 +84,9 @@ class ExaminedJudge:
         self._space = space
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        """The judge's ruling; without one that counts, as if it had not answered."""
+        """The judge's ruling. Before it has passed its exam, and after it has failed, the same as
+        without an answer.
+        """
         exam, recent = self._exam, self._recent
         other = recent.unrelated(self._space, fresh)
         recent.remember(self._space, fresh)

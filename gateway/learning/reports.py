@@ -51,7 +51,7 @@ class ReportOutcome(msgspec.Struct, frozen=True):
 
 
 class Reports:
-    """`count` gets every verdict."""
+    """Takes reports on answers. `count` gets every verdict."""
 
     def __init__(
         self,
@@ -137,9 +137,7 @@ class Reports:
         return Effect.PURGED
 
     async def find(self, id: str, team_id: int | None = None) -> Record | None:
-        """The request among the latest; one that has just finished may be handed over by its worker
-        a second later.
-        """
+        """A request among the latest. Its worker may hand it over a second after its end."""
 
         def is_it(record: Record) -> bool:
             return record.request.id == id and team_id in (None, record.request.team_id)

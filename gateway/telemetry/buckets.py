@@ -46,7 +46,7 @@ class Field(msgspec.Struct, frozen=True):
 
 
 def field_name(count: str, team_id: int | str, kind: str, surface: str, model: str) -> str:
-    """A field's name."""
+    """The name of a field, of its parts."""
     return f"{count}|{team_id}|{kind}|{surface}|{model}"
 
 

@@ -44,7 +44,9 @@ class Basis(msgspec.Struct, frozen=True):
 
 
 class CertificateStart(msgspec.Struct, frozen=True):
-    """The start of a certificate, and why it is not an earlier one; empty of the first."""
+    """The start of a certificate. `why` says what ended the certificate before; it is empty for the
+    first.
+    """
 
     id: str
     since_s: float
@@ -108,7 +110,7 @@ class Certificates:
         return certificates
 
     async def read(self) -> dict[Pair, Certificate]:
-        """The certificates now. Errors of the client pass through."""
+        """All current certificates. Errors of the client pass through."""
         counted = await self._stats.certified()
         return {
             pair: Certificate(start, counted.get((pair, start.id), CheckCounts()))
@@ -116,11 +118,11 @@ class Certificates:
         }
 
     async def recall(self) -> None:
-        """Count for the certificates that there are. Errors of the client pass through."""
+        """Let this worker count for the current certificates. Errors of the client pass through."""
         self._stats.certificates = {pair: start.id for pair, start in (await self._starts()).items()}
 
     async def restart(self, team: Team, alias: str, why: str) -> None:
-        """Start a new one, whatever there was. Errors of the client pass through."""
+        """Start a new certificate. Errors of the client pass through."""
         pair = team.id, alias
         start = (await self._starts()).get(pair)
         basis = Basis(self._bounds.error_max(team, alias), self._judges)
@@ -159,7 +161,7 @@ class Certificates:
         return starts
 
     async def _replace(self, pair: Pair, before: CertificateStart | None, after: CertificateStart) -> bool:
-        """False where another worker was faster."""
+        """Store a start. Returns False if another worker stored one before."""
         expected = _encoder.encode(before) if before is not None else b""
         return bool(await self._redis.eval(_REPLACE, 1, _KEY, _field(pair), expected, _encoder.encode(after)))
 

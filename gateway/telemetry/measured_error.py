@@ -155,13 +155,17 @@ _JUDGE = "judge"
 
 
 def served(chance: float, *, is_compared: bool) -> tuple[str, ...]:
-    """The events of a hit that is compared with `chance`, and whether it will be."""
+    """The events of a served hit. `chance` is the probability that it is compared, `is_compared`
+    the draw.
+    """
     step = _step(chance)
     return (f"served:{step}", f"shadowed:{step}") if is_compared else (f"served:{step}",)
 
 
 def shadow_share(share: float, hits: int) -> float:
-    """The share of hits to check after `hits` of them, where `share` is that of many; 0 stays 0."""
+    """The share of the next hits to check, after `hits` of them: larger for the first, `share` in
+    the end. A share of 0 stays 0.
+    """
     return max(share, min(_EARLY_MOST, _EARLY / max(1, hits))) if share else 0.0
 
 
@@ -219,7 +223,7 @@ class RulingCounts(msgspec.Struct):
 
     @property
     def equal(self) -> int:
-        """Those that the other one calls the same."""
+        """The pairs that the other judge calls the same."""
         return self.same_same + self.different_same
 
     def add(self, other: RulingCounts) -> None:
@@ -264,7 +268,9 @@ def false_different(counts: RulingCounts) -> ErrorRate:
 
 
 def by_judge(rulings: Iterable[Mapping[str, RulingCounts]]) -> dict[str, RulingCounts]:
-    """All rulings of each judge beside others; of two, there is a line feed between their names."""
+    """All rulings of each judge beside others. A key of `rulings` is two judges, with a line feed
+    between.
+    """
     by_name: dict[str, RulingCounts] = {}
     for names, counts in (pair for counted in rulings for pair in counted.items()):
         judge, _, other = names.partition("\n")
@@ -377,7 +383,7 @@ def _most(cells: Sequence[tuple[int, Cell]], judge_error: float) -> float:
 
 @lru_cache(1_024)
 def _bets(step: int, judge_error: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each of the grid c, as far as the chance allows it, and k."""
+    """For each c of the grid: c, cut to what the chance allows, and k."""
     chance = chances(step)[0] * (1 - judge_error)
     if not chance:
         return (0.0,) * len(_GRID), (0.0,) * len(_GRID)
@@ -396,8 +402,8 @@ def _lowest(cells: Sequence[tuple[int, Cell]], judge_error: float) -> float:
 
 
 def _found(cells: Iterable[tuple[int, Cell]], judge_error: float) -> list[float]:
-    """For each of the grid the logarithm of what the wrong answers found multiply by, less what a
-    judge's errors may have added.
+    """For each c of the grid: the logarithm of the product over the wrong answers that were found,
+    less the most that a judge's errors may have added.
     """
     logs = [0.0] * len(_GRID)
     for step, cell in cells:
@@ -413,7 +419,7 @@ def _found(cells: Iterable[tuple[int, Cell]], judge_error: float) -> list[float]
 
 @lru_cache(1_024)
 def _gains(step: int) -> tuple[float, ...]:
-    """For each of the grid the logarithm of what a wrong answer found multiplies by."""
+    """For each c of the grid: the logarithm of the factor of one wrong answer that was found."""
     most = chances(step)[1]
     return tuple(math.log((1 - (1 - most) * math.exp(-c)) / most) for c in _GRID)
 
@@ -493,7 +499,7 @@ class Measured(msgspec.Struct, frozen=True):
 class CheckedPeriod(msgspec.Struct):
     """The checks, reports and rulings of some time, and the requests that they stand for.
 
-    `rulings` are of two judges, with a line feed between their names.
+    `rulings` are by two judges, with a line feed between their names.
     """
 
     start_s: int
@@ -513,9 +519,9 @@ class CheckedPeriod(msgspec.Struct):
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """Too many wrong answers since `since_s`, the start of an hour or of the certificate.
+    """Too many answers have been wrong since `since_s`, the start of an hour or of the certificate.
 
-    `strictness` is what the bound is multiplied with, below 1.
+    `strictness`, below 1, is the factor of the bound.
     """
 
     since_s: float
@@ -580,7 +586,7 @@ class MeasuredErrors:
         self._rates: dict[str, RulingCounts] = {}
 
     def measure(self, counts: CheckCounts) -> Measured:
-        """`measure`, with what the last day's rulings say of the judges."""
+        """`measure`, with the error rates of judges from the last day's rulings."""
         return measure(counts, self.judge_error, self._rates)
 
     def flips(self, judge: str) -> tuple[float, float]:
@@ -646,8 +652,8 @@ class MeasuredErrors:
 def _parts(
     pair: Pair, hours: Sequence[CheckedPeriod], certified: tuple[float, CheckCounts] | None
 ) -> list[tuple[float, CheckCounts]]:
-    """The pair's counts by hour. Where its certificate starts within them, the first is that from
-    the start until the next full hour.
+    """The pair's counts by hour. If its certificate starts within them, the first part lasts from
+    that start to the next full hour.
     """
     since_s, total = certified or (0.0, CheckCounts())
     parts = [(float(hour.start_s), hour.counts.get(pair, CheckCounts())) for hour in hours if hour.start_s >= since_s]

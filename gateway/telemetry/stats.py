@@ -277,7 +277,7 @@ class Stats:
         ]
 
     def _now(self) -> tuple[_Bucket, ...]:
-        """The buckets of what happens now."""
+        """The buckets of this minute."""
         return _buckets_of(int(self._clock()) // 60)
 
     def _count(
