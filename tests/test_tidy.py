@@ -62,7 +62,7 @@ ROOMS = {
 CODE_LINES_MAX = {
     "gateway": 2820, "gateway/accounts": 2650, "gateway/admin": 3470, "gateway/alerts": 450, "gateway/api": 3570,
     "gateway/backends": 2410, "gateway/batches": 1180, "gateway/deployments": 1240, "gateway/journey": 2610,
-    "gateway/learning": 1150, "gateway/reconcile": 630, "gateway/telemetry": 2190, "gateway/transport": 600,
+    "gateway/learning": 1150, "gateway/reconcile": 630, "gateway/telemetry": 2070, "gateway/transport": 600,
     "gateway/wire": 1720, "cache": 950, "cache/context": 1040, "cache/decision": 2310, "cache/encoder": 410,
     "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 780, "policies": 2180,
     "local_engine": 2340, "local_engine/apart": 320, "local_engine/checkpoints": 900, "local_engine/executors": 470,

@@ -147,10 +147,8 @@ def _sums_of(kind: str, records: Sequence[Record]) -> dict[str, int]:
         sums["saved_completion_tokens"] = sums.pop("completion_tokens")
         sums["saved_tokens"] = sums.pop("prompt_tokens") + sums["saved_completion_tokens"]
     for latency, read in _LATENCIES.items():
-        for ms in map(read, records):
-            if ms is not None:
-                name = f"{latency}:{buckets.step(ms)}"
-                sums[name] = sums.get(name, 0) + 1
+        steps = Counter(map(buckets.step, [ms for ms in map(read, records) if ms is not None]))
+        sums.update({f"{latency}:{step}": count for step, count in steps.items()})
     return sums
 
 
@@ -238,7 +236,7 @@ class Stats:
             if kind in buckets.HITS:
                 self._hits[minute // 60, team_id, kind, model].update(sums)
             else:
-                self._count_deployments(minute_buckets, deployment, group)
+                self._count_deployments(minute_buckets, deployment, kind, group, sums)
             if kind in buckets.ANSWERED and team_id:
                 certificate = self.certificates.get((team_id, model), "")
                 counts = {"requests": len(group), "hits": len(group) if kind == "semantic" else 0}
@@ -247,9 +245,19 @@ class Stats:
         for oldest in minutes[: max(0, len(minutes) - _UNSENT_MAX)]:
             del self._unsent[oldest]
 
-    def _count_deployments(self, minute_buckets: tuple[_Bucket, ...], deployment: str, group: Iterable[Record]) -> None:
+    def _count_deployments(
+        self,
+        minute_buckets: tuple[_Bucket, ...],
+        deployment: str,
+        kind: str,
+        group: Sequence[Record],
+        sums: Mapping[str, int],
+    ) -> None:
+        """Count the attempts of a group, whose sums are `sums`."""
         tried = [record for record in group if record.answer.attempts]
-        counts = {name: sum(map(_SUMMED[name], tried)) for name in _OF_DEPLOYMENTS}
+        if len(tried) < len(group):
+            sums = _sums_of(kind, tried)
+        counts = {name: sums[name] for name in _OF_DEPLOYMENTS}
         self._count(minute_buckets, counts, "", buckets.DEPLOYMENT, deployment)
         for (name, verdict), count in Counter(
             [(a.name, a.verdict) for one in tried for a in one.answer.attempts]
