@@ -157,7 +157,7 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
         if judged.verdict.is_right is None and judging.is_early:
             early.append((request, answer))
         flips = judging.flips if judging.asked is not None else (0.0, 0.0)
-        verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked, flips=flips, is_late=is_late)
+        verdict = msgspec.structs.replace(judged.verdict, judge_chance=judging.asked, flips=flips, is_late=is_late)
         cache.fold([dataclasses.replace(judged, verdict=verdict)])
 
     for request in requests:

@@ -76,17 +76,8 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Emit, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
+from gateway.telemetry import metric_names as m
 from gateway.telemetry.health import HealthMonitor
-from gateway.telemetry.metric_names import (
-    ALERTS,
-    BACKGROUND_RESPONSES,
-    BATCH_LINES,
-    BATCH_LINES_LEFT,
-    BATCHES_LEFT,
-    LOG_DROPPED,
-    STORED_RESPONSES,
-    WRONG_KEYS,
-)
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.wire.errors import ApiError, BadRequest
@@ -247,7 +238,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.parts = parts
         app.state.routes.update(_routes(settings, parts))
         app.router.routes.extend(admin_routes(parts))
-        _start_loops(parts, stack)
+        start_loops(parts, stack)
         if parts.metrics.error is not None:
             _log.warning(
                 "metrics_not_shared", reason=str(parts.metrics.error), consequence="a scrape sees one worker's"
@@ -305,7 +296,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     """Open every part, in the order of their dependencies. `routes` are filled later."""
     metrics = Metrics(settings.run_dir / "metrics", VERSION)
     stack.callback(metrics.close)
-    log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
+    log = logs.configure(settings, on_drop=lambda lines: metrics.add(m.LOG_DROPPED, lines))
     stack.callback(logs.close)
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
@@ -334,7 +325,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
-    background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, BACKGROUND_RESPONSES, 1))
+    background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
@@ -390,7 +381,7 @@ def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) 
 
 def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, stack: AsyncExitStack) -> ResponseStore:
     def count(outcome: str, responses: int) -> None:
-        metrics.add(STORED_RESPONSES, responses, outcome)
+        metrics.add(m.STORED_RESPONSES, responses, outcome)
 
     store = ResponseStore(accounts.database, time.time, settings.responses, count)
     stack.push_async_callback(store.aclose)
@@ -404,7 +395,13 @@ def _batches(
     files = Files(accounts.database, settings.batches, settings.files_dir)
     batches = Batches(accounts.database, files, settings.batches)
     runner = BatchRunner(
-        batches, files, pipeline, accounts, settings.batches, routes, lambda how: metrics.add(BATCH_LINES, 1, how)
+        batches=batches,
+        files=files,
+        pipeline=pipeline,
+        accounts=accounts,
+        settings=settings.batches,
+        routes=routes,
+        on_line=lambda how: metrics.add(m.BATCH_LINES, 1, how),
     )
     return {"files": files, "batches": batches, "runner": runner}
 
@@ -435,7 +432,7 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
 
 def _guard(settings: Settings, accounts: Accounts, metrics: Metrics) -> Guard:
     sessions = Sessions(accounts.database, time.time)
-    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(WRONG_KEYS, 1, endpoint, outcome))
+    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome))
 
 
 def _cache_limits(settings: Settings) -> CacheLimits:
@@ -493,7 +490,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
+def start_loops(parts: Parts, stack: AsyncExitStack) -> None:
     alerts = parts.settings.alerts
     channels: dict[str, Channel] = {}
     if alerts.webhook_url:
@@ -506,7 +503,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         parts.budgets,
         alerts,
         channels,
-        count=lambda channel, outcome: parts.metrics.add(ALERTS, 1, channel, outcome),
+        count=lambda channel, outcome: parts.metrics.add(m.ALERTS, 1, channel, outcome),
     )
     loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
@@ -557,8 +554,8 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
 
 async def _count_batches(parts: Parts) -> None:
     batches, lines = await parts.batches.left()
-    parts.metrics.set(BATCHES_LEFT, batches)
-    parts.metrics.set(BATCH_LINES_LEFT, lines)
+    parts.metrics.set(m.BATCHES_LEFT, batches)
+    parts.metrics.set(m.BATCH_LINES_LEFT, lines)
 
 
 async def _tidy(pipeline: Pipeline) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from cache.fingerprint import FIELDS, FieldKind
-from gateway.app import create_app
+from gateway.app import VERSION, create_app
 from gateway.cli import _parser, main
 from gateway.settings import SECTIONS, PriceSettings, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
@@ -306,6 +307,13 @@ def test_prose_is_narrow_and_plain(name: str) -> None:
     wide = [line for line in TEXTS[name].splitlines() if len(line) > _COLUMNS_MAX and not line.startswith("|")]
     assert wide == []
     assert _OLD_VOICE.findall(without_generated(TEXTS[name])) == []
+
+
+def test_the_newest_release_is_the_version() -> None:
+    """The first heading of the changelog, the package and the running gateway name one version."""
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    (newest, *_) = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest == package == VERSION
 
 
 def test_readme_is_short() -> None:

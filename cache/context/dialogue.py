@@ -156,9 +156,9 @@ def stands_alone(question: str, history: Sequence[tuple[str, str]], system: str)
     return all(_is_past(role, text, own) for role, text in history) and not _is_asked(history[-1][1])
 
 
-def _is_past(role: str, text: str, own: frozenset[str]) -> bool:
+def _is_past(role: str, text: str, terms: frozenset[str]) -> bool:
     """Whether nothing of a turn matters to a later question with these words."""
-    if len(text) > _TURN_CHARS_MAX or not own.isdisjoint(words_of(text)):
+    if len(text) > _TURN_CHARS_MAX or not terms.isdisjoint(words_of(text)):
         return False
     if role == "assistant":
         return not _AGREED.search(text)

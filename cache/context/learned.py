@@ -72,24 +72,24 @@ class Learned:
         # by partition and place: how often it came and when each of its last values did; None once it is learned
         self._places: OrderedDict[int, tuple[int, dict[int, int]] | None] = OrderedDict()
 
-    def spans(self, partition: bytes, text: str, found: tuple[Span, ...]) -> tuple[Span, ...]:
-        """The spans `found` in a system prompt, and those that are learned; this prompt is one more to learn from."""
-        made = candidates(text, found)
-        words = [frozenset(_PLACE_WORD.findall(place)) - _PLAIN for place, _ in made]
-        counts = Counter(word for some in words for word in some)
+    def spans(self, partition: bytes, text: str, known: tuple[Span, ...]) -> tuple[Span, ...]:
+        """The spans `known` in a system prompt, and those that are learned; this prompt is one more to learn from."""
+        ids = candidates(text, known)
+        label_words = [frozenset(_PLACE_WORD.findall(label)) - _PLAIN for label, _ in ids]
+        counts = Counter(word for own_words in label_words for word in own_words)
         # a word of two places is of records, or of ids that an answer may compare
         varying = [
             span
-            for (place, span), some in zip(made, words, strict=True)
-            if some
-            and some.isdisjoint(_CONTENT)
-            and all(counts[word] == 1 for word in some)
-            and self._varies(partition, place, span.value)
+            for (label, span), own_words in zip(ids, label_words, strict=True)
+            if own_words
+            and own_words.isdisjoint(_CONTENT)
+            and all(counts[word] == 1 for word in own_words)
+            and self._varies(partition, label, span.value)
         ]
-        return apart([*found, *varying]) if varying else found
+        return apart([*known, *varying]) if varying else known
 
-    def _varies(self, partition: bytes, place: str, value: str) -> bool:
-        key = hash((partition, place))  # decision: memos-per-partition
+    def _varies(self, partition: bytes, label: str, value: str) -> bool:
+        key = hash((partition, label))  # decision: memos-per-partition
         seen = self._places.pop(key, (0, {}))
         if seen is not None:
             count, values = seen[0] + 1, seen[1]
@@ -105,11 +105,11 @@ class Learned:
         return seen is None
 
 
-def candidates(text: str, found: Sequence[Span] = ()) -> list[tuple[str, Span]]:
-    """The ids of a text that may be learned, outside the spans `found`, in their order, each with
+def candidates(text: str, known: Sequence[Span] = ()) -> list[tuple[str, Span]]:
+    """The ids of a text that may be learned, outside the spans `known`, in their order, each with
     the words that tell its place; none where there is too much that looks like one.
     """
-    made: list[tuple[str, Span]] = []
+    ids: list[tuple[str, Span]] = []
     read = 0
     for match in _FIGURES.finditer(text):
         start, end = match.span()
@@ -119,14 +119,14 @@ def candidates(text: str, found: Sequence[Span] = ()) -> list[tuple[str, Span]]:
         first = max(0, start - _TOKEN_CHARS_MAX)
         while start > first and (text[start - 1].isalnum() or text[start - 1] in "-_"):
             start -= 1
-        if end - start > _TOKEN_CHARS_MAX or any(span.start < end and start < span.end for span in found):
+        if end - start > _TOKEN_CHARS_MAX or any(span.start < end and start < span.end for span in known):
             continue
         one = _code(text, start, end)
         if one is not None:
-            made.append(one)
-            if len(made) > _CANDIDATES_MAX:
+            ids.append(one)
+            if len(ids) > _CANDIDATES_MAX:
                 return []
-    return made
+    return ids
 
 
 def _code(text: str, start: int, end: int) -> tuple[str, Span] | None:
@@ -183,13 +183,13 @@ def _is_coded(text: str, before: int, start: int, end: int) -> bool:
 def _placed(text: str, before: int, start: int, end: int) -> tuple[str, Span]:
     """A span whose label is its key, or else its sentence; and the words up to `before`, from the last figure on."""
     first = max(text.rfind("\n", 0, before) + 1, before - _LABEL_CHARS_MAX)
-    told = text[first:before]
-    key = told.rstrip(_QUOTES)
+    before_id = text[first:before]
+    key = before_id.rstrip(_QUOTES)
     if key[-1:] in _SIGNS:
-        label = place = " ".join(_NO_KEY.split(key[-_KEY_CHARS_MAX:-1].rstrip(_QUOTES))[-1].split()[-4:])
+        label = slot_label = " ".join(_NO_KEY.split(key[-_KEY_CHARS_MAX:-1].rstrip(_QUOTES))[-1].split()[-4:])
     else:
-        told = _SENTENCE_END.split(told)[-1]
-        place = re.split(r"[0-9]", told)[-1]
-        label = told + " " + _SENTENCE_END.split(text[end : end + _LABEL_CHARS_MAX])[0]
+        before_id = _SENTENCE_END.split(before_id)[-1]
+        slot_label = re.split(r"[0-9]", before_id)[-1]
+        label = before_id + " " + _SENTENCE_END.split(text[end : end + _LABEL_CHARS_MAX])[0]
     label += " " + text[before:start]
-    return place.casefold(), Span(start, end, SpanKind.ID, text[before:end], label, is_learned=True)
+    return slot_label.casefold(), Span(start, end, SpanKind.ID, text[before:end], label, is_learned=True)

@@ -123,25 +123,25 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
     `rest` is the prompt without its spans. With `has_tools` an answer may act for the user.
     """
     is_read = len(question) <= QUESTION_CHARS_MAX and is_english(question, rest)
-    asked = frozenset(words_of(_ASIDE.sub("", question))) if is_read else _QUOTING
-    if not _QUOTING.isdisjoint(asked):
+    terms = frozenset(words_of(_ASIDE.sub("", question))) if is_read else _QUOTING
+    if not _QUOTING.isdisjoint(terms):
         return frozenset(range(len(spans)))
     asks_now = bool(_NOW_ASKED.search(question) or _STATE_ASKED.search(question))
     moments = [span.value for span in spans if span.kind is SpanKind.MOMENT]
     dated = _sentences_with(_DATED, rest) if moments else frozenset()
     timed = _sentences_with(_CLOCK, rest) if any(":" in value for value in moments) else frozenset()
     needed = set()
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         # the sentences that have days or times to compare this moment with
         facts = dated | timed if ":" in span.value else dated
         is_moment = span.kind is SpanKind.MOMENT
         if (
-            _needs(asked, span, has_tools=has_tools)
-            or (span.is_learned and _points_at(asked, span, rest))
-            or (is_moment and (asks_now or not (facts - FUNCTION_WORDS).isdisjoint(asked)))
-            or (is_moment and facts and (_PAST_ASKED.match(question) or not _SPELL_WORDS.isdisjoint(asked)))
+            _needs(terms, span, has_tools=has_tools)
+            or (span.is_learned and _points_at(terms, span, rest))
+            or (is_moment and (asks_now or not (facts - FUNCTION_WORDS).isdisjoint(terms)))
+            or (is_moment and facts and (_PAST_ASKED.match(question) or not _SPELL_WORDS.isdisjoint(terms)))
         ):
-            needed.add(place)
+            needed.add(index)
     return frozenset(needed)
 
 
@@ -185,16 +185,16 @@ _SENTENCE = re.compile(r"[.!?;](?=\s|$)|\n")
 _CLOCK = re.compile(r"\b\d{1,2}[:.]\d\d\b|\b\d{1,2} ?(?:am|pm|o'clock)\b", re.IGNORECASE)
 
 
-def _points_at(asked: frozenset[str], span: Span, rest: str) -> bool:
+def _points_at(terms: frozenset[str], span: Span, rest: str) -> bool:
     """Whether a question may be about a span that no table knows: it says "this", names nothing,
     has a code or a word of a sentence that has a word of the span's label; any may where such a
     sentence reads the form of an id.
     """
-    has_code = any(word.isalnum() and not word.isalpha() and not word.isdigit() for word in asked)
-    if has_code or not _POINTING.isdisjoint(asked) or asked <= FUNCTION_WORDS or _FORM_READ.search(rest):
+    has_code = any(word.isalnum() and not word.isalpha() and not word.isdigit() for word in terms)
+    if has_code or not _POINTING.isdisjoint(terms) or terms <= FUNCTION_WORDS or _FORM_READ.search(rest):
         return True
     beside = _words_with(span.label, rest)
-    return not _FORMS.isdisjoint(beside) or not (beside - FUNCTION_WORDS).isdisjoint(asked)
+    return not _FORMS.isdisjoint(beside) or not (beside - FUNCTION_WORDS).isdisjoint(terms)
 
 
 # "those that end in 7 cost more", of whatever
@@ -214,15 +214,15 @@ def _words_with(label: str, text: str) -> frozenset[str]:
     return forms.union(*(words for words, _ in beside))
 
 
-def _needs(asked: frozenset[str], span: Span, *, has_tools: bool) -> bool:
-    own = frozenset(words_of(span.label)) | frozenset(
+def _needs(terms: frozenset[str], span: Span, *, has_tools: bool) -> bool:
+    span_words = frozenset(words_of(span.label)) | frozenset(
         word for word in words_of(span.value) if span.kind in _WORDED or not word.isalpha()
     )
-    if span.kind is not SpanKind.ORDER and not (own - FUNCTION_WORDS).isdisjoint(asked):
+    if span.kind is not SpanKind.ORDER and not (span_words - FUNCTION_WORDS).isdisjoint(terms):
         return True
-    if has_tools and span.kind in (SpanKind.NAME, SpanKind.ID) and not _MINE.isdisjoint(asked):
+    if has_tools and span.kind in (SpanKind.NAME, SpanKind.ID) and not _MINE.isdisjoint(terms):
         return True
-    return not _ASKED_FOR[span.kind].isdisjoint(asked)
+    return not _ASKED_FOR[span.kind].isdisjoint(terms)
 
 
 _WORDED = (SpanKind.NAME, SpanKind.MOMENT, SpanKind.OTHER)  # whose words say something

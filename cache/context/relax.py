@@ -36,7 +36,7 @@ _SPAN_CHARS_MAX = 80  # a shorter text that is left out is a span
 
 
 def relaxed(
-    found: Fingerprint,
+    full: Fingerprint,
     body: Mapping[str, Any],
     keyed: Collection[str] = (),
     patterns: tuple[re.Pattern[str], ...] = (),
@@ -50,60 +50,60 @@ def relaxed(
 
     def spans_of(text: str) -> tuple[Span, ...]:
         known = spans(text, patterns)
-        return learned.spans(found.partition, text, known) if learned is not None else known
+        return learned.spans(full.partition, text, known) if learned is not None else known
 
     messages = body.get("messages")
-    if found.text is None or not isinstance(messages, list):
-        return found
+    if full.text is None or not isinstance(messages, list):
+        return full
     try:
-        with read_for(found.partition):
-            made = _relaxed(found, body, messages, keyed, spans_of)
+        with read_for(full.partition):
+            reduced = _relaxed(full, body, messages, keyed, spans_of)
     except (ValueError, RecursionError):  # the arguments of a call are deeper as a value than as a text
-        return found
+        return full
     context = "\n".join(text for turn in messages[:-1] for text in _texts_of(turn))
-    return msgspec.structs.replace(made, context=context) if 0 < len(context) <= CONTEXT_CHARS_MAX else made
+    return msgspec.structs.replace(reduced, context=context) if 0 < len(context) <= CONTEXT_CHARS_MAX else reduced
 
 
 def _relaxed(
-    found: Fingerprint,
+    full: Fingerprint,
     body: Mapping[str, Any],
     messages: list[Any],
     keyed: Collection[str],
     spans_of: _SpansOf,
 ) -> Fingerprint:
-    assert found.text is not None, "its caller has checked it"
-    count = next((at for at, one in enumerate(messages) if one.get("role") not in _SYSTEM), len(messages))
+    assert full.text is not None, "its caller has checked it"
+    count = next((at for at, message in enumerate(messages) if message.get("role") not in _SYSTEM), len(messages))
     systems, history, last = messages[:count], messages[count:-1], messages[-1]
     tools = {name: _as_set(body[name]) for name in ("tools", "functions") if isinstance(body.get(name), list)}
-    is_alone = not history or _is_alone(found.text, history, systems)
+    is_alone = not history or _is_alone(full.text, history, systems)
     left_out: list[str] = []
     kept = "" if is_alone else "history"
     turns: list[Any] = [*systems, *_by_value(history), last]
     if is_alone:
-        left_out += [str(one["content"]) for one in history]
-        turns, slots, kept = _without_slots(systems, found.text, spans_of, has_tools=bool(tools))
+        left_out += [str(message["content"]) for message in history]
+        turns, slots, kept = _without_slots(systems, full.text, spans_of, has_tools=bool(tools))
         turns.append(last)
         left_out += slots
-    if turns == messages and all(body[name] == made for name, made in tools.items()):
-        return msgspec.structs.replace(found, kept=kept) if kept else found
-    made = fingerprint({**body, **tools, "messages": turns}, found.partition, found.namespace, keyed)
-    beside = (found.text, *(part for one in turns[:-1] for part in _texts_in(one))) if left_out else ()
-    return msgspec.structs.replace(found, compat=made.compat, kept=kept, left_out=tuple(left_out), beside=beside)
+    if turns == messages and all(body[name] == tool for name, tool in tools.items()):
+        return msgspec.structs.replace(full, kept=kept) if kept else full
+    reduced = fingerprint({**body, **tools, "messages": turns}, full.partition, full.namespace, keyed)
+    beside = (full.text, *(part for message in turns[:-1] for part in _texts_in(message))) if left_out else ()
+    return msgspec.structs.replace(full, compat=reduced.compat, kept=kept, left_out=tuple(left_out), beside=beside)
 
 
-def shows_left_out(answer: str, found: Fingerprint) -> bool:
+def shows_left_out(answer: str, full: Fingerprint) -> bool:
     """Whether an answer has a name, a figure or an id of what its request's compat leaves out, and
     that nothing else in the request has.
     """
-    if not found.left_out:
+    if not full.left_out:
         return False
-    beside = frozenset(word for text in found.beside for word in (*_words(text), *_DIGIT.findall(text)))
+    beside = frozenset(word for text in full.beside for word in (*_words(text), *_DIGIT.findall(text)))
     telling, plain = _telling(answer) - beside, _squeezed(answer)
     return any(
         _shows_span(text, answer, plain, beside)
         if len(text) <= _SPAN_CHARS_MAX
         else not telling.isdisjoint(_words(text))  # of a history, what looks like names, figures and ids
-        for text in found.left_out
+        for text in full.left_out
     )
 
 
@@ -140,7 +140,7 @@ _COUNTING = DAYS | frozenset((*SMALL, *OTHER_NUMBERS))
 
 
 def _words(text: str) -> frozenset[str]:
-    """The words of a text that are no function words, case-folded, with the parts of joined ones."""
+    """The content words of a text, case-folded, and the parts of joined words."""
     return frozenset(word for token in _TOKEN.findall(text) for word in _parts(token) if word not in FUNCTION_WORDS)
 
 
@@ -164,27 +164,27 @@ def _without_slots(
     """The turns of the system prompt without the spans that the question does not rely on, the
     texts of these, and `volatile` where it relies on one.
     """
-    texts = [_texts_of(one) for one in systems]
+    texts = [_texts_of(message) for message in systems]
     is_long = sum(len(text) for row in texts for text in row) > TEXT_CHARS_MAX
-    found = [[() if is_long else spans_of(text) for text in row] for row in texts]
-    if not any(some for row in found for some in row):
+    spans = [[() if is_long else spans_of(text) for text in row] for row in texts]
+    if not any(text_spans for row in spans for text_spans in row):
         return list(systems), [], ""
     turns: list[Any] = []
     left_out: list[str] = []
     kept = ""
-    read = [list(zip(*rows, strict=True)) for rows in zip(texts, found, strict=True)]
-    rest = "\n".join(_rest(text, some) for row in read for text, some in row)
-    for one, row in zip(systems, read, strict=True):
-        made = []
-        for text, some in row:
-            needed = relied_on(question, some, rest, has_tools=has_tools)
-            free = [span for place, span in enumerate(some) if place not in needed]
+    read = [list(zip(*rows, strict=True)) for rows in zip(texts, spans, strict=True)]
+    rest = "\n".join(_rest(text, text_spans) for row in read for text, text_spans in row)
+    for message, row in zip(systems, read, strict=True):
+        parts = []
+        for text, text_spans in row:
+            needed = relied_on(question, text_spans, rest, has_tools=has_tools)
+            free = [span for place, span in enumerate(text_spans) if place not in needed]
             kept = "volatile" if needed else kept
             left_out += [span.value for span in free if span.kind is not SpanKind.ORDER]
-            made.append(_skeleton(text, free) if free else text)
-        is_same = all(isinstance(part, str) for part in made)
+            parts.append(_skeleton(text, free) if free else text)
+        is_same = all(isinstance(part, str) for part in parts)
         # a list where a turn has a text: no request can send that
-        turns.append(one if is_same else [{**one, "content": 0}, made])
+        turns.append(message if is_same else [{**message, "content": 0}, parts])
     return turns, left_out, kept
 
 
@@ -199,8 +199,8 @@ def _skeleton(text: str, free: Sequence[Span]) -> list[Any]:
     return [*pieces, text[end:]]
 
 
-def _rest(text: str, some: Sequence[Span]) -> str:
-    return " ".join(piece for piece in _skeleton(text, some) if isinstance(piece, str))
+def _rest(text: str, spans: Sequence[Span]) -> str:
+    return " ".join(piece for piece in _skeleton(text, spans) if isinstance(piece, str))
 
 
 def _texts_of(turn: Any) -> list[str]:
@@ -230,18 +230,18 @@ def _texts_in(turn: Any) -> list[str]:
 def _is_alone(question: str, history: Sequence[Any], systems: Sequence[Any]) -> bool:
     """Whether the question needs nothing of a history, which has to be plain talk in turns."""
     roles = ["user", "assistant"] * (len(history) // 2)
-    told = []
+    dialogue = []
     for turn, role in zip(history, roles, strict=False):
         text = turn.get("content")
         plain = {name for name, value in turn.items() if value not in (None, [])}
         if turn.get("role") != role or plain != {"role", "content"} or not isinstance(text, str):
             return False
-        told.append((role, text))
-    if len(told) != len(history) or sum(len(text) for _, text in told) > _HISTORY_CHARS_MAX:
+        dialogue.append((role, text))
+    if len(dialogue) != len(history) or sum(len(text) for _, text in dialogue) > _HISTORY_CHARS_MAX:
         return False
     if any(not _texts_of(one) for one in systems):
         return False
-    return stands_alone(question, told, "\n".join(text for one in systems for text in _texts_of(one)))
+    return stands_alone(question, dialogue, "\n".join(text for one in systems for text in _texts_of(one)))
 
 
 def _by_value(history: Sequence[Any]) -> list[Any]:
@@ -256,19 +256,19 @@ def _call_by_value(turn: Any, places: dict[str, int]) -> Any:
     calls, answered = turn.get("tool_calls"), turn.get("tool_call_id")
     if isinstance(answered, str) and answered in places:
         turn = {**turn, "tool_call_id": places[answered]}
-    if isinstance(calls, list) and all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in calls):
-        made = []
-        for one in calls:
-            function = one.get("function")
+    if isinstance(calls, list) and all(isinstance(call, dict) and isinstance(call.get("id"), str) for call in calls):
+        renamed_calls = []
+        for call in calls:
+            function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 function = {**function, "arguments": _value_of(function["arguments"])}
-            made.append({**one, "id": places.setdefault(one["id"], len(places)), "function": function})
-        turn = {**turn, "tool_calls": made}
+            renamed_calls.append({**call, "id": places.setdefault(call["id"], len(places)), "function": function})
+        turn = {**turn, "tool_calls": renamed_calls}
     return turn
 
 
 def _value_of(text: str) -> Any:
-    """The value of a JSON text, in a list; the text itself where it is none."""
+    """The value of a JSON text, in a list; any other text as it is."""
     try:
         return [msgspec.json.decode(text)]
     except (msgspec.DecodeError, RecursionError):

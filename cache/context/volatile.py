@@ -55,8 +55,8 @@ class Span:
     is_learned: bool = False
 
 
-def _any(words: str) -> str:
-    return f"(?:{'|'.join(words.split())})"
+def _any(alternatives: str) -> str:
+    return f"(?:{'|'.join(alternatives.split())})"
 
 
 _MONTH = (
@@ -217,10 +217,10 @@ for _cues, _kind, _label in (
         _BY_CUE.setdefault(_cue, []).append((_kind, _label))
 
 
-def _tails(words: Iterable[str]) -> str:
+def _tails(suffixes: Iterable[str]) -> str:
     """A pattern of any of these words in any case, which reads each letter once."""
     by_letter: dict[str, list[str]] = {}
-    for word in words:
+    for word in suffixes:
         by_letter.setdefault(word[:1], []).append(word[1:])
     return (
         f"(?:{'|'.join(letter and f'[{letter}{letter.upper()}]{_tails(rest)}' for letter, rest in by_letter.items())})"
@@ -349,55 +349,55 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     cues = [*islice(_CUE.finditer(text), _CUES_MAX + 1)]
     if len(cues) > _CUES_MAX:
         return ()
-    found = [_span(match, SpanKind.COUNTER) for match in _ROW.finditer(text)]
+    all_spans = [span_of(match, SpanKind.COUNTER) for match in _ROW.finditer(text)]
     bare, counts = [], Counter[str]()
     for word in cues:
         cue = word[0].casefold()
         for kind, pattern in _BY_CUE.get(cue, ()):
             match = pattern.match(text, word.start())
             if match is not None:
-                span = _span(match, kind)
+                span = span_of(match, kind)
                 if cue in _BARE:
                     bare.append(span)
                 elif kind is not SpanKind.NAME or _is_name(span, counts := counts or Counter(_RUN.findall(text))):
-                    found.append(span)
-        if len(found) + len(bare) > _FOUND_MAX:
+                    all_spans.append(span)
+        if len(all_spans) + len(bare) > _FOUND_MAX:
             return ()
     end = 0
-    for name in [span for span in found if span.kind is SpanKind.NAME]:
+    for name in [span for span in all_spans if span.kind is SpanKind.NAME]:
         if name.start < end:
             continue  # its sentence is read
         end = name.end + _LINE_CHARS_MAX
         sentence_end = _SENTENCE_END.search(text, name.end, end)
         end = sentence_end.start() if sentence_end else end
         for pattern in _FOLLOWING:
-            found += (_span(match, SpanKind.ID) for match in pattern.finditer(text, name.end, end))
-    found += [span for span in bare if _is_beside(span, found, text)]
-    found = [span for span in found if not _CONDITIONAL.search(text, max(0, span.start - 96), span.start)]
-    found += (_span(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
+            all_spans += (span_of(match, SpanKind.ID) for match in pattern.finditer(text, name.end, end))
+    all_spans += [span for span in bare if _is_beside(span, all_spans, text)]
+    all_spans = [span for span in all_spans if not _CONDITIONAL.search(text, max(0, span.start - 96), span.start)]
+    all_spans += (span_of(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
     for pattern in patterns:
-        found += (
+        all_spans += (
             Span(match.start(), match.end(), SpanKind.OTHER, match[0])
             for match in pattern.finditer(text)
             if match.end() > match.start()
         )
-    return apart(found)
+    return apart(all_spans)
 
 
-def _span(match: re.Match[str], kind: SpanKind) -> Span:
+def span_of(match: re.Match[str], kind: SpanKind) -> Span:
     return Span(*match.span("value"), kind, match["value"], match["label"])
 
 
 def _is_name(span: Span, counts: Counter[str]) -> bool:
     """Whether a name is neither a role nor a word that the prompt has elsewhere in small letters."""
-    words = re.split(r"[ .'’-]", span.value.casefold())
-    if not _NO_NAMES.isdisjoint(words) or any(len(word) > 4 and word.endswith(_NO_NAME_ENDS) for word in words):
+    parts = re.split(r"[ .'’-]", span.value.casefold())
+    if not _NO_NAMES.isdisjoint(parts) or any(len(word) > 4 and word.endswith(_NO_NAME_ENDS) for word in parts):
         return False
     own = _RUN.findall(span.value)
-    return not any(len(word) > 3 and counts[word] > own.count(word) for word in words)
+    return not any(len(word) > 3 and counts[word] > own.count(word) for word in parts)
 
 
-def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
+def _is_beside(span: Span, others: Sequence[Span], text: str) -> bool:
     """Whether a moment whose label begins a clause stands in a line of nothing but the session's or
     the user's data, or alone in the first or last line.
     """
@@ -408,21 +408,21 @@ def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
     end = len(text) if end < 0 else end
     if end - start > _LINE_CHARS_MAX:
         return False
-    inside = [one for one in found if start <= one.start < end]
+    inside = [member for member in others if start <= member.start < end]
     left = list(text[start:end])
-    for one in (span, *inside):
-        for at in range(max(start, one.start - len(one.label)) - start, min(one.end, end) - start):
+    for member in (span, *inside):
+        for at in range(max(start, member.start - len(member.label)) - start, min(member.end, end) - start):
             left[at] = ""
     if any(letter.isalnum() for letter in left):
         return False
     is_at_end = not text[:start].strip() or not text[end:].strip()
-    return is_at_end or any(one.kind in (SpanKind.NAME, SpanKind.ID) for one in inside)
+    return is_at_end or any(member.kind in (SpanKind.NAME, SpanKind.ID) for member in inside)
 
 
-def apart(found: list[Span]) -> tuple[Span, ...]:
+def apart(spans: list[Span]) -> tuple[Span, ...]:
     """In their order; of two that overlap the one that begins first, or the longer."""
     kept: list[Span] = []
-    for span in sorted(found, key=lambda one: (one.start, -one.end)):
+    for span in sorted(spans, key=lambda one: (one.start, -one.end)):
         if not kept or span.start >= kept[-1].end:
             kept.append(span)
     return tuple(kept) if len(kept) <= _SPANS_MAX else ()

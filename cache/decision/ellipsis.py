@@ -52,18 +52,18 @@ _WORDS_MAX, _END_CHARS = 4, 300
 _NEUTRAL = frozenset(("on", "in", "for", "at"))
 
 
-def is_same_ellipsis(asked: str, known: str, talk: str) -> bool | None:
+def is_same_ellipsis(prompt: str, known: str, talk: str) -> bool | None:
     """Whether two turns after the same `talk` have one form, and are about the same words or the
     same place in a list.
 
     None where one has no form. A preposition may be missing in one, as far as it says only where
     the rest belongs.
     """
-    one = _read(asked, talk)
-    other = None if one is None else _read(known, talk)
-    if one is None or other is None:
+    form = _read(prompt, talk)
+    other = None if form is None else _read(known, talk)
+    if form is None or other is None:
         return None
-    return one[1:] == other[1:] and (one[0] == other[0] or not (one[0] and other[0]))
+    return form[1:] == other[1:] and (form[0] == other[0] or not (form[0] and other[0]))
 
 
 def _read(text: str, talk: str) -> tuple[str, ...] | None:
@@ -81,18 +81,18 @@ def _read(text: str, talk: str) -> tuple[str, ...] | None:
 
 
 def _other_thing(text: str, talk: str) -> tuple[str, ...] | None:
-    found = _OTHER_THING.fullmatch(text)
-    words = found["rest"].replace("°", "").split() if found else []
-    if found is None or not 0 < len(words) <= _WORDS_MAX:
+    match = _OTHER_THING.fullmatch(text)
+    rest_words = match["rest"].replace("°", "").split() if match else []
+    if match is None or not 0 < len(rest_words) <= _WORDS_MAX:
         return None
-    preposition = words.pop(0) if words[0] in _NEUTRAL else ""
-    stems = tuple(map(stem, words))
-    if not words or not all(word.isalnum() for word in words) or FUNCTION_WORDS & set(words):
+    preposition = rest_words.pop(0) if rest_words[0] in _NEUTRAL else ""
+    stems = tuple(map(stem, rest_words))
+    if not rest_words or not all(word.isalnum() for word in rest_words) or FUNCTION_WORDS & set(rest_words):
         return None
     # "in Greek" is no "Greek", "at 10" no "10"
-    if not FORMS.isdisjoint(stems) or not all(word.isalpha() and word not in _NUMBERS for word in words):
+    if not FORMS.isdisjoint(stems) or not all(word.isalpha() and word not in _NUMBERS for word in rest_words):
         preposition = preposition or "-"
-    is_asked = found["order"] is None or _TRANSLATES.search(talk) is not None
-    is_asked = is_asked and (found["worth"] is None or UNITS.keys() >= set(stems))
-    about = (_UNITS.get(one, one if one in DATES else word) for one, word in zip(stems, words, strict=True))
+    is_asked = match["order"] is None or _TRANSLATES.search(talk) is not None
+    is_asked = is_asked and (match["worth"] is None or UNITS.keys() >= set(stems))
+    about = (_UNITS.get(one, one if one in DATES else word) for one, word in zip(stems, rest_words, strict=True))
     return preposition, "of" if is_asked else text, *about

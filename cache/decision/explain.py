@@ -33,16 +33,16 @@ def decide(
         loose = _untightened(query, seen, rule, state)
         if loose is not None:
             reasons[loose] = MissReason.TIGHTENED
-    for place, reason in enumerate(reasons):
-        if reason in _WOULD_BE_SERVED and known[place].is_suspended:
-            reasons[place] = MissReason.SUSPENDED
+    for index, reason in enumerate(reasons):
+        if reason in _WOULD_BE_SERVED and known[index].is_suspended:
+            reasons[index] = MissReason.SUSPENDED
     # decision: withdrawn-until-cleared
     served = decision.served if decision.served is not None and not known[decision.served].is_suspended else None
     # decision: trial-in-the-reply
     trial = _trial(decision.trial, known, rule_name)
     nears = [
-        _near(one, reasons[place] if place < len(reasons) else MissReason.FAR)
-        for place, one in enumerate(known[: max(1, count)])
+        _near(one, reasons[index] if index < len(reasons) else MissReason.FAR)
+        for index, one in enumerate(known[: max(1, count)])
     ]
     answer: Hit | Miss
     if served is not None:
@@ -62,24 +62,24 @@ def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: Nam
     return decision.served
 
 
-def _trial(made: Trial | None, known: Sequence[Neighbour], rule_name: bytes) -> Trial | None:
-    if made is None:
+def _trial(trial: Trial | None, known: Sequence[Neighbour], rule_name: bytes) -> Trial | None:
+    if trial is None:
         return None
     # generated for certain
-    is_out = any(one.is_suspended and one.exact == made.ranked[0] for one in known)
-    return msgspec.structs.replace(made, chance=1.0 if is_out else made.chance, rule=rule_name)
+    is_out = any(one.is_suspended and one.exact == trial.ranked[0] for one in known)
+    return msgspec.structs.replace(trial, chance=1.0 if is_out else trial.chance, rule=rule_name)
 
 
-def _near(one: Neighbour, reason: MissReason | None) -> Near:
+def _near(neighbour: Neighbour, reason: MissReason | None) -> Near:
     return Near(
-        similarity=one.similarity,
-        text=one.text,
-        exact=one.exact,
+        similarity=neighbour.similarity,
+        text=neighbour.text,
+        exact=neighbour.exact,
         reason=reason,
-        group=one.group,
-        keys=one.keys,
-        right=one.right,
-        wrong=one.wrong,
+        group=neighbour.group,
+        keys=neighbour.keys,
+        right=neighbour.right,
+        wrong=neighbour.wrong,
     )
 
 

@@ -73,13 +73,13 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A group among the neighbours. `place` is that of its nearest key, the witness; `share` of the
+    """A group among the neighbours. `index` is that of its nearest key, the witness; `share` of the
     vote; `count` of its keys among the neighbours; `rival` the cosine of the nearest key of any
     other group.
     """
 
     group: bytes
-    place: int
+    index: int
     share: float
     count: int
     rival: float
@@ -147,60 +147,60 @@ class WordOdds:
 
 def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
     """The groups of the (sorted) neighbours by their share of the vote."""
-    some = neighbours[:NEIGHBOURS]
+    nearest = neighbours[:NEIGHBOURS]
     places: dict[bytes, list[int]] = {}
-    for place, one in enumerate(some):
-        places.setdefault(one.group or one.exact, []).append(place)
-    best = some[0].similarity if some else 0.0
-    weights = [math.exp((one.similarity - best) / _WIDTH) for one in some]
-    votes = {group: sum(map(weights.__getitem__, own)) for group, own in places.items()}
+    for place, neighbour in enumerate(nearest):
+        places.setdefault(neighbour.group or neighbour.exact, []).append(place)
+    best = nearest[0].similarity if nearest else 0.0
+    weights = [math.exp((neighbour.similarity - best) / _WIDTH) for neighbour in nearest]
+    votes = {group: sum(map(weights.__getitem__, members)) for group, members in places.items()}
     total = sum(votes.values())
     # each group's rival is the first one, whose own is the second
-    first, second = [*(some[own[0]].similarity for own in places.values()), -1.0, -1.0][:2]
-    found = []
-    for group, own in places.items():
-        rival = first if own[0] else second
-        found.append(Candidate(group, own[0], votes[group] / total, len(own), rival))
-    found.sort(key=lambda one: (-one.share, one.place))
-    return found
+    first, second = [*(nearest[members[0]].similarity for members in places.values()), -1.0, -1.0][:2]
+    groups = []
+    for group, members in places.items():
+        rival = first if members[0] else second
+        groups.append(Candidate(group, members[0], votes[group] / total, len(members), rival))
+    groups.sort(key=lambda one: (-one.share, one.index))
+    return groups
 
 
 def features_of(
-    asked: str,
+    prompt: str,
     neighbours: Sequence[Neighbour],
     candidate: Candidate,
-    words: WordCounts,
+    word_counts: WordCounts,
     word_odds: WordOdds | None,
     is_guarded: bool,
 ) -> NDArray[np.float64]:
-    """The numbers of FEATURES, in their order, for serving `candidate` to the prompt `asked`.
+    """The numbers of FEATURES, in their order, for serving `candidate` to the prompt `prompt`.
 
     The heaviest words that only one of the two prompts has follow as numbers, 0 where there are no
     more. `is_guarded`: the fixed rule would serve it.
     """
-    witness = neighbours[candidate.place]
+    witness = neighbours[candidate.index]
     s = witness.similarity
-    cosines = [one.similarity for one in neighbours[:NEIGHBOURS]]
+    cosines = [left.similarity for left in neighbours[:NEIGHBOURS]]
     cosines += [min(_FAR, cosines[-1])] * (NEIGHBOURS - len(cosines))
     verdicts = witness.right + witness.wrong
-    one, other = read(asked), read(witness.text)
-    shared_words = _jaccard(one.content_set, other.content_set)
-    ids = _one_sided(one, other, words)
+    left, right = read(prompt), read(witness.text)
+    shared_words = _jaccard(left.content_set, right.content_set)
+    ids = _one_sided(left, right, word_counts)
     return np.array(
         (
             s, s * s, max(0.0, s - 0.9), max(-_MARGIN_MAX, min(_MARGIN_MAX, s - candidate.rival)), candidate.share,
             candidate.count / NEIGHBOURS, math.log1p(witness.keys),
             math.log((witness.right + 1.0) / (witness.wrong + 1.0)), math.log1p(verdicts), sum(cosines[:10]) / 10,
             cosines[-1], s * candidate.share, s * shared_words, shared_words,
-            *_word_features(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
-            *_group_features(one, neighbours, candidate, words), *_odds_features(ids, word_odds),
+            *_word_features(left, right, prompt, witness.text), *_weights(left, right, word_counts), float(is_guarded),
+            *_group_features(left, neighbours, candidate, word_counts), *_odds_features(ids, word_odds),
             *((1.0, *witness.places) if witness.places else (0.0, 0.0, 0.0, 0.0)), *ids,
         )
     )  # fmt: skip
 
 
 def _group_features(
-    one: TextFeatures, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts
+    left: TextFeatures, neighbours: Sequence[Neighbour], candidate: Candidate, word_counts: WordCounts
 ) -> tuple[float, ...]:
     """The features of all near keys of the group. A word of the prompt that none of them has is
     unheard.
@@ -210,10 +210,10 @@ def _group_features(
     for near in neighbours[:NEIGHBOURS]:
         is_own = (near.group or near.exact) == candidate.group
         content = read(near.text).content_set
-        best[is_own] = max(best[is_own], _jaccard(one.content_set, content))
+        best[is_own] = max(best[is_own], _jaccard(left.content_set, content))
         if is_own:
             heard |= content
-    weights = {word: words.weight(word) for word in one.content_set}
+    weights = {word: word_counts.weight(word) for word in left.content_set}
     unheard = [weight for word, weight in weights.items() if word not in heard]
     total = sum(weights.values())
     return (
@@ -225,8 +225,8 @@ def _group_features(
     )
 
 
-def _one_sided(one: TextFeatures, other: TextFeatures, words: WordCounts) -> list[int]:
-    some = sorted((-words.weight(word), word) for word in one.content_set ^ other.content_set)[:ONE_SIDED_MAX]
+def _one_sided(left: TextFeatures, right: TextFeatures, word_counts: WordCounts) -> list[int]:
+    some = sorted((-word_counts.weight(word), word) for word in left.content_set ^ right.content_set)[:ONE_SIDED_MAX]
     ids = [_number(word) for _, word in some]
     return ids + [0] * (ONE_SIDED_MAX - len(ids))
 
@@ -242,30 +242,30 @@ def _odds_features(ids: Sequence[int], word_odds: WordOdds | None) -> tuple[floa
     return max(-6.0, min(6.0, sum(odds))), min(odds, default=0.0)
 
 
-def _word_features(one: TextFeatures, other: TextFeatures, asked: str, known: str) -> tuple[float, ...]:
-    lengths = (len(one.words) + 1) / (len(other.words) + 1)
+def _word_features(left: TextFeatures, right: TextFeatures, prompt: str, known: str) -> tuple[float, ...]:
+    lengths = (len(left.tokens) + 1) / (len(right.tokens) + 1)
     return (
-        _jaccard(frozenset(one.words), frozenset(other.words)),
-        _jaccard(_pairs(asked), _pairs(known)),
-        _jaccard(_trigrams(asked), _trigrams(known)),
-        float(one.numbers != other.numbers),
-        float(is_negated(one, other)),
-        float(one.question != other.question),
-        float(not (one.names <= set(other.words) and other.names <= set(one.words)) or one.quotes != other.quotes),
-        float(one.owners != other.owners) + float(one.forms != other.forms) + float(one.scopes != other.scopes),
-        float(one.times != other.times),
-        float(is_inverted(one, other)),
+        _jaccard(frozenset(left.tokens), frozenset(right.tokens)),
+        _jaccard(_pairs(prompt), _pairs(known)),
+        _jaccard(_trigrams(prompt), _trigrams(known)),
+        float(left.numbers != right.numbers),
+        float(is_negated(left, right)),
+        float(left.question != right.question),
+        float(not (left.names <= set(right.tokens) and right.names <= set(left.tokens)) or left.quotes != right.quotes),
+        float(left.owners != right.owners) + float(left.forms != right.forms) + float(left.scopes != right.scopes),
+        float(left.times != right.times),
+        float(is_inverted(left, right)),
         abs(math.log(lengths)),
     )
 
 
-def _weights(one: TextFeatures, other: TextFeatures, words: WordCounts) -> tuple[float, ...]:
+def _weights(left: TextFeatures, right: TextFeatures, word_counts: WordCounts) -> tuple[float, ...]:
     mine, theirs, both = (
-        [words.weight(word) for word in some]
+        [word_counts.weight(word) for word in some]
         for some in (
-            one.content_set - other.content_set,
-            other.content_set - one.content_set,
-            one.content_set & other.content_set,
+            left.content_set - right.content_set,
+            right.content_set - left.content_set,
+            left.content_set & right.content_set,
         )
     )
     total = sum(mine) + sum(theirs) + sum(both)
@@ -280,9 +280,9 @@ def _weights(one: TextFeatures, other: TextFeatures, words: WordCounts) -> tuple
     )
 
 
-def _jaccard(one: frozenset[T], other: frozenset[T]) -> float:
-    both = len(one & other)
-    return both / (len(one) + len(other) - both) if one or other else 1.0
+def _jaccard(left: frozenset[T], right: frozenset[T]) -> float:
+    both = len(left & right)
+    return both / (len(left) + len(right) - both) if left or right else 1.0
 
 
 @remembered(16_384)
@@ -293,5 +293,5 @@ def _trigrams(text: str) -> frozenset[str]:
 
 @remembered(16_384)
 def _pairs(text: str) -> frozenset[tuple[str, str]]:
-    words = read(text).words
+    words = read(text).tokens
     return frozenset(itertools.pairwise(words))

@@ -50,46 +50,46 @@ class Thresholds:
 
 
 def fixed_reason(
-    asked: TextFeatures, known: TextFeatures, similarity: float, age_s: float, thresholds: Thresholds
+    query: TextFeatures, known: TextFeatures, similarity: float, age_s: float, thresholds: Thresholds
 ) -> MissReason | None:
     """Why the fixed thresholds do not let a neighbour of at least `thresholds.same` answer; None
     where they do.
     """
-    guard = difference(asked, known)
+    guard = difference(query, known)
     if guard is not None:
         return guard
-    if is_stale(asked, age_s):
+    if is_stale(query, age_s):
         return MissReason.TIME
-    return _too_different(asked, known, similarity, thresholds)
+    return _too_different(query, known, similarity, thresholds)
 
 
-def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason | None:
+def veto(query: TextFeatures, known: TextFeatures, age_s: float) -> MissReason | None:
     """The reason that no similarity and no verdict overrides, or None."""
-    if _has_other_numbers(asked, known):
+    if _has_other_numbers(query, known):
         return MissReason.NUMBERS
-    if asked.codes - known.codes and known.codes - asked.codes:
+    if query.codes - known.codes and known.codes - query.codes:
         return MissReason.NAMES
-    if asked.hidden != known.hidden or _has_other_accents(asked, known):
+    if query.hidden != known.hidden or _has_other_accents(query, known):
         return MissReason.WORDS
-    if is_negated(asked, known):
+    if is_negated(query, known):
         return MissReason.POLARITY
-    if is_exchanged(asked, known):
+    if is_exchanged(query, known):
         return MissReason.DIRECTION
-    is_whether = "?" in asked.moods & known.moods
-    if is_whether and all(one.moods - ASKED_FOR for one in (asked, known)) and has_other_mood(asked, known):
+    is_whether = "?" in query.moods & known.moods
+    if is_whether and all(one.moods - ASKED_FOR for one in (query, known)) and has_other_mood(query, known):
         return MissReason.FORM
-    if _asks_further(asked, known):
+    if _asks_further(query, known):
         return MissReason.FORM
-    if is_stale(asked, age_s):
+    if is_stale(query, age_s):
         return MissReason.TIME
-    if is_long(asked, known) and asked.words != known.words:
+    if is_long(query, known) and query.tokens != known.tokens:
         return MissReason.WORDS
     return None
 
 
-def _has_other_accents(asked: TextFeatures, known: TextFeatures) -> bool:
+def _has_other_accents(query: TextFeatures, known: TextFeatures) -> bool:
     """Whether a word of each is the other's but for accents, which an encoder may leave out: "schon", "schön"."""
-    mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
+    mine, theirs = query.content_set - known.content_set, known.content_set - query.content_set
     if all(map(str.isascii, mine)) and all(map(str.isascii, theirs)):
         return False
     return not set(map(_unaccented, mine)).isdisjoint(map(_unaccented, theirs))
@@ -99,69 +99,69 @@ def _unaccented(word: str) -> str:
     return "".join(letter for letter in normalize("NFD", word) if not combining(letter))
 
 
-def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
+def difference(query: TextFeatures, known: TextFeatures) -> MissReason | None:
     """The first thing that two texts commit to differently, however similar they are, or None."""
-    for reason in _commitments(asked, known):
+    for reason in _commitments(query, known):
         return reason
     # "how much is" and "what is" ask for the same, as do "how long" and "how many days"
-    kinds = {asked.question, known.question}
+    kinds = {query.question, known.question}
     asks_otherwise = len(kinds) > 1 and kinds not in ({"", "amount"}, {"amount", "count"})
     if asks_otherwise:
         return MissReason.FORM
-    if asked.content_set != known.content_set and not (asked.is_latin and known.is_latin):
+    if query.content_set != known.content_set and not (query.is_latin and known.is_latin):
         # an encoder of English sees little of other scripts: much of them is one unknown token
         return MissReason.WORDS
     return None
 
 
-def _commitments(asked: TextFeatures, known: TextFeatures) -> Iterator[MissReason]:
+def _commitments(query: TextFeatures, known: TextFeatures) -> Iterator[MissReason]:
     """The kinds of what two texts commit to differently."""
-    if _has_other_numbers(asked, known):
+    if _has_other_numbers(query, known):
         yield MissReason.NUMBERS
-    if is_negated(asked, known):
+    if is_negated(query, known):
         yield MissReason.POLARITY
-    if _has_other_names(asked, known) or asked.owners != known.owners:
+    if _has_other_names(query, known) or query.owners != known.owners:
         yield MissReason.NAMES
-    if is_inverted(asked, known) or _is_turned(asked, known):
+    if is_inverted(query, known) or _is_turned(query, known):
         yield MissReason.DIRECTION
-    if asked.forms != known.forms or asked.scopes != known.scopes or has_other_mood(asked, known):
+    if query.forms != known.forms or query.scopes != known.scopes or has_other_mood(query, known):
         yield MissReason.FORM
-    if asked.times != known.times or asked.dates != known.dates:
+    if query.times != known.times or query.dates != known.dates:
         yield MissReason.TIME
 
 
 _TURNED = {"from": "to", "to": "from", "before": "after", "after": "before", "over": "under", "under": "over"}
 
 
-def _is_turned(asked: TextFeatures, known: TextFeatures) -> bool:
+def _is_turned(query: TextFeatures, known: TextFeatures) -> bool:
     """Whether one goes to where the other comes from."""
-    others = known.roles - asked.roles
-    return any((_TURNED.get(preposition), word) in others for preposition, word in asked.roles)
+    others = known.roles - query.roles
+    return any((_TURNED.get(preposition), word) in others for preposition, word in query.roles)
 
 
-def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:
+def is_other_in_context(query: TextFeatures, known: TextFeatures) -> bool:
     """Whether two questions about one context commit to other directions, days or names of things."""
-    names = (asked.names - set(known.words), known.names - set(asked.words))
-    if not NARROWING.isdisjoint(asked.scopes ^ known.scopes):
+    names = (query.names - set(known.tokens), known.names - set(query.tokens))
+    if not NARROWING.isdisjoint(query.scopes ^ known.scopes):
         return True
-    mine, theirs = frozenset(asked.words) - {*known.words}, frozenset(known.words) - {*asked.words}
+    mine, theirs = frozenset(query.tokens) - {*known.tokens}, frozenset(known.tokens) - {*query.tokens}
     if any(pair & mine and pair & theirs for pair in APART):
         return True
-    is_turned = is_inverted(asked, known) or _is_turned(asked, known) or has_other_mood(asked, known)
-    return is_turned or asked.times != known.times or asked.dates != known.dates or all(names)
+    is_turned = is_inverted(query, known) or _is_turned(query, known) or has_other_mood(query, known)
+    return is_turned or query.times != known.times or query.dates != known.dates or all(names)
 
 
-def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
+def has_other_mood(query: TextFeatures, known: TextFeatures) -> bool:
     """Whether one asks if a thing can be, the other if it must be, will be or was: "Can it be
     frozen?", "Should it be frozen?". Or one asks for yes or no, the other when, who or how much.
     """
-    kinds, others = _kinds(asked, known), _kinds(known, asked)
-    if _asks_further(asked, known):
+    kinds, others = _kinds(query, known), _kinds(known, query)
+    if _asks_further(query, known):
         return True
     if kinds - others and others - kinds:
         return True
-    mine, theirs = asked.moods - ASKED_FOR, known.moods - ASKED_FOR
-    is_whether, is_same = "?" in kinds & others, asked.content_set == known.content_set
+    mine, theirs = query.moods - ASKED_FOR, known.moods - ASKED_FOR
+    is_whether, is_same = "?" in kinds & others, query.content_set == known.content_set
     if is_whether and (mine ^ theirs) - {"can"}:
         return True
     if mine and theirs and (kinds & others or not kinds | others) and mine | theirs != {"must", "should"}:
@@ -169,26 +169,27 @@ def has_other_mood(asked: TextFeatures, known: TextFeatures) -> bool:
     return is_same and not (mine ^ theirs).isdisjoint(("can",) if is_whether else ("did", "will"))
 
 
-def _asks_further(asked: TextFeatures, known: TextFeatures) -> bool:
+def _asks_further(query: TextFeatures, known: TextFeatures) -> bool:
     """Whether one asks for more things than the other: "When and where is it?", "When is it?"."""
-    return asked.asks != known.asks and max(asked.asks, known.asks) > 1
+    return query.asks != known.asks and max(query.asks, known.asks) > 1
 
 
-def _kinds(one: TextFeatures, other: TextFeatures) -> frozenset[str]:
-    """What one asks for; how much is what cost before a verb, how many before a noun, else as the other has it."""
-    kinds = one.moods & ASKED_FOR
-    if one.question in kinds and one.asks < 2:
-        return frozenset((one.question,))  # "When do prices rise?"
-    after = next((follower for word, follower in itertools.pairwise((*one.words, "")) if word == "much"), "")
+def _kinds(left: TextFeatures, right: TextFeatures) -> frozenset[str]:
+    """The things that the left text asks for. "How much" before a verb asks for a cost, before a noun for a
+    count; elsewhere it is read as in the right text."""
+    kinds = left.moods & ASKED_FOR
+    if left.question in kinds and left.asks < 2:
+        return frozenset((left.question,))  # "When do prices rise?"
+    after = next((follower for word, follower in itertools.pairwise((*left.tokens, "")) if word == "much"), "")
     if "much" in kinds and after not in _AFTER_MUCH:
         return kinds - {"much"} | ({"cost"} if after in ASKING_WHETHER else {"many"})
     if "much" not in kinds:
         return kinds
-    return kinds - {"much"} | (frozenset() if "cost" in kinds else {"cost", "many"} & other.moods or {"many"})
+    return kinds - {"much"} | (frozenset() if "cost" in kinds else {"cost", "many"} & right.moods or {"many"})
 
 
 def is_added(
-    asked: TextFeatures, known: TextFeatures, context: Set[str] | None = None, renamed: Set[str] = frozenset()
+    query: TextFeatures, known: TextFeatures, context: Set[str] | None = None, renamed: Set[str] = frozenset()
 ) -> bool:
     """Whether one text has a content word, a clause or an order that the other lacks.
 
@@ -199,87 +200,87 @@ def is_added(
     not `renamed`. And of two words that the text has itself, none is another name of the other, nor
     are words that it lacks, one in the place of the other.
     """
-    mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
+    mine, theirs = query.content_set - known.content_set, known.content_set - query.content_set
     if context is not None and mine and theirs:
         # of texts without a common word none of several clauses is another name of one
-        said = [sum(not POLITE.fullmatch(" ".join(clause)) for clause in text.clauses) for text in (asked, known)]
-        is_said_apart = max(said) > 1 and asked.content_set.isdisjoint(known.content_set)
-        foreign = foreign_words(asked, known, context) | foreign_words(known, asked, context)
+        said = [sum(not POLITE.fullmatch(" ".join(clause)) for clause in text.clauses) for text in (query, known)]
+        is_said_apart = max(said) > 1 and query.content_set.isdisjoint(known.content_set)
+        foreign = foreign_words(query, known, context) | foreign_words(known, query, context)
         are_said = [not (context - EVERYDAY).isdisjoint(words) for words in (mine, theirs)]
-        is_further = _has_further_clause(asked, known) or _has_further_clause(known, asked)
-        is_other = all(are_said) or (not any(are_said) and _is_one_with_other_words(asked, known))
+        is_further = _has_further_clause(query, known) or _has_further_clause(known, query)
+        is_other = all(are_said) or (not any(are_said) and _is_one_with_other_words(query, known))
         return not foreign <= renamed or is_other or is_said_apart or is_further
-    shared = asked.content_set & known.content_set
-    one_sided = asked.content_set ^ known.content_set
-    if not shared and not asked.numbers and asked.words != known.words:
+    shared = query.content_set & known.content_set
+    one_sided = query.content_set ^ known.content_set
+    if not shared and not query.numbers and query.tokens != known.tokens:
         return True
-    for one in (asked, known):
+    for one in (query, known):
         amounts = AMOUNTS if one.question == "amount" else frozenset[str]()
         if not (one_sided & one.content_set) <= (FRAMING_WORDS - FORMS) | amounts:
             return True
-    return _has_further_clause(asked, known) or _has_further_clause(known, asked)
+    return _has_further_clause(query, known) or _has_further_clause(known, query)
 
 
-def _is_one_with_other_words(asked: TextFeatures, known: TextFeatures) -> bool:
+def _is_one_with_other_words(query: TextFeatures, known: TextFeatures) -> bool:
     """Whether two texts are one but for words in the places of others: a soft-boiled egg, a hard-boiled egg."""
-    shared = asked.content_set & known.content_set
-    mine, theirs = ([word if word in shared else "" for word in text.content] for text in (asked, known))
+    shared = query.content_set & known.content_set
+    mine, theirs = ([word if word in shared else "" for word in text.content] for text in (query, known))
     return bool(shared) and [word for word, _ in itertools.groupby(mine)] == [
         word for word, _ in itertools.groupby(theirs)
     ]
 
 
-def foreign_words(asked: TextFeatures, known: TextFeatures, context: Set[str]) -> frozenset[str]:
+def foreign_words(query: TextFeatures, known: TextFeatures, context: Set[str]) -> frozenset[str]:
     """The words of `known` that neither the other question nor their context has, nor questions often."""
-    amounts = {word for before, word in itertools.pairwise(known.words) if before == "how"} & AMOUNTS
-    return known.content_set - asked.content_set - (ASKED_WORDS - FORMS) - amounts - context
+    amounts = {word for before, word in itertools.pairwise(known.tokens) if before == "how"} & AMOUNTS
+    return known.content_set - query.content_set - (ASKED_WORDS - FORMS) - amounts - context
 
 
-def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures], *, in_context: bool) -> bool:
+def is_vouched(query: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures], *, in_context: bool) -> bool:
     """Whether verdicts vouch for what one of two texts says and the other does not.
 
     `keys` are the near prompts whose answers were found equal to that of `known`, which is one of
     them. They vouch for a word or a clause of the prompt if one of them has it, and for one of
     `known` if one of them lacks it: the answer is the same with it and without. They vouch for
     other names, forms, times or another direction if one of them differs so from `known`, or does
-    not from the prompt. Verdicts on prompts about other things vouch for nothing here. Where each
+    not from the query. Verdicts on prompts about other things vouch for nothing here. Where each
     text has words of its own, they may be other names of the same: that is for a model to say in
     questions about one context, and of words of the prompt where _WORDINGS keys lack them.
     """
-    if all(_has_further_clause(asked, key, 2) for key in keys):
+    if all(_has_further_clause(query, key, 2) for key in keys):
         return False
-    if all(_has_further_clause(key, asked, 2) for key in keys):
+    if all(_has_further_clause(key, query, 2) for key in keys):
         return False
-    mine, theirs = _further_words(asked, known), _further_words(known, asked)
+    mine, theirs = _further_words(query, known), _further_words(known, query)
     if in_context and mine and theirs:
         return True
-    for kind in () if in_context else _commitments(asked, known):
-        if not any(kind in _commitments(known, key) or kind not in _commitments(asked, key) for key in keys):
+    for kind in () if in_context else _commitments(query, known):
+        if not any(kind in _commitments(known, key) or kind not in _commitments(query, key) for key in keys):
             return False
-    if not all(any(word not in _further_words(key, asked) for key in keys) for word in theirs):
+    if not all(any(word not in _further_words(key, query) for key in keys) for word in theirs):
         return False
     is_renamed = bool(theirs) and len(keys) >= _WORDINGS
-    return is_renamed or all(any(word not in _further_words(asked, key) for key in keys) for word in mine)
+    return is_renamed or all(any(word not in _further_words(query, key) for key in keys) for word in mine)
 
 
-def _further_words(one: TextFeatures, other: TextFeatures) -> frozenset[str]:
+def _further_words(left: TextFeatures, right: TextFeatures) -> frozenset[str]:
     """The content words that one text says more often than the other. Greetings count where they
     are a clause of their own.
     """
-    said = Counter(other.content)
-    alone = frozenset(clause[0] for text in (one, other) for clause in text.clauses if len(clause) == 1)
+    said = Counter(right.content)
+    alone = frozenset(clause[0] for text in (left, right) for clause in text.clauses if len(clause) == 1)
     return frozenset(
         word
-        for word, count in Counter(one.content).items()
+        for word, count in Counter(left.content).items()
         if count > said[word] and (word in alone or word not in _SOFT)
     )
 
 
-def _has_further_clause(one: TextFeatures, other: TextFeatures, words_min: int = 1) -> bool:
-    said = frozenset(other.words)
-    is_related = not one.content_set.isdisjoint(other.content_set)
-    for clause in one.clauses:
-        if len(clause) < words_min or clause in other.clauses or POLITE.fullmatch(" ".join(clause)):
+def _has_further_clause(left: TextFeatures, right: TextFeatures, words_min: int = 1) -> bool:
+    said = frozenset(right.tokens)
+    is_related = not left.content_set.isdisjoint(right.content_set)
+    for clause in left.clauses:
+        if len(clause) < words_min or clause in right.clauses or POLITE.fullmatch(" ".join(clause)):
             continue
         content = [word for word in clause if word not in FUNCTION_WORDS]
         if content:
@@ -289,7 +290,7 @@ def _has_further_clause(one: TextFeatures, other: TextFeatures, words_min: int =
             rest = clause[last + 1 :]
             if not INSTRUCTING.isdisjoint(rest) and not said.issuperset(rest) and not POLITE.fullmatch(" ".join(rest)):
                 return True
-            if is_related and _has_further_order(clause, said, other.content_set):
+            if is_related and _has_further_order(clause, said, right.content_set):
                 return True
         else:
             return True
@@ -303,23 +304,23 @@ def _has_further_order(clause: Sequence[str], said: Set[str], content: Set[str])
     return order is not None and not POLITE.fullmatch(" ".join(clause[order:]))
 
 
-def _has_other_numbers(asked: TextFeatures, known: TextFeatures) -> bool:
+def _has_other_numbers(query: TextFeatures, known: TextFeatures) -> bool:
     """Another number, unit, sign or operator, or a name that another case makes another one."""
-    return asked.numbers != known.numbers or asked.marks != known.marks or is_cased_otherwise(asked, known)
+    return query.numbers != known.numbers or query.marks != known.marks or is_cased_otherwise(query, known)
 
 
-def _has_other_names(asked: TextFeatures, known: TextFeatures) -> bool:
+def _has_other_names(query: TextFeatures, known: TextFeatures) -> bool:
     """A name or a quotation of one that the other text does not say at all, in whatever case."""
-    return not (asked.names <= set(known.words) and known.names <= set(asked.words)) or asked.quotes != known.quotes
+    return not (query.names <= set(known.tokens) and known.names <= set(query.tokens)) or query.quotes != known.quotes
 
 
 def _too_different(
-    asked: TextFeatures, known: TextFeatures, similarity: float, thresholds: Thresholds
+    query: TextFeatures, known: TextFeatures, similarity: float, thresholds: Thresholds
 ) -> MissReason | None:
-    if is_long(asked, known):
-        return None if asked.words == known.words else MissReason.WORDS
-    mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
-    if _is_wordy(asked, known) and not (mine | theirs) <= LIGHT_WORDS:
+    if is_long(query, known):
+        return None if query.tokens == known.tokens else MissReason.WORDS
+    mine, theirs = query.content_set - known.content_set, known.content_set - query.content_set
+    if _is_wordy(query, known) and not (mine | theirs) <= LIGHT_WORDS:
         return MissReason.WORDS
     if mine and theirs:
         return None if similarity >= thresholds.changed else MissReason.WORDS
@@ -327,21 +328,21 @@ def _too_different(
     return None if similarity >= (thresholds.same if is_same else thresholds.added) else MissReason.FAR
 
 
-def is_stale(asked: TextFeatures, age_s: float) -> bool:
+def is_stale(query: TextFeatures, age_s: float) -> bool:
     """The prompt is about now, and the answer was given too long ago."""
-    return bool(asked.times) and age_s > FRESH_S
+    return bool(query.times) and age_s > FRESH_S
 
 
-def _is_wordy(asked: TextFeatures, known: TextFeatures) -> bool:
+def _is_wordy(query: TextFeatures, known: TextFeatures) -> bool:
     """A word that differs moves a cosine by about its share of the text."""
-    return max(len(asked.words), len(known.words)) > QUESTION_WORDS
+    return max(len(query.tokens), len(known.tokens)) > QUESTION_WORDS
 
 
-def is_long(asked: TextFeatures, known: TextFeatures) -> bool:
+def is_long(query: TextFeatures, known: TextFeatures) -> bool:
     """A long template drowns the few words that differ: of such, only the very same words are
     served.
     """
-    return max(len(asked.words), len(known.words)) > LONG_WORDS
+    return max(len(query.tokens), len(known.tokens)) > LONG_WORDS
 
 
 COLD_FIRST = 20.0

@@ -87,7 +87,7 @@ class Row:
 
     trial: Trial
     is_right: bool | None
-    asked: float | None = None  # of the verdict
+    judge_chance: float | None = None  # of the verdict
     flips: tuple[float, float] = (0.0, 0.0)  # of the verdict
     is_late: bool = False  # the verdict takes the place of a row that no judge could tell
     group: bytes = b""  # whose answer was compared
@@ -102,8 +102,8 @@ class Row:
 
     @property
     def stands_for(self) -> float:
-        """How many comparisons it stands for, of which a share was asked; 1 where all were."""
-        return min(_WEIGHT_MAX, 1 / self.asked) if self.asked else 1.0
+        """The number of comparisons that the row stands for: 1 where a judge was asked about all of them."""
+        return min(_WEIGHT_MAX, 1 / self.judge_chance) if self.judge_chance else 1.0
 
     def is_awaited(self, late: Row) -> bool:
         """Whether a late verdict is on this comparison, which no judge could tell."""
@@ -121,7 +121,7 @@ class Row:
 
 
 class LogisticModel:
-    """The prior, and what was learned since. It does not change: a fit makes another one."""
+    """The prior, and what was learned since. A fit makes another model: this one does not change."""
 
     def __init__(self, prior: Prior, coefficients: Vector | None = None, covariance: Vector | None = None) -> None:
         self._prior = prior
@@ -285,7 +285,7 @@ class CalibratedModel:
         features = row.features
         self._requests += 1 + float(features[-2])
         self._risked += float(features[-1])
-        if row.asked != 0.0:
+        if row.judge_chance != 0.0:
             self._seen += 1
             self._count(row)
         if len(self._rows) > ROWS_MAX + ROWS_MAX // 8:
@@ -294,11 +294,11 @@ class CalibratedModel:
 
     def correct(self, row: Row) -> bool:
         """Put a late verdict in the place of its row. False where that is not among the rows."""
-        place = next((at for at, one in enumerate(self._rows) if one.is_awaited(row)), None)
-        if place is None:
+        index = next((at for at, one in enumerate(self._rows) if one.is_awaited(row)), None)
+        if index is None:
             return False
-        self._count(self._rows[place], -1)
-        self._rows[place] = row
+        self._count(self._rows[index], -1)
+        self._rows[index] = row
         self._seen += 1
         self._count(row)
         self._fit_when_due()
@@ -371,13 +371,13 @@ class LearnedModel:
     free text equality can say "same" and nothing else.
 
     `certain` takes every comparison that no judge could tell as wrong: the worst case, so that what
-    it is sure of is right whatever the missing verdicts are. `told` has the verdicts alone. Before
+    it is sure of is right whatever the missing verdicts are. `_judged` has the verdicts alone. Before
     the first missing verdict both are one.
     """
 
     def __init__(self, prior: Prior, run: Run = at_once, others: Sequence[LearnedModel] = ()) -> None:
         self.certain: CalibratedModel = CalibratedModel(prior, run, [one.certain for one in others])
-        self._told = self.certain
+        self._judged = self.certain
 
     @property
     def word_odds(self) -> WordOdds:
@@ -385,16 +385,16 @@ class LearnedModel:
 
     def learn(self, row: Row) -> None:
         """Take in a comparison."""
-        if row.is_right is None and self._told is self.certain:
-            self._told = self.certain.copy()
+        if row.is_right is None and self._judged is self.certain:
+            self._judged = self.certain.copy()
         if not (row.is_late and self.certain.correct(row)):
             self.certain.learn(row)
-        if row.is_right is not None and self._told is not self.certain:
-            self._told.learn(row)
+        if row.is_right is not None and self._judged is not self.certain:
+            self._judged.learn(row)
 
     def is_told_against(self, features: Vector) -> bool:
         """Whether the verdicts alone, fitted, find an answer to a like request unlikely to be right."""
-        return self._told.is_fitted and self._told.logistic.p(features) < _UNLIKELY
+        return self._judged.is_fitted and self._judged.logistic.p(features) < _UNLIKELY
 
     def allows_cold(self, features: Vector, error_max: float, discernment: float) -> bool:
         """Whether the verdicts leave it to the cold rule to serve: too few have come, or judges can
@@ -402,10 +402,10 @@ class LearnedModel:
         """
         if not self.certain.is_fitted:
             return True
-        told = self._told
-        if told is self.certain or discernment >= _DISCERNING:
+        judged = self._judged
+        if judged is self.certain or discernment >= _DISCERNING:
             return False
-        return not told.is_fitted or told.logistic.p(features) >= told.threshold(error_max)
+        return not judged.is_fitted or judged.logistic.p(features) >= judged.threshold(error_max)
 
 
 def _shares(rows: Sequence[Row]) -> Vector:
@@ -414,11 +414,11 @@ def _shares(rows: Sequence[Row]) -> Vector:
     Those that no judge that costs was asked about are spoken for by those beside them that one was,
     up to _WEIGHT_MAX each (Hajek's estimator); the rest of them counts as wrong.
     """
-    asked = np.array([np.nan if row.asked is None else row.asked for row in rows])
+    judge_chances = np.array([np.nan if row.judge_chance is None else row.judge_chance for row in rows])
     shares = np.array([row.stands_for for row in rows])
     strata = np.digitize([row.trial.p for row in rows], _STRATA)
     for stratum in range(len(_STRATA) + 1):
-        were, were_not = (strata == stratum) & (asked > 0), (strata == stratum) & (asked == 0)
+        were, were_not = (strata == stratum) & (judge_chances > 0), (strata == stratum) & (judge_chances == 0)
         if were.any() and were_not.any():
             whole = were.sum() + were_not.sum()
             shares[were] = np.clip(shares[were] * whole / shares[were].sum(), 1.0, _WEIGHT_MAX)

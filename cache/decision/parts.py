@@ -139,17 +139,17 @@ class Split:
 
     @classmethod
     def of(cls, spans: tuple[Piece, ...]) -> Split:
-        """That of a prompt of these spans, of which no template is known."""
+        """Split a prompt of these spans without a template."""
         is_marked = any(span.kind in _MARKED for span in spans)
-        labels = [place for place, span in enumerate(spans) if _is_asking(span)]
-        plain = [place for place in labels if _is_plain(spans[place])]
+        labels = [index for index, span in enumerate(spans) if _is_asking(span)]
+        plain = [index for index in labels if _is_plain(spans[index])]
         labels = plain or labels
-        found = [_question(spans, place) for place in labels] if len(labels) <= _LABELS_MAX else []
+        found = [_question(spans, index) for index in labels] if len(labels) <= _LABELS_MAX else []
         asked = {one[0].question: one for one in found if one is not None}
         if len(asked) == 1 and None not in found:
             ((parts, is_sure),) = asked.values()
             # a paragraph of one line at the start is the instruction
-            is_told = any(span.kind and (place > 0 or "\n" in span.text) for place, span in enumerate(spans))
+            is_told = any(span.kind and (index > 0 or "\n" in span.text) for index, span in enumerate(spans))
             return cls(replace(parts, has_documents=is_marked or is_told), () if plain and is_sure else spans)
         if is_marked or labels:
             return cls(Parts(_frame(spans, 0, 0), ""), spans)
@@ -157,7 +157,7 @@ class Split:
 
     @property
     def lines(self) -> list[bytes]:
-        """What may be lines of a template, and labels at their starts."""
+        """The lines, and the labels at their starts, that a template may have."""
         labels = (_LABEL.match(span.text) for span in self.spans)
         return [*(span.digest for span in self.spans), *(_digest(match.group()) for match in labels if match)]
 
@@ -166,11 +166,11 @@ class Split:
         line may be a question that many have asked: in an entry's place that would change with each
         prompt.
         """
-        made = _Shared(self.spans, count).parts(is_lookup)
-        if made is None:
+        shared = _Shared(self.spans, count).parts(is_lookup)
+        if shared is None:
             return self.parts
         # a label that the template does not bear out is no question's
-        return made if made.question else Parts(_frame(self.spans, 0, 0), "") if self.parts.frame else self.parts
+        return shared if shared.question else Parts(_frame(self.spans, 0, 0), "") if self.parts.frame else self.parts
 
 
 class _Shared:
@@ -197,29 +197,29 @@ class _Shared:
         words = sum(_words(span) for span, is_known in zip(self._spans, self._known, strict=True) if is_known)
         if words < _TEMPLATE_WORDS:
             return None
-        found = [self._compared(*group) for group in groups if self._is_between(*group)]
+        compared = [self._compared(*group) for group in groups if self._is_between(*group)]
         is_known = is_lookup and any(map(self._varies, range(len(self._spans))))
-        if is_known or len({one.question for one in found}) != 1 or not found[0].question:
+        if is_known or len({one.question for one in compared}) != 1 or not compared[0].question:
             return Parts(b"", "")
         most = max(TEMPLATE_PROMPTS, *self._counts)
         has_documents = any(
             span.kind in _MARKED or (span.kind and some < most)
             for span, some in zip(self._spans, self._counts, strict=True)
         )
-        return replace(found[-1], has_documents=has_documents)
+        return replace(compared[-1], has_documents=has_documents)
 
     def _groups(self) -> list[tuple[int, int]]:
         """The first and last lines of what is not known, by paragraph; a known label begins another, but in records."""
         groups: list[tuple[int, int]] = []
         paragraph = -1
-        for place, span in enumerate(self._spans):
+        for index, span in enumerate(self._spans):
             if span.kind > Kind.QUOTED:
                 paragraph = -1  # what follows is not the same
-            elif not self._known[place] and _says_something(span):
-                if span.paragraph == paragraph and (place in self._records or not self._has_label(place)):
-                    groups[-1] = (groups[-1][0], place)
+            elif not self._known[index] and _says_something(span):
+                if span.paragraph == paragraph and (index in self._records or not self._has_label(index)):
+                    groups[-1] = (groups[-1][0], index)
                 else:
-                    groups.append((place, place))
+                    groups.append((index, index))
                 paragraph = span.paragraph
         return groups
 
@@ -230,22 +230,22 @@ class _Shared:
         ends = [at for at in {0, last} if spans[at].kind is Kind.LINE and spans[at].text.rstrip().endswith("?")]
         if len(ends) != 1 or _words(spans[ends[0]]) > LONG_WORDS:
             return None
-        place = ends[0]
-        if any(_is_asking(span) for at, span in enumerate(spans) if at != place):
+        asking = ends[0]
+        if any(_is_asking(span) for at, span in enumerate(spans) if at != asking):
             return None
-        is_own = all(first == last or not first <= place <= last for first, last in groups)
-        is_beside = any(group != (place, place) for group in groups) or any(span.kind for span in spans)
-        is_long = any(span.kind for span in spans) or sum(map(_words, spans)) - _words(spans[place]) > LONG_WORDS
-        return place if is_own and is_beside and is_long else None
+        is_own = all(first == last or not first <= asking <= last for first, last in groups)
+        is_beside = any(group != (asking, asking) for group in groups) or any(span.kind for span in spans)
+        is_long = any(span.kind for span in spans) or sum(map(_words, spans)) - _words(spans[asking]) > LONG_WORDS
+        return asking if is_own and is_beside and is_long else None
 
-    def _varies(self, place: int) -> bool:
+    def _varies(self, index: int) -> bool:
         """Whether prompts have something else in the place of a known line."""
-        span, own = self._spans[place], self._counts[place]
-        if span.kind > Kind.QUOTED or not self._known[place] or not _says_something(span):
+        span, count = self._spans[index], self._counts[index]
+        if span.kind > Kind.QUOTED or not self._known[index] or not _says_something(span):
             return False
-        is_end = not place or all(_is_end(one.text) for one in self._spans[place + 1 :])
-        beside = (*self._counts[max(0, place - 1) : place], *self._counts[place + 1 : place + 2])
-        return (is_end and self._labels[place][0] > own) or all(some > own for some in beside)
+        is_end = not index or all(_is_end(one.text) for one in self._spans[index + 1 :])
+        beside = (*self._counts[max(0, index - 1) : index], *self._counts[index + 1 : index + 2])
+        return (is_end and self._labels[index][0] > count) or all(some > count for some in beside)
 
     def _is_between(self, first: int, last: int) -> bool:
         """Whether what is known, or an end of the prompt, is on both sides of some lines that are no longer text."""
@@ -254,8 +254,8 @@ class _Shared:
         is_before = is_string or last + 1 == len(self._spans) or self._known[last + 1] or self._has_label(last + 1)
         return is_after and is_before and sum(map(_words, self._spans[first : last + 1])) <= LONG_WORDS
 
-    def _has_label(self, place: int) -> bool:
-        return self._labels[place][0] >= TEMPLATE_PROMPTS
+    def _has_label(self, index: int) -> bool:
+        return self._labels[index][0] >= TEMPLATE_PROMPTS
 
     def _compared(self, first: int, last: int) -> Parts:
         """The parts where these lines are compared, but for a known label and marks around them."""
@@ -279,17 +279,17 @@ class _Shared:
 def _records(spans: Sequence[Piece]) -> dict[int, tuple[int, int]]:
     """For each line of a record of three fields or more, which vary together, the first and last of these."""
 
-    def paragraph(place: int) -> int:
-        span = spans[place]
+    def paragraph(index: int) -> int:
+        span = spans[index]
         is_value = span.kind is Kind.LINE and _FIELD.match(span.text) and span.text.rstrip()[-1] != "?"
         return span.paragraph if is_value and not _is_asking(span) else -1
 
-    found: dict[int, tuple[int, int]] = {}
+    ranges: dict[int, tuple[int, int]] = {}
     for number, some in groupby(range(len(spans)), paragraph):
         places = list(some)
         if number >= 0 and len(places) > 2:
-            found |= dict.fromkeys(places, (places[0], places[-1]))
-    return found
+            ranges |= dict.fromkeys(places, (places[0], places[-1]))
+    return ranges
 
 
 def _is_unordered(lines: Sequence[str]) -> bool:
@@ -324,18 +324,18 @@ def split(text: str) -> Split:
     return made if 2 <= len(spans) <= _SPANS_MAX else replace(made, spans=())
 
 
-def _question(spans: Sequence[Piece], place: int) -> tuple[Parts, bool] | None:
-    """The parts of a prompt whose question begins with the label in line `place`, and whether no
+def _question(spans: Sequence[Piece], index: int) -> tuple[Parts, bool] | None:
+    """The parts of a prompt whose question begins with the label in line `index`, and whether no
     short text around it may be a document with that label; None where it is not at an end of the
     prompt, or has no words.
     """
-    label = spans[place].text
-    if spans[place].key:
-        return (Parts(_frame(spans, place, place + 1, ("", ""), label), label), True) if label.strip() else None
-    first = last = place
+    label = spans[index].text
+    if spans[index].key:
+        return (Parts(_frame(spans, index, index + 1, ("", ""), label), label), True) if label.strip() else None
+    first = last = index
     head = label[: _head(label)].rstrip()
     if head == label.rstrip():  # the label has the line for itself
-        first, head = place + 1, ""
+        first, head = index + 1, ""
     while first < len(spans) and last + 1 < len(spans) and _goes_on(spans[first], spans[last + 1]):
         last += 1
     if last < first or any(span.kind for span in spans[first : last + 1]):
@@ -343,11 +343,11 @@ def _question(spans: Sequence[Piece], place: int) -> tuple[Parts, bool] | None:
     text = "\n".join(span.text for span in spans[first : last + 1])
     start, end = _bare(text, len(head) if head[-1:] != ">" else 0)
     is_last = all(not span.kind and _is_end(span.text) for span in spans[last + 1 :])
-    is_first = place == 0 or (place == 1 and not spans[0].kind)  # after one line of instruction
+    is_first = index == 0 or (index == 1 and not spans[0].kind)  # after one line of instruction
     if end == start or not (is_last or is_first):
         return None
     question = text[start:end]
-    return Parts(_frame(spans, first, last + 1, (text[:start], text[end:]), question), question), is_last or not place
+    return Parts(_frame(spans, first, last + 1, (text[:start], text[end:]), question), question), is_last or not index
 
 
 def _is_asking(span: Piece) -> bool:
@@ -385,7 +385,7 @@ def _bare(text: str, start: int) -> tuple[int, int]:
 
 
 def _head(line: str) -> int:
-    """The length of a question's label at the start of a line, its indent included; 0 where there is none."""
+    """The length of a question's label at the start of a line, its indent included; 0 without a label."""
     bare = line.lstrip()
     label = _QUESTION_LABEL.match(bare[:_LABEL_CHARS]) if bare[:1] in "#<" or ":" in bare else None
     return 0 if label is None else len(line) - len(bare) + label.end()
@@ -423,64 +423,64 @@ class _Reader:
         shown = [place for place, line in enumerate(lines) if line.strip()]
         self._ends = (shown[0], shown[-1]) if shown else (0, 0)
 
-    def read(self, place: int, end: int, is_inside: bool = False) -> list[Piece]:
+    def read(self, start_line: int, end: int, is_inside: bool = False) -> list[Piece]:
         """The spans up to here; `is_inside`: those of the lines are inside a document."""
-        while place < end:
-            if not self._lines[place].strip():
+        while start_line < end:
+            if not self._lines[start_line].strip():
                 self._blanks += 1
-                place += 1
+                start_line += 1
                 continue
             self._paragraph += 1
-            found = None if is_inside else self._json(place, end)
-            if found is not None:
-                self._read_json(found[0], (place, found[1] - 1) == self._ends)
-                place = found[1]
+            json_range = None if is_inside else self._json(start_line, end)
+            if json_range is not None:
+                self._read_json(json_range[0], (start_line, json_range[1] - 1) == self._ends)
+                start_line = json_range[1]
                 continue
-            region = self._region(place, end)
+            region = self._region(start_line, end)
             if region is not None:
-                self._read_region(place, region, is_inside)
-                place = region
+                self._read_region(start_line, region, is_inside)
+                start_line = region
                 continue
-            start = place
-            place += 1
-            while place < end and self._lines[place].strip() and self._region(place, end) is None:
-                place += 1
-            self._read_paragraph(self._lines[start:place], is_inside)
+            start = start_line
+            start_line += 1
+            while start_line < end and self._lines[start_line].strip() and self._region(start_line, end) is None:
+                start_line += 1
+            self._read_paragraph(self._lines[start:start_line], is_inside)
         return self.spans
 
-    def _region(self, place: int, end: int) -> int | None:
+    def _region(self, first: int, end: int) -> int | None:
         """The end of the fence, or of the tag around a document, that begins in a line; None where
         neither does.
         """
-        line = self._lines[place].lstrip()
+        line = self._lines[first].lstrip()
         if line[:1] not in "`~<":
             return None
         fence = _FENCE.match(line)
         if fence is not None:
             mark = fence.group(1)
-            closing = (at for at in range(place + 1, end) if self._lines[at].strip().startswith(mark))
+            closing = (at for at in range(first + 1, end) if self._lines[at].strip().startswith(mark))
             return next((at + 1 for at in closing if set(self._lines[at].strip()) == {mark[0]}), end)
-        closed = self._closed.get(place, end)
-        if closed >= end or _head(line) or (place, closed) == self._ends:
+        closed = self._closed.get(first, end)
+        if closed >= end or _head(line) or (first, closed) == self._ends:
             return None
         is_named = _DOCUMENT_TAG.fullmatch(_name(line)) is not None
-        is_long = is_named or sum(len(one.split()) for one in self._lines[place : closed + 1]) > LONG_WORDS
+        is_long = is_named or sum(len(one.split()) for one in self._lines[first : closed + 1]) > LONG_WORDS
         return closed + 1 if is_long else None
 
-    def _read_region(self, place: int, end: int, is_inside: bool) -> None:
+    def _read_region(self, first: int, end: int, is_inside: bool) -> None:
         """A document, all documents in a tag or fence around them, or what is only quoted: a short
         fence, one of JSON, a tag that names no document around documents.
         """
-        lines, name = self._lines[place:end], _name(self._lines[place].lstrip())
-        inner = range(place + 1, end - 1)
+        lines, name = self._lines[first:end], _name(self._lines[first].lstrip())
+        inner = range(first + 1, end - 1)
         if name:
             has_chunks = any(self._closed.get(at, end) < end - 1 and self._is_named(at) for at in inner)
-            is_quoted = has_chunks and not self._is_named(place) and not self._is_quoted
+            is_quoted = has_chunks and not self._is_named(first) and not self._is_quoted
         else:
-            heads = {_mark(self._lines[at]) for at in inner if not self._lines[at - 1].strip() or at == place + 1}
+            heads = {_mark(self._lines[at]) for at in inner if not self._lines[at - 1].strip() or at == first + 1}
             is_plain = not any(map(str.isalnum, lines[0]))  # in a language the order says something
             has_chunks = is_plain and len(heads) == 1 and heads.isdisjoint(("", "##"))
-            found = None if has_chunks else self._json(place + 1, end - 1)
+            found = None if has_chunks else self._json(first + 1, end - 1)
             is_json = found is not None and found[1] == end - 1
             is_closed = not any(map(str.isalnum, lines[-1]))
             is_quoted = is_closed and (is_json or sum(len(line.split()) for line in lines) <= LONG_WORDS)
@@ -490,22 +490,22 @@ class _Reader:
         was_quoted, self._is_quoted = self._is_quoted, is_quoted
         kind = Kind.QUOTED if is_quoted else Kind.DOCUMENT
         self._add(lines[:1], kind, "")
-        self.read(place + 1, end - 1, is_inside=not is_quoted)
+        self.read(first + 1, end - 1, is_inside=not is_quoted)
         self._add(lines[-1:], kind, "")
         self._is_quoted = was_quoted
 
-    def _json(self, place: int, end: int) -> tuple[str, int] | None:
-        """The JSON that begins in a line, and the line after it; None where it is none."""
-        if place >= end or self._json_left == 0 or _JSON_START.match(self._lines[place]) is None:
+    def _json(self, first: int, end: int) -> tuple[str, int] | None:
+        """The JSON that begins in a line, and the number of the line after it; None without JSON."""
+        if first >= end or self._json_left == 0 or _JSON_START.match(self._lines[first]) is None:
             return None
         self._json_left -= 1
-        text = "\n".join(self._lines[place:end])
+        text = "\n".join(self._lines[first:end])
         try:
             stop = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))[1]
         except (ValueError, RecursionError):
             return None
         is_alone = not text[stop:].partition("\n")[0].strip()
-        return (text[:stop], place + text.count("\n", 0, stop) + 1) if is_alone else None
+        return (text[:stop], first + text.count("\n", 0, stop) + 1) if is_alone else None
 
     def _read_json(self, text: str, is_whole: bool) -> None:
         """The strings of JSON; they have their keys where it `is_whole`, as no document may have made it."""
@@ -531,8 +531,8 @@ class _Reader:
                 key, is_document = around.pop()
         self._add_piece(_digest(""), "", glue + text[at:], Kind.LINE, "")
 
-    def _is_named(self, place: int) -> bool:
-        return _DOCUMENT_TAG.fullmatch(_name(self._lines[place].lstrip())) is not None
+    def _is_named(self, number: int) -> bool:
+        return _DOCUMENT_TAG.fullmatch(_name(self._lines[number].lstrip())) is not None
 
     def _read_paragraph(self, lines: Sequence[str], is_inside: bool) -> None:
         """Runs of lines of a document, or of others."""
@@ -557,11 +557,11 @@ class _Reader:
     def _add_run(self, run: Sequence[str], is_document: bool) -> None:
         if not run:
             return
-        words = sum(len(line.split()) for line in run if len(line) > LONG_WORDS or len(run) > 1)
+        word_count = sum(len(line.split()) for line in run if len(line) > LONG_WORDS or len(run) > 1)
         mark = _mark(run[0]) if len(run) > 1 else ""
-        if is_document or (mark and words > LONG_WORDS):
+        if is_document or (mark and word_count > LONG_WORDS):
             self._add(run, Kind.DOCUMENT, _chunk(run[0]))
-        elif words <= LONG_WORDS:
+        elif word_count <= LONG_WORDS:
             for line in run:
                 self._add([line], Kind.QUOTED if mark in ("[", "**") else Kind.LINE, "")
         else:
@@ -595,26 +595,26 @@ def _name(line: str) -> str:
 
 def _closed(lines: Sequence[str]) -> dict[int, int]:
     """For the lines that begin with a tag, the line in which it is closed."""
-    found: dict[int, int] = {}
+    closings: dict[int, int] = {}
     opened: dict[str, list[tuple[int, bool]]] = {}
-    for place, line in enumerate(lines):
+    for number, line in enumerate(lines):
         if "<" not in line:
             continue
         is_start = line.lstrip().startswith("<")
         for tag in _TAGS.finditer(line):
             is_closing, name = tag.groups()
             if not is_closing:
-                opened.setdefault(name, []).append((place, is_start))
+                opened.setdefault(name, []).append((number, is_start))
             elif opened.get(name):
                 start, is_first = opened[name].pop()
                 if is_first:
-                    found[start] = place
+                    closings[start] = number
             is_start = False
-    return found
+    return closings
 
 
 def _mark(line: str) -> str:
-    """What a heading begins with; empty where the line is none."""
+    """The mark at the start of a heading; empty for any other line."""
     heading = _HEADING.match(line.rstrip())
     return "" if heading is None else next(filter(None, heading.groups()))
 
@@ -627,19 +627,19 @@ def _chunk(line: str) -> str:
 
 def _merged(spans: Sequence[Piece]) -> list[Piece]:
     """The spans with a heading and the document after it as one chunk."""
-    made: list[Piece] = []
+    merged: list[Piece] = []
     for span in spans:
-        if made and span.kind > Kind.QUOTED and not span.chunk:
-            before = made[-1]
+        if merged and span.kind > Kind.QUOTED and not span.chunk:
+            before = merged[-1]
             if not before.kind and before.key is None and _mark(before.text):
-                made[-1] = _joined((before, span), _chunk(before.text))
+                merged[-1] = _joined((before, span), _chunk(before.text))
                 continue
-        made.append(span)
-    return made
+        merged.append(span)
+    return merged
 
 
 def _joined(spans: Sequence[Piece], chunk: str = "") -> Piece:
-    """One document of some spans side by side."""
+    """Join neighbouring spans into one document."""
     joined = b"".join(_digest(span.glue) + span.digest for span in spans[1:])
     digest = blake2b(spans[0].digest + joined, digest_size=_DIGEST_BYTES).digest()
     return msgspec.structs.replace(spans[0], digest=digest, text="", chunk=chunk, kind=Kind.DOCUMENT)
@@ -652,18 +652,18 @@ def _frame(spans: Sequence[Piece], first: int, end: int, rest: tuple[str, str] =
     is_ordered = any(span.chunk for span in spans) and (
         _ORDERED.search(question) is not None or any(_CITED.search(span.text) for span in spans)
     )
-    made = blake2b(digest_size=_DIGEST_BYTES, person=b"sw.frame")
-    place = 0
+    frame = blake2b(digest_size=_DIGEST_BYTES, person=b"sw.frame")
+    index = 0
     for chunk, some in groupby(spans, lambda span: span.chunk):
         run = list(some)
         order = sorted(span.digest for span in run) if chunk and not is_ordered else [span.digest for span in run]
         for span, digest in zip(run, order, strict=True):
-            if not first <= place < end:
-                made.update(_digest(span.glue) + (_echo(span, question) or digest))
-            elif place == first:
-                made.update(_digest(span.glue) + _digest("\0?\0".join(rest), b"sw.asked"))
-            place += 1
-    return made.digest()
+            if not first <= index < end:
+                frame.update(_digest(span.glue) + (_echo(span, question) or digest))
+            elif index == first:
+                frame.update(_digest(span.glue) + _digest("\0?\0".join(rest), b"sw.asked"))
+            index += 1
+    return frame.digest()
 
 
 def _echo(span: Piece, question: str) -> bytes | None:

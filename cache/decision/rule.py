@@ -75,7 +75,7 @@ class NamespaceState:
     different: 1 before the first, 0 where they leave all open.
     """
 
-    words: WordCounts = field(default_factory=WordCounts)
+    word_counts: WordCounts = field(default_factory=WordCounts)
     model: LearnedModel | None = None
     counters: NamespaceCounters = NamespaceCounters()
     discernment: float = 1.0
@@ -116,12 +116,12 @@ def decide_fixed(error_max: float | None, text: str, neighbours: Sequence[Neighb
     return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
 
 
-def _why_not_fixed(thresholds: Thresholds | None, asked: TextFeatures, one: Neighbour) -> MissReason | None:
+def _why_not_fixed(thresholds: Thresholds | None, prompt: TextFeatures, neighbour: Neighbour) -> MissReason | None:
     if thresholds is None:
         return MissReason.STRICT
-    if one.similarity < thresholds.same:
+    if neighbour.similarity < thresholds.same:
         return MissReason.FAR
-    return fixed_reason(asked, read(one.text), one.similarity, one.age_s, thresholds)
+    return fixed_reason(prompt, read(neighbour.text), neighbour.similarity, neighbour.age_s, thresholds)
 
 
 class VerifiedRule:
@@ -151,26 +151,26 @@ class VerifiedRule:
     def decide(
         self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
     ) -> tuple[Decision, NamespaceCounters]:
-        error_max, asked = self._bound(query), read(query.text)
+        error_max, prompt = self._bound(query), read(query.text)
         # the likeliest answer, and its witness: the neighbour that speaks for it
         fixed = decide_fixed(ERROR_MAX, query.text, neighbours)
-        ranked = _ranked(query.text, neighbours, _plain(asked, neighbours, fixed))
-        first, witness = ranked[0], neighbours[ranked[0].place]
+        ranked = _ranked(query.text, neighbours, _plain(prompt, neighbours, fixed))
+        first, witness = ranked[0], neighbours[ranked[0].index]
         known, model = read(witness.text), state.model or self._cold
-        seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
-        vetoed, is_near = veto(asked, known, witness.age_s), witness.similarity >= _NEAR
-        alike = [one for one in neighbours if (one.group or one.exact) == first.group]
+        seen = features_of(query.text, neighbours, first, state.word_counts, model.word_odds, fixed.served is not None)
+        vetoed, is_near = veto(prompt, known, witness.age_s), witness.similarity >= _NEAR
+        alike = [neighbour for neighbour in neighbours if (neighbour.group or neighbour.exact) == first.group]
         one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
         # certain: it is the same question, or the verdicts of the namespace are sure of it
         is_same = vetoed is None and (witness.is_reordered or one_turn is True)
         is_same = is_same and is_near and thresholds_of(min(error_max, ERROR_MAX)) is not None
-        is_known = vetoed is not None or (is_near and _is_vouched(asked, witness, alike))
+        is_known = vetoed is not None or (is_near and _is_vouched(prompt, witness, alike))
         p = max(model.certain.logistic.p(seen) if is_known else 0.0, _SAME if is_same else 0.0)
         is_told = query.untightened is None and vetoed is None and model.certain.is_fitted
         is_certain = is_same or (is_told and p >= model.certain.threshold(error_max))
         # cold: no verdict vouches for it, but it adds nothing, and such hits are seldom wrong
         is_further = not is_certain and (
-            is_added(asked, known, witness.context if witness.places else None, witness.renamed) or one_turn is False
+            is_added(prompt, known, witness.context if witness.places else None, witness.renamed) or one_turn is False
         )
         is_cold = not is_certain and is_near and vetoed is None and not is_further
         is_cold = is_cold and self._is_cold_sure(query, witness, state, seen, p)
@@ -185,25 +185,25 @@ class VerifiedRule:
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
         trial = Trial(
-            ranked=tuple(neighbours[one.place].exact for one in ranked[:_COMPARED]),
+            ranked=tuple(neighbours[candidate.index].exact for candidate in ranked[:_COMPARED]),
             features=_row_features(seen, counters) if vetoed is None else b"",
             p=p,
             chance=chance,
             rule=b"",
-            peers=tuple(one.exact for one in alike if one is not witness)[:_PEERS],
+            peers=tuple(neighbour.exact for neighbour in alike if neighbour is not witness)[:_PEERS],
             worth=1.0 if is_sure else asking_share(p, model.certain.verdicts),
             is_cold=not is_certain,
         )
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
-            reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
+            reasons = tuple(None if index == first.index else reason for index, reason in enumerate(fixed.reasons))
             served = _after_a_hit(counters, risk, is_cold=is_cold)
             trial = msgspec.structs.replace(trial, features=_row_features(seen, NamespaceCounters()))
-            return Decision(first.place, reasons, trial), served
+            return Decision(first.index, reasons, trial), served
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
         why = MissReason.AUDIT if is_sure else MissReason.COLD if is_spent else vetoed or unsure
         reasons = tuple(
-            why if place == first.place and (is_sure or is_spent or reason is None) else reason or MissReason.UNSURE
-            for place, reason in enumerate(fixed.reasons)
+            why if index == first.index and (is_sure or is_spent or reason is None) else reason or MissReason.UNSURE
+            for index, reason in enumerate(fixed.reasons)
         )
         after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure, cold=counters.cold)
         return Decision(None, reasons, trial), after
@@ -222,14 +222,14 @@ class VerifiedRule:
         leave it open, and the fixed thresholds serve it, or the prior of questions about one
         context does.
         """
-        error_max, model, asked = self._bound(query), state.model or self._cold, read(query.text)
+        error_max, model, prompt = self._bound(query), state.model or self._cold, read(query.text)
         is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
         if not (query.untightened is not None or is_young or model.allows_cold(seen, error_max, state.discernment)):
             return False
         if not model.certain.is_fitted and any(one.is_told_against(seen) for one in state.others):
             return False
         if witness.places:
-            if is_other_in_context(asked, read(witness.text)):
+            if is_other_in_context(prompt, read(witness.text)):
                 return False
             in_context, p_cold = self.prior.in_context, self._cold.certain.logistic.p(seen)
             least = in_context.threshold(error_max) if in_context is not None else None
@@ -237,14 +237,14 @@ class VerifiedRule:
                 return True
             if p_cold < THRESHOLD_MIN:
                 return False
-        return _why_not_fixed(thresholds_of(min(error_max, ERROR_MAX)), asked, witness) is None
+        return _why_not_fixed(thresholds_of(min(error_max, ERROR_MAX)), prompt, witness) is None
 
 
-def _is_vouched(asked: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:
+def _is_vouched(prompt: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:
     known = read(witness.text)
-    if witness.places and all(is_other_in_context(asked, read(one.text)) for one in alike):
+    if witness.places and all(is_other_in_context(prompt, read(one.text)) for one in alike):
         return False
-    return is_vouched(asked, known, [read(one.text) for one in alike], in_context=bool(witness.places))
+    return is_vouched(prompt, known, [read(one.text) for one in alike], in_context=bool(witness.places))
 
 
 def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:
@@ -253,12 +253,12 @@ def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> 
     )
 
 
-def _plain(asked: TextFeatures, neighbours: Sequence[Neighbour], fixed: Decision) -> int | None:
+def _plain(prompt: TextFeatures, neighbours: Sequence[Neighbour], fixed: Decision) -> int | None:
     """The place of the neighbour that the fixed rule would serve; one that adds nothing goes before
     one that does.
     """
     accepted = (place for place, reason in enumerate(fixed.reasons) if reason is None)
-    return next((place for place in accepted if not is_added(asked, read(neighbours[place].text))), fixed.served)
+    return next((place for place in accepted if not is_added(prompt, read(neighbours[place].text))), fixed.served)
 
 
 def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
@@ -266,23 +266,23 @@ def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
     return np.append(seen, (counters.served, counters.risked)).astype("<f4").tobytes()
 
 
-def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
+def _ranked(prompt: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
     """The first groups by their votes, `_COMPARED` at least if there are so many. The witness of
     each is its nearest key that no veto stops; groups without one come last, that of the neighbour
     which the fixed rule would serve comes first, with it as the witness.
     """
     free: list[Candidate] = []
     vetoed: list[Candidate] = []
-    text = read(asked)
+    text = read(prompt)
     first = b"" if guarded is None else neighbours[guarded].group or neighbours[guarded].exact
-    for one in sorted(candidates(neighbours), key=lambda one: one.group != first):
+    for candidate in sorted(candidates(neighbours), key=lambda each: each.group != first):
         if len(free) == _COMPARED:
             break
-        keys = (at for at, near in enumerate(neighbours) if (near.group or near.exact) == one.group)
+        keys = (at for at, near in enumerate(neighbours) if (near.group or near.exact) == candidate.group)
         served = (at for at in keys if veto(text, read(neighbours[at].text), neighbours[at].age_s) is None)
-        place = guarded if one.group == first else next(served, None)
-        if place is None:
-            vetoed.append(one)
+        index = guarded if candidate.group == first else next(served, None)
+        if index is None:
+            vetoed.append(candidate)
         else:
-            free.append(Candidate(one.group, place, one.share, one.count, one.rival))
+            free.append(Candidate(candidate.group, index, candidate.share, candidate.count, candidate.rival))
     return [*free, *vetoed]

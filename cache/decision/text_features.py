@@ -54,7 +54,7 @@ class TextFeatures:
     order.
     """
 
-    words: tuple[str, ...]
+    tokens: tuple[str, ...]
     clauses: tuple[tuple[str, ...], ...]  # the words between two marks of punctuation, in order
     content: tuple[str, ...]
     numbers: tuple[tuple[str, str], ...]  # value and unit ("" where there is none), in order
@@ -146,7 +146,7 @@ def read(text: str) -> TextFeatures:
     """Read a text. Results are remembered: the same prompts come again."""
     hidden = "".join(HIDDEN.findall(text))
     text = HIDDEN.sub("", INVISIBLE.sub("", text))
-    words: list[str] = []
+    tokens: list[str] = []
     starts: list[int] = []  # of the clauses
     names, quotes = set[str](), set[str]()
     figures: list[_Figure] = []
@@ -156,52 +156,52 @@ def read(text: str) -> TextFeatures:
     for match in _TOKEN.finditer(text):
         token, kind = match.group(), match.lastgroup
         is_start = (
-            end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or lists.GREETINGS.issuperset(words)
+            end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or lists.GREETINGS.issuperset(tokens)
         )
         if end == 0 or not _CLAUSE_END.isdisjoint(text[end : match.start()]) or " - " in text[end : match.start()]:
-            starts.append(len(words))
+            starts.append(len(tokens))
         end = match.end()
         if kind == "quote":
             quotes.add(" ".join((token[1:-1] if token[0] == "`" else token[1:-1].casefold()).split()))
-            words += (lists.stem(word) for word in re.findall(r"\w+", token.casefold()))
+            tokens += (lists.stem(word) for word in re.findall(r"\w+", token.casefold()))
         elif kind == "link":
             names.add(token.casefold())
-            words.append(token.casefold())
+            tokens.append(token.casefold())
         elif kind == "number":
             value, unit = _figure(token)
             cased.update(_cased_unit(token.lstrip("$€£¥#.,:/%0123456789")))
-            figures.append(_Figure(len(words), len(words) + 1, value, unit))
-            words.append(value)
+            figures.append(_Figure(len(tokens), len(tokens) + 1, value, unit))
+            tokens.append(value)
         else:
             parts, is_identifier = _word(token.lower() if is_shouted else token)
-            words += parts
+            tokens += parts
             cased.update(_cased_unit(token))
             if token.lower() in lists.CASED_WORDS and not (is_start and token.istitle()):
                 spelled.add(token)
             if is_identifier or (not is_start and token[0].isupper() and not is_shouted):
                 names.update(part for part in parts if token.isupper() or part not in lists.FUNCTION_WORDS)
-    figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
+    figures = [_with_unit(tokens, figure) for figure in sorted([*figures, *_spelled_out(tokens)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
-    content = tuple(word for place, word in enumerate(words) if word not in lists.FUNCTION_WORDS and place not in taken)
-    present, bounds = frozenset(words), itertools.pairwise((*starts, len(words)))
-    clauses = tuple(tuple(words[start:stop]) for start, stop in bounds if start < stop)
+    content = tuple(word for at, word in enumerate(tokens) if word not in lists.FUNCTION_WORDS and at not in taken)
+    present, bounds = frozenset(tokens), itertools.pairwise((*starts, len(tokens)))
+    clauses = tuple(tuple(tokens[start:stop]) for start, stop in bounds if start < stop)
     return TextFeatures(
-        words=tuple(words),
+        tokens=tuple(tokens),
         clauses=clauses,
         content=content,
         numbers=tuple(_by_the_clock(figure.value, figure.unit) for figure in figures),
         names=frozenset(names - {"i"}),
         quotes=frozenset(quotes),
-        negations=sum(word in lists.NEGATIONS for word in words) if present & lists.NEGATIONS else 0,
+        negations=sum(word in lists.NEGATIONS for word in tokens) if present & lists.NEGATIONS else 0,
         poles=frozenset(pole for word in present & lists.POLES.keys() for pole in lists.POLES[word]),
-        roles=frozenset(_roles(words)),
+        roles=frozenset(_roles(tokens)),
         forms=present & lists.FORMS,
         scopes=present & lists.SCOPES,
         owners=present & lists.OWNERS,
         times=present & lists.TIMES,
         dates=present & lists.DATES,
-        question=_question(words),
-        moods=_moods(words, is_asking=any(map(_asks, clauses))),
+        question=_question(tokens),
+        moods=_moods(tokens, is_asking=any(map(_asks, clauses))),
         asks=sum(map(_asks, clauses)),
         content_set=frozenset(content),
         reversals=_reversals(frozenset(content)),
@@ -225,9 +225,9 @@ def _cased_unit(token: str) -> tuple[str, ...]:
     return (token,) if token.lower() in lists.CASED_UNITS else ()
 
 
-def is_cased_otherwise(one: TextFeatures, other: TextFeatures) -> bool:
+def is_cased_otherwise(left: TextFeatures, right: TextFeatures) -> bool:
     """Whether both have a word or a unit whose case tells what it is, in another case: "5 Mb", "5 MB"."""
-    mine, theirs = _by_fold(one.cased), _by_fold(other.cased)
+    mine, theirs = _by_fold(left.cased), _by_fold(right.cased)
     return any(mine[fold] != theirs[fold] for fold in mine.keys() & theirs.keys())
 
 
@@ -238,56 +238,56 @@ def _by_fold(cased: frozenset[str]) -> dict[str, set[str]]:
     return spellings
 
 
-def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
+def is_inverted(left: TextFeatures, right: TextFeatures) -> bool:
     """The same words, names or persons in another order, or a preposition that governs what another
     one governs on the other side.
     """
-    if (len(one.words) == len(other.words) and _is_moved(one, other)) or _is_turned_question(one, other):
+    if (len(left.tokens) == len(right.tokens) and _is_moved(left, right)) or _is_turned_question(left, right):
         return True
-    names = one.names | other.names
-    if any(_is_reordered(one, other, among) for among in (names, lists.PERSONS, names | lists.PERSONS)):
+    names = left.names | right.names
+    if any(_is_reordered(left, right, among) for among in (names, lists.PERSONS, names | lists.PERSONS)):
         return True
     # "did Anna call Ben", "was Anna called by Ben"
-    if any(word in one.words and word in other.words for role, word in one.roles ^ other.roles if role == "by"):
+    if any(word in left.tokens and word in right.tokens for role, word in left.roles ^ right.roles if role == "by"):
         return True
     governed: dict[str, set[str]] = {}
-    for preposition, word in one.roles:
+    for preposition, word in left.roles:
         governed.setdefault(preposition, set()).add(word)
-    for preposition, word in other.roles:
+    for preposition, word in right.roles:
         mine = governed.get(preposition)
         # both texts name both words, but this preposition governs another one of them
-        if mine is not None and word not in mine and word in one.words and mine & set(other.words):
+        if mine is not None and word not in mine and word in left.tokens and mine & set(right.tokens):
             return True
     return False
 
 
-def _is_moved(one: TextFeatures, other: TextFeatures) -> bool:
+def _is_moved(left: TextFeatures, right: TextFeatures) -> bool:
     """The same words, those that say something in another order."""
-    first, second = (["a" if word == "an" else word for word in text.words] for text in (one, other))
-    stated = one.content_set.union(_OPERANDS) - lists.NEGATIONS
+    first, second = (["a" if word == "an" else word for word in text.tokens] for text in (left, right))
+    stated = left.content_set.union(_OPERANDS) - lists.NEGATIONS
     is_same = sorted(first) == sorted(second)
     return is_same and [word for word in first if word in stated] != [word for word in second if word in stated]
 
 
-def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
+def is_exchanged(left: TextFeatures, right: TextFeatures) -> bool:
     """Whether two words have changed places around a third (a chases b), around a preposition or in
     a question.
 
     It finds less than `is_inverted`, and its finds are never harmless.
     """
-    if _is_turned_question(one, other):
+    if _is_turned_question(left, right):
         return True
-    shared = (one.content_set & other.content_set) - lists.LIGHT_WORDS
-    first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (one, other))
-    if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(one), _uttered(other))):
+    shared = (left.content_set & right.content_set) - lists.LIGHT_WORDS
+    first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (left, right))
+    if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(left), _uttered(right))):
         return True
-    for preposition, word in one.roles:
-        for its, its_word in other.roles:
+    for preposition, word in left.roles:
+        for its, its_word in right.roles:
             if preposition != its or word == its_word:
                 continue
-            if _precedes(one, its_word, word) and _precedes(other, word, its_word):
+            if _precedes(left, its_word, word) and _precedes(right, word, its_word):
                 return True
-            if any((its_other, word) in other.roles for its_other, governed in one.roles if governed == its_word):
+            if any((its_other, word) in right.roles for its_other, governed in left.roles if governed == its_word):
                 return True
     return False
 
@@ -305,57 +305,57 @@ def _has_exchange(first: list[str], second: list[str]) -> bool:
 
 
 def _uttered(reading: TextFeatures) -> list[str]:
-    return [word for word in reading.words if word not in lists.GREETINGS]
+    return [word for word in reading.tokens if word not in lists.GREETINGS]
 
 
 def _precedes(reading: TextFeatures, word: str, later: str) -> bool:
     """Whether one word comes before another, with something between them."""
-    words = reading.words
+    words = reading.tokens
     return word in words and later in words and words.index(word) + 1 < words.index(later)
 
 
-def _is_turned_question(one: TextFeatures, other: TextFeatures) -> bool:
+def _is_turned_question(left: TextFeatures, right: TextFeatures) -> bool:
     """Whether two texts of the same content ask for or name the two sides of a deed: "Who hired
     Ann?", "Who did Ann hire?", "Who was hired by Ann?".
     """
-    if one.content_set <= lists.LIGHT_WORDS or one.content_set != other.content_set:
+    if left.content_set <= lists.LIGHT_WORDS or left.content_set != right.content_set:
         return False
-    is_of_things = not any(_THINGS.isdisjoint(text.words) for text in (one, other))
-    if is_of_things and _has_gap(one) != _has_gap(other):
+    is_of_things = not any(_THINGS.isdisjoint(text.tokens) for text in (left, right))
+    if is_of_things and _has_gap(left) != _has_gap(right):
         return True
-    if one.content == other.content:
-        return {role for role, _ in one.roles ^ other.roles} == {"by"}
-    pairs = ((one, other), (other, one))
-    return is_of_things and any(_DO & {*some.words} and not _AUXILIARIES & {*plain.words} for some, plain in pairs)
+    if left.content == right.content:
+        return {role for role, _ in left.roles ^ right.roles} == {"by"}
+    pairs = ((left, right), (right, left))
+    return is_of_things and any(_DO & {*some.tokens} and not _AUXILIARIES & {*plain.tokens} for some, plain in pairs)
 
 
 def _has_gap(reading: TextFeatures) -> bool:
     """Whether a preposition has the person asked for, or none at all, after it: "Who is it from?"."""
-    pairs = itertools.pairwise((*reading.words, "who"))
+    pairs = itertools.pairwise((*reading.tokens, "who"))
     return any(word in _GOVERNING and follower in _WHO for word, follower in pairs)
 
 
-def _is_reordered(one: TextFeatures, other: TextFeatures, among: frozenset[str]) -> bool:
+def _is_reordered(left: TextFeatures, right: TextFeatures, among: frozenset[str]) -> bool:
     """Both texts say the same of these words, in another order of their first places."""
-    if len(among.intersection(one.words)) < 2:
+    if len(among.intersection(left.tokens)) < 2:
         return False
     first, second = (
-        list(dict.fromkeys("i" if word == "me" else word for word in text.words if word in among))
-        for text in (one, other)
+        list(dict.fromkeys("i" if word == "me" else word for word in text.tokens if word in among))
+        for text in (left, right)
     )
     return first != second and sorted(first) == sorted(second)
 
 
-def is_negated(one: TextFeatures, other: TextFeatures) -> bool:
+def is_negated(left: TextFeatures, right: TextFeatures) -> bool:
     """One text denies, forbids or reverses what the other states."""
-    if one.negations % 2 != other.negations % 2:
+    if left.negations % 2 != right.negations % 2:
         return True
-    for pair, side in one.poles - other.poles:
-        if (pair, 1 - side) in other.poles - one.poles:
+    for pair, side in left.poles - right.poles:
+        if (pair, 1 - side) in right.poles - left.poles:
             return True
-    mine, theirs = one.content_set - other.content_set, other.content_set - one.content_set
-    return any(word in mine and root in theirs for word, root in one.reversals) or any(
-        word in theirs and root in mine for word, root in other.reversals
+    mine, theirs = left.content_set - right.content_set, right.content_set - left.content_set
+    return any(word in mine and root in theirs for word, root in left.reversals) or any(
+        word in theirs and root in mine for word, root in right.reversals
     )
 
 
@@ -425,9 +425,9 @@ def _figure(token: str) -> tuple[str, str]:
     return value, unit + letters if symbol else unit  # "$5M"
 
 
-def _with_unit(words: list[str], figure: _Figure) -> _Figure:
+def _with_unit(tokens: list[str], figure: _Figure) -> _Figure:
     """The figure with the unit that follows it, where it has none yet."""
-    follower = words[figure.end] if figure.end < len(words) else ""
+    follower = tokens[figure.end] if figure.end < len(tokens) else ""
     if figure.unit or follower not in lists.UNITS:
         return figure
     return _Figure(figure.start, figure.end + 1, figure.value, lists.UNITS[follower])
@@ -441,26 +441,26 @@ def _by_the_clock(value: str, unit: str) -> tuple[str, str]:
     return f"{int(match[1]) % 12 + 12 * (unit == 'pm'):02}:{match[2] or '00'}", ""
 
 
-def _spelled_out(words: list[str]) -> list[_Figure]:
+def _spelled_out(tokens: list[str]) -> list[_Figure]:
     """Numbers in words: "two hundred and five" is 205, "twice" is 2x."""
-    found = []
+    figures = []
     start = 0
-    if _NUMERALS.isdisjoint(words):
+    if _NUMERALS.isdisjoint(tokens):
         return []
-    while start < len(words):
-        end, value = _spelled_out_at(words, start)
-        if end > start and not _is_no_number(words, start, end):
-            found.append(_Figure(start, end, value, ""))
+    while start < len(tokens):
+        end, value = _spelled_out_at(tokens, start)
+        if end > start and not _is_no_number(tokens, start, end):
+            figures.append(_Figure(start, end, value, ""))
         start = max(end, start + 1)
-    return found
+    return figures
 
 
-def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
+def _spelled_out_at(tokens: list[str], start: int) -> tuple[int, str]:
     """The end of the number that starts here, and its value; `start` itself where none does."""
     total = group = 0
     end = start
-    while end < len(words):
-        word = words[end]
+    while end < len(tokens):
+        word = tokens[end]
         if word in lists.SMALL:
             group += lists.SMALL[word]
         elif word == lists.HUNDRED and group:
@@ -470,9 +470,9 @@ def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
         elif (
             word == "and"
             and end > start
-            and words[end - 1] == lists.HUNDRED
-            and end + 1 < len(words)
-            and words[end + 1] in lists.SMALL
+            and tokens[end - 1] == lists.HUNDRED
+            and end + 1 < len(tokens)
+            and tokens[end + 1] in lists.SMALL
         ):
             pass
         else:
@@ -480,25 +480,25 @@ def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
         end += 1
     if end > start:
         return end, str(total + group)
-    value = lists.OTHER_NUMBERS.get(words[start])
-    if value is not None and words[max(0, start - 2) : start] == ["and", "a"]:
+    value = lists.OTHER_NUMBERS.get(tokens[start])
+    if value is not None and tokens[max(0, start - 2) : start] == ["and", "a"]:
         value = "+" + value  # "an hour and a half"
     return (start, "") if value is None else (start + 1, value)
 
 
-def _is_no_number(words: list[str], start: int, end: int) -> bool:
+def _is_no_number(tokens: list[str], start: int, end: int) -> bool:
     """ "which one", "one of"; "once it is dry", "at once"."""
-    before, after = words[max(0, start - 1) : start], words[end : end + 1]
-    if words[start:end] == [lists.ONCE]:
+    before, after = tokens[max(0, start - 1) : start], tokens[end : end + 1]
+    if tokens[start:end] == [lists.ONCE]:
         return before == ["at"] or not lists.AFTER_WHEN.isdisjoint(after)
-    return words[start:end] == [lists.ONE] and (after == ["of"] or not lists.BEFORE_PRONOUN_ONE.isdisjoint(before))
+    return tokens[start:end] == [lists.ONE] and (after == ["of"] or not lists.BEFORE_PRONOUN_ONE.isdisjoint(before))
 
 
-def _roles(words: list[str]) -> list[tuple[str, str]]:
+def _roles(tokens: list[str]) -> list[tuple[str, str]]:
     roles = []
-    for i, word in enumerate(words):
+    for i, word in enumerate(tokens):
         if word in lists.PREPOSITIONS:
-            for follower in words[i + 1 : i + 4]:
+            for follower in tokens[i + 1 : i + 4]:
                 if follower in lists.PREPOSITIONS:
                     break
                 if follower not in lists.FUNCTION_WORDS:
@@ -507,23 +507,23 @@ def _roles(words: list[str]) -> list[tuple[str, str]]:
     return roles
 
 
-def _moods(words: list[str], *, is_asking: bool) -> frozenset[str]:
-    """What is asked to be; "can you" and "will you" only ask."""
-    pairs = list(itertools.pairwise((*words, "")))
+def _moods(tokens: list[str], *, is_asking: bool) -> frozenset[str]:
+    """The modal verbs of what is asked. "Can you" and "will you" at the start only ask."""
+    pairs = list(itertools.pairwise((*tokens, "")))
     # "When I descale it, how much ..." asks for no time
-    aside = {word for word in words if word in _ASKING} if is_asking else set()
+    aside = {word for word in tokens if word in _ASKING} if is_asking else set()
     aside -= {word for word, follower in pairs if _is_asking(word, follower)}
     first, follower = next((pair for pair in pairs if pair[0] not in _LINKS), ("", ""))
     aside -= _WHO & {first}  # "Who rinses it?"
     aside |= {word for word, after in pairs if word == "how" and after in lists.AMOUNTS}
-    found = {
+    moods = {
         lists.MOODS[word] for word, follower in pairs if word in lists.MOODS and follower != "you" and word not in aside
     }
-    found |= {"must" for word, follower in pairs if word in _HAVE and follower == "to"}
+    moods |= {"must" for word, follower in pairs if word in _HAVE and follower == "to"}
     is_asked = first in lists.ASKING_WHETHER or (first in _MODALS and follower != "you")
-    if is_asked and _question(words) in ("", "whether"):
-        found |= {"?", "did"} if first in _HAVE and follower != "to" else {"?"}
-    return frozenset(found)
+    if is_asked and _question(tokens) in ("", "whether"):
+        moods |= {"?", "did"} if first in _HAVE and follower != "to" else {"?"}
+    return frozenset(moods)
 
 
 def _is_asking(word: str, follower: str) -> bool:
@@ -532,26 +532,26 @@ def _is_asking(word: str, follower: str) -> bool:
 
 def _asks(clause: Sequence[str]) -> int:
     """How many things a clause asks for: question words at its start, or after "and" or "or"."""
-    found, is_due = 0, True
+    count, is_due = 0, True
     for word, follower in itertools.pairwise((*clause, "")):
         if word in _THINGS or _is_asking(word, follower):
-            found += is_due
+            count += is_due
             is_due = False
         else:
             is_due = word in _JOINING or (is_due and (word in _LINKS or word in _BEFORE_ASKING))
-    return found
+    return count
 
 
-def _question(words: list[str]) -> str:
-    for i, word in enumerate(words[:8]):
+def _question(tokens: list[str]) -> str:
+    for i, word in enumerate(tokens[:8]):
         if word not in _ASKING:
             continue
         if word in _WHO:
             return "who"
-        if word == "how" and words[i + 1 : i + 2] == ["com"]:
+        if word == "how" and tokens[i + 1 : i + 2] == ["com"]:
             return "why"
-        if word == "how" and words[i + 1 : i + 2] and words[i + 1] in lists.AMOUNTS:
-            return "count" if words[i + 1] == "many" else "amount"
+        if word == "how" and tokens[i + 1 : i + 2] and tokens[i + 1] in lists.AMOUNTS:
+            return "count" if tokens[i + 1] == "many" else "amount"
         if word != "how":
             return word
-    return "whether" if words[:1] and words[0] in lists.ASKING_WHETHER else ""
+    return "whether" if tokens[:1] and tokens[0] in lists.ASKING_WHETHER else ""

@@ -27,7 +27,7 @@ _LOG = "sameway:cache:log"
 _EPOCH = "sameway:cache:epoch"
 
 LOG_LENGTH_MAX = 100_000  # about; a follower that falls further behind rebuilds
-_READ_COUNT = 1_000
+READ_COUNT = 1_000
 _RECEIPT_TTL_S = 60
 
 
@@ -89,12 +89,12 @@ class EntryLog:
         """Up to a thousand records after `position`; never waits for new ones. A glance is one
         command, and leaves it to the next whole read to find that Redis has lost its data.
         """
-        range_ = self._redis.execute_command("XRANGE", _LOG, b"(" + position.id, "+", "COUNT", _READ_COUNT)
+        range_ = self._redis.execute_command("XRANGE", _LOG, b"(" + position.id, "+", "COUNT", READ_COUNT)
         if is_glance:
             epoch, items = position.epoch, await range_
         else:
             epoch, items = await asyncio.gather(self._redis.execute_command("GET", _EPOCH), range_)
-        is_full = len(items) == _READ_COUNT
+        is_full = len(items) == READ_COUNT
         is_lost = epoch != position.epoch
         if is_full and not is_lost:
             # only a follower this far behind can have lost records to trimming

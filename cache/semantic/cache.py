@@ -224,22 +224,24 @@ class SemanticCache:
         """
         self._expire()
         parts = [self._parts_of(query) for query in queries]
-        rooms = [query.namespace + one.frame for query, one in zip(queries, parts, strict=True)]
-        asked = [place for place, room in enumerate(rooms) if room in self._rooms and parts[place].question]
-        meant = [msgspec.structs.replace(query, text=one.question) for query, one in zip(queries, parts, strict=True)]
-        self._want_contexts([queries[place] for place in asked], [parts[place] for place in asked])
-        encoded = self._encode_with_pending([meant[place] for place in asked], [rooms[place] for place in asked])
+        rooms = [query.namespace + hits.frame for query, hits in zip(queries, parts, strict=True)]
+        encodable = [index for index, room in enumerate(rooms) if room in self._rooms and parts[index].question]
+        meant = [msgspec.structs.replace(query, text=hits.question) for query, hits in zip(queries, parts, strict=True)]
+        self._want_contexts([queries[index] for index in encodable], [parts[index] for index in encodable])
+        encoded = self._encode_with_pending(
+            [meant[index] for index in encodable], [rooms[index] for index in encodable]
+        )
         answers = [Neighbourhood(Miss(self._absence(query)), ()) for query in queries]
         by_room: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
-        for row, place in enumerate(asked):
+        for row, index in enumerate(encodable):
             if encoded.tokens[row] > self._encoder.info.tokens_max:
-                answers[place] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
-            elif rooms[place] in self._rooms:  # its last key may have turned out too long for the encoder
-                by_room.setdefault(rooms[place], []).append((place, encoded.vectors[row]))
+                answers[index] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
+            elif rooms[index] in self._rooms:  # its last key may have turned out too long for the encoder
+                by_room.setdefault(rooms[index], []).append((index, encoded.vectors[row]))
         for room, rows in by_room.items():
             found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
-            for (place, vector), one in zip(rows, found, strict=True):
-                answers[place] = self._decide(meant[place], room, one, count, vector)
+            for (index, vector), hits in zip(rows, found, strict=True):
+                answers[index] = self._decide(meant[index], room, hits, count, vector)
         return answers
 
     def _absence(self, query: Query) -> MissReason:
@@ -248,18 +250,18 @@ class SemanticCache:
         return MissReason.DOCUMENTS if has_others else MissReason.EMPTY
 
     def _parts_of(self, query: Query) -> Parts:
-        """What of a prompt must be equal, and what is compared, by the templates of its namespace."""
+        """Split a prompt into what must be equal and what is compared, by the templates of its namespace."""
         with read_for(query.partition):
             made = split(query.text)
         namespace = self._namespaces.get(query.namespace)
         return made.parts if namespace is None or not made.spans else made.slot(_counts(namespace), is_lookup=True)
 
     def _want_contexts(self, queries: Sequence[Query], parts: Sequence[Parts]) -> None:
-        for query, one in zip(queries, parts, strict=True):
-            if not query.context and not one.has_documents:
+        for query, split_parts in zip(queries, parts, strict=True):
+            if not query.context and not split_parts.has_documents:
                 continue
-            documents = query.text.replace(one.question, "\n") if one.has_documents else ""
-            room = query.namespace + one.frame
+            documents = query.text.replace(split_parts.question, "\n") if split_parts.has_documents else ""
+            room = query.namespace + split_parts.frame
             self._contexts.want(room, query.partition, f"{query.context}\n{documents}")
 
     def has_neighbours(self, query: Query) -> bool:
@@ -272,12 +274,12 @@ class SemanticCache:
         """Embed what a lookup of these queries will need, so that it need not. Safe beside the thread
         that uses the cache.
         """
-        asked = []
+        texts = []
         for query in queries:
             parts = self._parts_of(query)
             if parts.question and query.namespace + parts.frame in self._rooms:
-                asked.append((query.partition, parts.question))
-        self._encoder.encode(asked)
+                texts.append((query.partition, parts.question))
+        self._encoder.encode(texts)
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
@@ -311,9 +313,9 @@ class SemanticCache:
         return self._sketches.judge(namespace, fresh, name, others)
 
     def _decide(
-        self, query: Query, room: bytes, found: Found, count: int, vector: NDArray[np.float32]
+        self, query: Query, room: bytes, nearest: Found, count: int, vector: NDArray[np.float32]
     ) -> Neighbourhood:
-        neighbours = self._neighbours(query, room, found, vector)
+        neighbours = self._neighbours(query, room, nearest, vector)
         if not neighbours:
             return Neighbourhood(Miss(self._absence(query)), ())
         state = self._states.of(query.namespace)
@@ -338,8 +340,8 @@ class SemanticCache:
             return False  # it is drawn once whether to audit
         if trial is None or not trial.features or trial.p < THRESHOLD_MIN:
             return False
-        place = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
-        near = neighbours[place]
+        index = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
+        near = neighbours[index]
         asked, known = read(query.text), read(near.text)
         theirs, mine = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
         (other,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
@@ -351,21 +353,21 @@ class SemanticCache:
             or not are_names(query.partition, pair[::-1], mine, other)
         ):
             return False
-        neighbours[place] = msgspec.structs.replace(near, renamed=theirs | mine)
+        neighbours[index] = msgspec.structs.replace(near, renamed=theirs | mine)
         return True
 
-    def _neighbours(self, query: Query, room: bytes, found: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
+    def _neighbours(self, query: Query, room: bytes, nearest: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
         now = self._clock()
         counts, tallies = self._rooms[room].groups, self._states.tallies(query.namespace)
         out = self._states.suspended(query.partition)
         neighbours = []
-        numbers = found.keys.tolist()
+        numbers = nearest.keys.tolist()
         matrix = self._contexts.matrix(room)
         where: Sequence[tuple[float, ...]] = [()] * len(numbers)
         if matrix is not None:
             where = places(matrix, vector, self._index.vectors(room, numbers))
         context = self._contexts.words(room)
-        for number, similarity, pointed in zip(numbers, found.similarities.tolist(), where, strict=True):
+        for number, similarity, pointed in zip(numbers, nearest.similarities.tolist(), where, strict=True):
             key = self._keys[number]
             group = key.group
             is_out = bool(out) and (b"a" + key.answer in out or b"g" + group in out)
@@ -513,17 +515,17 @@ class SemanticCache:
             heapq.heappush(self._expiries, (key.expires_at, known))
             return
         with read_for(record.partition):
-            made = split(record.text)
-        if not made.parts.question and not made.spans:
+            prompt_split = split(record.text)
+        if not prompt_split.parts.question and not prompt_split.spans:
             return  # nothing of it is compared by meaning, nor ever will be
         key = _Key(
             number=next(self._numbers),
             partition=record.partition,
             exact=record.exact,
             compat=record.compat,
-            frame=made.parts.frame,
-            text=made.parts.question,
-            spans=made.spans,
+            frame=prompt_split.parts.frame,
+            text=prompt_split.parts.question,
+            spans=prompt_split.spans,
             created_at=record.created_at,
             expires_at=record.expires_at,
             group=record.group or answer_name(record.exact, record.created_at),
@@ -534,7 +536,7 @@ class SemanticCache:
         self._namespaces.setdefault(key.namespace, _Namespace()).keys += 1
         self._enter(key)
         if key.spans:
-            self._add_lines(key, made.lines)
+            self._add_lines(key, prompt_split.lines)
         self._vectorise(key, vector)
         while len(self._keys) > self._keys_max:
             self._drop(next(iter(self._keys)))
@@ -552,7 +554,7 @@ class SemanticCache:
         if key.is_embedded:
             key.is_embedded = False
             with read_for(key.partition):
-                self._states.of(key.namespace).words.add(key.text, -1)
+                self._states.of(key.namespace).word_counts.add(key.text, -1)
             self._index.remove(key.room, key.number)
         self._regroup(key, None)
         room.keys -= 1
@@ -685,12 +687,12 @@ class SemanticCache:
         if self._rooms[key.room].pending.pop(key.number, key) is None:
             key.is_embedded = True
             with read_for(key.partition):
-                self._states.of(key.namespace).words.add(key.text)
+                self._states.of(key.namespace).word_counts.add(key.text)
             self._index.add(key.room, key.number, vector)
 
 
 def _check(key: _Key) -> bytes:
-    """What says which part of a prompt a stored vector is of; nothing where it is of all."""
+    """A digest of the part of a prompt that a stored vector is of; empty for the whole prompt."""
     if not key.frame:
         return b""
     return hashlib.blake2b(key.text.encode("utf-8", "surrogatepass"), digest_size=_CHECK_BYTES).digest()

@@ -47,14 +47,14 @@ coefficient), the correlation of their cosines to all of them, and how near the 
 @dataclass(slots=True)
 class _Context:
     partition: Partition
-    words: frozenset[str]  # its content words, as stems
+    stems: frozenset[str]  # its content words, as stems
     waiting: list[str]  # clauses without a vector, the first last
     vectors: list[NDArray[np.float32]] = field(default_factory=list)
     matrix: NDArray[np.float16] | None = None
 
 
 class Contexts:
-    """Those of one cache, by the names of its rooms."""
+    """The contexts of one semantic cache, by room."""
 
     def __init__(self, encoder: Memo) -> None:
         self._encoder = encoder
@@ -71,7 +71,7 @@ class Contexts:
         if known is None:
             if len(text) > CONTEXT_CHARS_MAX or len(self._waiting) >= _WAITING_MAX:
                 return
-            has, words = read(text).content_set, read(text).words
+            has, words = read(text).content_set, read(text).tokens
             # the prior and the guards are of English
             is_english = _ENGLISH * len(words) <= sum(word in FUNCTION_WORDS for word in words)
             known = self._known[room] = _Context(partition, has, clauses(text)[::-1] if is_english else [])
@@ -91,20 +91,20 @@ class Contexts:
             self._embed(room, self._known[room], chars_max)
 
     def matrix(self, room: bytes) -> NDArray[np.float32] | None:
-        """The vectors of the clauses of a room's context; None where there are none, or not all yet."""
+        """The vectors of the clauses of a room's context; None until all are embedded."""
         known = self._known.get(room)
         return None if known is None or known.matrix is None else known.matrix.astype(np.float32)
 
     def words(self, room: bytes) -> frozenset[str]:
         """The content words of a room's context, as stems; none where it is not known."""
         known = self._known.get(room)
-        return frozenset() if known is None else known.words
+        return frozenset() if known is None else known.stems
 
     def are_names(
         self,
         partition: Partition,
         pair: tuple[str, str],
-        words: frozenset[str],
+        candidates: frozenset[str],
         other: NDArray[np.float32],
     ) -> bool:
         """Whether each of some words of the first question of a pair is another name of what the
@@ -112,8 +112,8 @@ class Contexts:
         and a word of the second is near to it in both questions.
         """
         text, beside = pair
-        rests = {word: _without(text, word) for word in words if word.isalpha() and word not in TURNING}
-        if len(rests) < len(words) or len(rests) > _CARRIED_MAX or not all(rests.values()):
+        rests = {word: _without(text, word) for word in candidates if word.isalpha() and word not in TURNING}
+        if len(rests) < len(candidates) or len(rests) > _CARRIED_MAX or not all(rests.values()):
             return False
         if not rests:
             return True
@@ -131,15 +131,15 @@ class Contexts:
         return all(_nearest(text, mine, word, vectors) >= _ALIKE for word in named)
 
     def _embed(self, room: bytes, known: _Context, chars_max: int) -> None:
-        some: list[str] = []
-        while known.waiting and (not some or chars_max >= len(known.waiting[-1])):
-            some.append(known.waiting.pop())
-            chars_max -= len(some[-1])
-        if some:
-            made = self._encoder.encode([(known.partition, text) for text in some])
+        texts: list[str] = []
+        while known.waiting and (not texts or chars_max >= len(known.waiting[-1])):
+            texts.append(known.waiting.pop())
+            chars_max -= len(texts[-1])
+        if texts:
+            encoded = self._encoder.encode([(known.partition, text) for text in texts])
             known.vectors += [
                 vector
-                for vector, tokens in zip(made.vectors, made.tokens.tolist(), strict=True)
+                for vector, tokens in zip(encoded.vectors, encoded.tokens.tolist(), strict=True)
                 if tokens <= self._encoder.info.tokens_max
             ]
         if not known.waiting:
@@ -151,11 +151,11 @@ class Contexts:
 def _nearest(text: str, tokens: Tokens, word: str, others: NDArray[np.float32]) -> float:
     """The largest cosine of a token of a word to other tokens; -1 where the text has no such word."""
     spans = [match.span() for match in re.finditer(r"\S+", text) if word in read(match.group()).content_set]
-    own = [
+    rows = [
         text[start:end].isalnum() and any(first <= start and end <= last for first, last in spans)
         for start, end in tokens[0]
     ]
-    return float((tokens[1][own] @ others.T).max(initial=-1.0))
+    return float((tokens[1][rows] @ others.T).max(initial=-1.0))
 
 
 def _without(text: str, word: str) -> str:
@@ -163,20 +163,20 @@ def _without(text: str, word: str) -> str:
 
 
 def clauses(text: str) -> list[str]:
-    """Those of a text that say something: two questions may be about two things in one sentence."""
-    found: list[str] = []
+    """The clauses of a text that have content: two questions may be about two things in one sentence."""
+    clause_texts: list[str] = []
     for sentence in _END.split(text):
-        one = sentence.strip()[:_SENTENCE_CHARS]
-        if one.count(" ") + 1 >= _SENTENCE_WORDS:
-            parts = [part.strip() for part in _CLAUSE_END.split(one)]
+        sentence_text = sentence.strip()[:_SENTENCE_CHARS]
+        if sentence_text.count(" ") + 1 >= _SENTENCE_WORDS:
+            parts = [part.strip() for part in _CLAUSE_END.split(sentence_text)]
             some = [part for part in parts if " " in part]
-            found += some if len(some) > 1 else [one]
-    return list(dict.fromkeys(found))[:_CLAUSES_MAX]
+            clause_texts += some if len(some) > 1 else [sentence_text]
+    return list(dict.fromkeys(clause_texts))[:_CLAUSES_MAX]
 
 
-def places(matrix: NDArray[np.float32], asked: NDArray[np.float32], known: NDArray[np.float32]) -> list[Places]:
-    """Where a question points beside each of some others, all of one context."""
-    cosines = np.concatenate((asked[None], known)) @ matrix.T
+def places(matrix: NDArray[np.float32], prompt: NDArray[np.float32], known: NDArray[np.float32]) -> list[Places]:
+    """Compare where a question points in its context with where each of the others points."""
+    cosines = np.concatenate((prompt[None], known)) @ matrix.T
     weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / _WIDTH)
     roots = np.sqrt(weights / weights.sum(axis=1, keepdims=True))
     centred = cosines - cosines.mean(axis=1, keepdims=True)

@@ -138,10 +138,10 @@ class Follower:
         await self._run(self._cache.forget_verdicts)
         for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
-                found = await self._added(partition, [(one.exact, one.about) for one in batch])
-                seen.update((partition, record.exact) for record in found)
-                await self._fold(found)
-                await self._fold_sketches(partition, [record.exact for record in found])
+                records = await self._added(partition, [(one.exact, one.about) for one in batch])
+                seen.update((partition, record.exact) for record in records)
+                await self._fold(records)
+                await self._fold_sketches(partition, [record.exact for record in records])
                 self.progress.done += len(batch)
             await self._fold(await self._new_verdicts(partition))
         await self._run(lambda: self._cache.retain(seen))
@@ -191,7 +191,7 @@ class Follower:
         return [*before, *(AnswerSuspended(partition, name) for name in await self._verdicts.suspended(partition))]
 
     async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[PromptAdded]:
-        """Those that can be found by meaning, with the groups of their answers."""
+        """The entries that can be found by meaning, with the groups of their answers."""
         known = [(exact, about, about.text) for exact, about in entries if about is not None and about.text is not None]
         if not known:
             return []
@@ -249,7 +249,7 @@ class Follower:
             await self._store.store_vectors(partition, self._embedder_key, vectors)
 
     async def _read_sketches(self) -> None:
-        """Those that another host made."""
+        """Read the sketches that another host made."""
         while self._sketched:
             partition, exacts = next(iter(self._sketched.items()))
             await self._fold_sketches(partition, [one for one in exacts if self._cache.wants_sketch(partition, one)])

@@ -98,7 +98,7 @@ class VectorIndex:
         self._whole = faiss.IndexFlatIP(dims)  # the one centroid of every small namespace
         self._whole.add(np.zeros((1, dims), dtype=np.float32))
         # decision: lists-per-namespace
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _VectorBlock] = {}
         self._count = 0
         # around every use of lists that others can see; the thread that makes new ones takes turns
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class VectorIndex:
             raise ValueError(f"expected {self.dims} dimensions, got {vector.shape}")
         block = self._blocks.get(namespace)
         if block is None:
-            block = self._blocks[namespace] = _Block(_empty(self._whole))
+            block = self._blocks[namespace] = _VectorBlock(_empty(self._whole))
         with self._lock:
             block.add(key, vector)
         self._count += 1
@@ -150,7 +150,7 @@ class VectorIndex:
         return was_there
 
     def vectors(self, namespace: bytes, keys: Sequence[int]) -> NDArray[np.float32]:
-        """What keys of the namespace were added with, through float16, (n, dims). Raises
+        """The vectors that keys of the namespace were added with, rounded to float16, (n, dims). Raises
         RuntimeError where one is not there.
         """
         with self._lock:
@@ -174,46 +174,46 @@ class VectorIndex:
 
     # --- making lists
 
-    def _remake_if_due(self, block: _Block) -> None:
+    def _remake_if_due(self, block: _VectorBlock) -> None:
         if self._mirror is None and block.changes is None and block.is_outgrown(self._flat_max):
             block.changes = {}
             self._run(lambda: self._remake(block))
 
-    def _remake(self, block: _Block) -> None:
+    def _remake(self, block: _VectorBlock) -> None:
         try:
             with self._making:
-                made = self._copied(block)
+                fresh = self._copied(block)
                 while True:
                     with self._lock:
                         if len(block.changes or ()) <= self._replayed_max:
-                            _replay(made, block.changes or {})
-                            block.made_for = made.ntotal if made.nlist > 1 else 0
-                            block.lists, block.changes = made, None
+                            _replay(fresh, block.changes or {})
+                            block.made_for = fresh.ntotal if fresh.nlist > 1 else 0
+                            block.lists, block.changes = fresh, None
                             return
                         changes, block.changes = block.changes or {}, {}
-                    _replay(made, changes)
+                    _replay(fresh, changes)
         except Exception:  # most likely out of memory: the old lists stay, the next growth retries
             _log.exception("the lists of %d vectors could not be made", block.lists.ntotal)
             with self._lock:
                 block.made_for, block.changes = block.lists.ntotal, None
 
-    def _copied(self, block: _Block) -> Any:
+    def _copied(self, block: _VectorBlock) -> Any:
         """New lists with what is in the block's, but for the keys that came or went since the work
         began.
         """
         count = int(block.lists.ntotal)
         lists = int(4 * (2 * count) ** 0.5) if count >= self._flat_max // 2 else 1
-        made = _empty(self._trained(block, lists) if lists > 1 else self._whole)
+        copied = _empty(self._trained(block, lists) if lists > 1 else self._whole)
         for place in range(block.lists.nlist):
             with self._lock:
                 keys, vectors = _read(block.lists, place)
                 changes = block.changes or {}
             kept = np.array([key not in changes for key in keys.tolist()], dtype=bool)
             if kept.any():
-                made.add_with_ids(_as_float32(vectors[kept]), keys[kept])
-        return made
+                copied.add_with_ids(_as_float32(vectors[kept]), keys[kept])
+        return copied
 
-    def _trained(self, block: _Block, lists: int) -> Any:
+    def _trained(self, block: _VectorBlock, lists: int) -> Any:
         """The centroids of so many lists: spherical k-means on a sample of all the old ones."""
         share = min(1.0, _SAMPLE_PER_LIST * lists / max(1, block.lists.ntotal))
         random = np.random.default_rng(lists)
@@ -229,7 +229,7 @@ class VectorIndex:
         return centroids
 
 
-class _Block:
+class _VectorBlock:
     """A namespace. `changes` are the keys that came (with a vector) or went since new lists are
     being made, by the last word on each; None while none are.
     """
@@ -325,7 +325,7 @@ class _Copy:
 
 def _empty(centroids: Any, lists: int | None = None) -> Any:
     """FAISS lists without vectors. A direct map by hash makes removal real and immediate."""
-    made = faiss.IndexIVFScalarQuantizer(
+    inverted_lists = faiss.IndexIVFScalarQuantizer(
         centroids,
         centroids.d,
         lists or centroids.ntotal,
@@ -333,19 +333,19 @@ def _empty(centroids: Any, lists: int | None = None) -> Any:
         faiss.METRIC_INNER_PRODUCT,
         False,  # the vectors themselves, not what they differ from the centroid by
     )
-    made.nprobe = max(_PROBES, made.nlist // 32)
-    made.is_trained = lists is None
-    made.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
-    return made
+    inverted_lists.nprobe = max(_PROBES, inverted_lists.nlist // 32)
+    inverted_lists.is_trained = lists is None
+    inverted_lists.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
+    return inverted_lists
 
 
-def _read(lists: Any, place: int) -> tuple[NDArray[np.int64], NDArray[np.float16]]:
+def _read(lists: Any, number: int) -> tuple[NDArray[np.int64], NDArray[np.float16]]:
     """A copy of one list: keys and vectors."""
-    count = lists.invlists.list_size(place)
+    count = lists.invlists.list_size(number)
     if count == 0:
         return np.zeros(0, np.int64), np.zeros((0, lists.d), np.float16)
-    keys = faiss.rev_swig_ptr(lists.invlists.get_ids(place), count).copy()
-    codes = faiss.rev_swig_ptr(lists.invlists.get_codes(place), count * lists.code_size).copy()
+    keys = faiss.rev_swig_ptr(lists.invlists.get_ids(number), count).copy()
+    codes = faiss.rev_swig_ptr(lists.invlists.get_codes(number), count * lists.code_size).copy()
     return keys, codes.view(np.float16).reshape(count, lists.d)
 
 

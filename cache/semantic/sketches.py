@@ -24,7 +24,7 @@ _TIME_BYTES = 8  # at the end of an answer's name: when it was made
 
 
 @dataclass(slots=True)
-class _Namespace:
+class _Sketches:
     """The answers of a namespace; `names` has those, too, whose sketch says nothing."""
 
     answers: Answers = field(default_factory=Answers)
@@ -36,7 +36,7 @@ class AnswerSketches:
 
     def __init__(self, bytes_max: int = _BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._namespaces: dict[bytes, _Namespace] = {}
+        self._namespaces: dict[bytes, _Sketches] = {}
         self._oldest: list[tuple[bytes, bytes, bytes]] = []  # time, namespace, name
         self._count = 0
         self.size_bytes = 0
@@ -46,37 +46,39 @@ class AnswerSketches:
         one = self._namespaces.get(namespace)
         return one is not None and name in one.names
 
-    def add(self, namespace: bytes, name: bytes, vector: NDArray[np.float32], asked: Set[str], sketch: Sketch) -> None:
+    def add(
+        self, namespace: bytes, name: bytes, vector: NDArray[np.float32], prompt_words: Set[str], sketch: Sketch
+    ) -> None:
         """Keep an answer's sketch, with the vector and the content words of its prompt."""
-        one = self._namespaces.setdefault(namespace, _Namespace())
-        if name in one.names:
+        state = self._namespaces.setdefault(namespace, _Sketches())
+        if name in state.names:
             return
-        before = one.answers.size_bytes
-        one.answers.add(name, vector, asked, sketch)
-        one.names.add(name)
+        before = state.answers.size_bytes
+        state.answers.add(name, vector, prompt_words, sketch)
+        state.names.add(name)
         self._count += 1
-        self.size_bytes += _NAME_BYTES + one.answers.size_bytes - before
+        self.size_bytes += _NAME_BYTES + state.answers.size_bytes - before
         heapq.heappush(self._oldest, (name[-_TIME_BYTES:], namespace, name))
         while self.size_bytes > self._bytes_max and self._oldest:
             _, *oldest = heapq.heappop(self._oldest)
             self.drop(*oldest)
         if len(self._oldest) > 2 * self._count + 64:  # most of them are gone
-            known = ((namespace, name) for namespace, one in self._namespaces.items() for name in one.names)
+            known = ((namespace, name) for namespace, state in self._namespaces.items() for name in state.names)
             self._oldest = [(name[-_TIME_BYTES:], namespace, name) for namespace, name in known]
             heapq.heapify(self._oldest)
 
     def drop(self, namespace: bytes, name: bytes) -> None:
-        """Forget an answer; one that is not here is none."""
-        one = self._namespaces.get(namespace)
-        if one is None or name not in one.names:
+        """Forget an answer, if it is here."""
+        state = self._namespaces.get(namespace)
+        if state is None or name not in state.names:
             return
-        before = one.answers.size_bytes
-        one.answers.drop(name)
-        one.names.remove(name)
+        before = state.answers.size_bytes
+        state.answers.drop(name)
+        state.names.remove(name)
         self._count -= 1
-        self.size_bytes -= _NAME_BYTES + before - one.answers.size_bytes
-        if not one.names:
-            self.size_bytes -= one.answers.size_bytes
+        self.size_bytes -= _NAME_BYTES + before - state.answers.size_bytes
+        if not state.names:
+            self.size_bytes -= state.answers.size_bytes
             del self._namespaces[namespace]
 
     def settle(self, namespace: bytes) -> bool:
@@ -88,7 +90,7 @@ class AnswerSketches:
         """The rulings on a fresh answer against others of its namespace, in order. `name` is its
         own.
         """
-        one = self._namespaces.get(namespace)
-        if one is None:
+        state = self._namespaces.get(namespace)
+        if state is None:
             return [Judgement(Ruling.UNKNOWN, PROSE, "no sketch")] * len(others)
-        return one.answers.judge(fresh, name, others)
+        return state.answers.judge(fresh, name, others)

@@ -101,7 +101,7 @@ class NamespaceStates:
             row = Row(
                 trial=trial,
                 is_right=verdict.is_right,
-                asked=verdict.asked,
+                judge_chance=verdict.judge_chance,
                 flips=verdict.flips,
                 is_late=verdict.is_late,
                 group=record.other,
@@ -153,7 +153,7 @@ class NamespaceStates:
             learned[:] = [one for one in learned if one is not state.model]
         state.model, state.discernment = None, 1.0
         state.counters = NamespaceCounters(cold=state.counters.cold)
-        if not state.words.texts:
+        if not state.word_counts.texts:
             del self._states[namespace]
 
 
@@ -167,7 +167,7 @@ def _discernment(tallied: _GroupTallies, row: Row) -> float:
     """
     if row.is_late:
         tallied.unknown = max(0.0, tallied.unknown - 1)
-    if row.asked == 0.0:
+    if row.judge_chance == 0.0:
         tallied.unasked += 1
     elif not row.is_right:
         tallied.different += row.stands_for if row.is_right is False else 0.0

@@ -63,22 +63,22 @@ def equal(fresh: str, cached: str) -> Judgement:
     """Whether two answers are the same text but for case, white space, punctuation and the way
     numbers are written; JSON by its values, code by its lines.
     """
-    one, other = fresh.strip(), cached.strip()
-    if not one or not other:
+    first, second = fresh.strip(), cached.strip()
+    if not first or not second:
         return _equality(Ruling.UNKNOWN, "an empty answer")
-    if is_refusal(one) and is_refusal(other):
+    if is_refusal(first) and is_refusal(second):
         return _equality(Ruling.UNKNOWN, _REFUSALS)
-    if one == other:
+    if first == second:
         return _equality(Ruling.SAME, "the same text")
-    values = _json(one), _json(other)
+    values = _json(first), _json(second)
     if None not in values:
         is_same = values[0] == values[1]
         return _equality(Ruling.SAME if is_same else Ruling.DIFFERENT, "JSON compared by value")
-    if "```" in one or "```" in other:
-        is_same = [line.rstrip() for line in one.splitlines()] == [line.rstrip() for line in other.splitlines()]
+    if "```" in first or "```" in second:
+        is_same = [line.rstrip() for line in first.splitlines()] == [line.rstrip() for line in second.splitlines()]
         return _equality(Ruling.SAME if is_same else Ruling.UNKNOWN, "code compared by line")
-    words = normalised(one)
-    if words and words == normalised(other):
+    words = normalised(first)
+    if words and words == normalised(second):
         return _equality(Ruling.SAME, "the same words")
     return _equality(Ruling.UNKNOWN, "other words")
 
@@ -99,7 +99,7 @@ _REFUSAL = re.compile(
 
 
 def is_refusal(answer: str) -> bool:
-    """Whether a short answer says that there is none. Equal ones do not show that their prompts ask
+    """Whether a short answer declines to answer. Equal ones do not show that their prompts ask
     for the same.
     """
     return len(answer) <= _REFUSAL_CHARS and _REFUSAL.search(answer.casefold().replace("’", "'")) is not None
@@ -121,7 +121,7 @@ def normalised(text: str) -> tuple[str, ...]:
 
 
 def _number(token: str) -> str:
-    """1,000.50 as 1000.5; what is no number in this notation as it is."""
+    """A number in one notation: 1,000.50 becomes 1000.5. Any other text stays as it is."""
     bare = token.replace("−", "-")
     if _GROUPED.fullmatch(bare):
         bare = bare.replace(",", "")
@@ -133,8 +133,8 @@ def _number(token: str) -> str:
 
 
 def _json(text: str) -> str | None:
-    """The object or array that the text is, in a fence or bare, as a text that equal values share;
-    None where it is none, or too deep.
+    """The object or array that the text is, in a fence or bare, as a text that equal values share. None
+    for any other text, or one that is nested too deeply.
     """
     # one way to match each character: a run of line feeds must not take the square of its length
     fenced = re.fullmatch(r"```(?:json)?[^\S\n]*\n(.*)\n```", text, re.DOTALL)
@@ -150,12 +150,12 @@ def _json(text: str) -> str | None:
 def _canonical(value: Any) -> str:
     """A text that equal values share: keys in order, 1 and 1.0 alike, true and 1 not."""
 
-    def plain(one: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: plain(its) for key, its in one.items()}
-        if isinstance(one, list):
-            return [plain(its) for its in one]
-        return int(one) if isinstance(one, float) and one.is_integer() else one
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(its) for key, its in value.items()}
+        if isinstance(value, list):
+            return [plain(its) for its in value]
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     return json.dumps(plain(value), sort_keys=True)
 
@@ -186,85 +186,85 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
     if is_refusal(fresh) and is_refusal(cached):
         return Judgement(Ruling.UNKNOWN, _NAME, _REFUSALS)
-    one, other = read(fresh), read(cached)
-    if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
+    first, second = read(fresh), read(cached)
+    if not first.tokens or not second.tokens or max(len(first.tokens), len(second.tokens)) > SHORT_WORDS:
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
-    guard = difference(one, other)
-    if {_stance(one), _stance(other)} == {"yes", "no"}:
+    guard = difference(first, second)
+    if {_stance(first), _stance(second)} == {"yes", "no"}:
         return Judgement(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
-    if (guard is MissReason.POLARITY and _is_contrary(one, other)) or (
-        guard is MissReason.NUMBERS and _says_other_numbers(one, other)
+    if (guard is MissReason.POLARITY and _is_contrary(first, second)) or (
+        guard is MissReason.NUMBERS and _says_other_numbers(first, second)
     ):
         return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
-    if guard is MissReason.NAMES and _says_other_names(one, other):
+    if guard is MissReason.NAMES and _says_other_names(first, second):
         return Judgement(Ruling.DIFFERENT, _NAME, "names differ")
     mine, its = encode([fresh, cached]).vectors
     cosine = float(mine @ its)
-    is_swapped = bool(one.content_set - other.content_set and other.content_set - one.content_set)
+    is_swapped = bool(first.content_set - second.content_set and second.content_set - first.content_set)
     ruling = Ruling.UNKNOWN
     # two negations are not always none
-    is_guarded = guard is not None or one.negations != other.negations
+    is_guarded = guard is not None or first.negations != second.negations
     if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
         ruling = Ruling.SAME
-    has_shared_number = not _numbers(one).isdisjoint(_numbers(other))
-    other_cosine = _OTHER_COSINE_TERSE if _are_terse(one, other) else _OTHER_COSINE
+    has_shared_number = not _numbers(first).isdisjoint(_numbers(second))
+    other_cosine = _OTHER_COSINE_TERSE if _are_terse(first, second) else _OTHER_COSINE
     # a yes or a no has many words: "Yes, you can hire it.", "It can be hired."
-    takes_stance = _stance(one) or _stance(other) or (one.negations and other.negations)
+    takes_stance = _stance(first) or _stance(second) or (first.negations and second.negations)
     if is_swapped and not has_shared_number and not takes_stance and cosine < other_cosine:
         ruling = Ruling.DIFFERENT
     return Judgement(ruling, _NAME, f"similarity {cosine:.2f}")
 
 
-def _is_contrary(one: TextFeatures, other: TextFeatures) -> bool:
+def _is_contrary(first: TextFeatures, second: TextFeatures) -> bool:
     """Whether two answers of other polarity disagree: in the same words but for one each.
 
     In other words a negation may be of something else: "it is free", "you pay nothing". "No, it
     can't be" negates once.
     """
-    if one.negations != other.negations and one.negations and other.negations:
+    if first.negations != second.negations and first.negations and second.negations:
         return False
-    mine, its = one.content_set - NEGATIONS, other.content_set - NEGATIONS
-    return _are_terse(one, other) or max(len(mine - its), len(its - mine)) <= 1
+    mine, its = first.content_set - NEGATIONS, second.content_set - NEGATIONS
+    return _are_terse(first, second) or max(len(mine - its), len(its - mine)) <= 1
 
 
-def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
+def _says_other_numbers(first: TextFeatures, second: TextFeatures) -> bool:
     """Whether two answers of other numbers disagree: in the same words, or with no number in
     common.
 
     Beside a common one, a number may be a step on the way, a further fact, or the same one rounded.
     """
-    if _unnumbered(one) == _unnumbered(other):
+    if _unnumbered(first) == _unnumbered(second):
         return True
-    mine, its = _numbers(one), _numbers(other)
-    is_told = _are_terse(one, other) or bool(mine and its and one.content_set == other.content_set)
+    mine, its = _numbers(first), _numbers(second)
+    is_told = _are_terse(first, second) or bool(mine and its and first.content_set == second.content_set)
     return is_told and mine.isdisjoint(its)
 
 
-def _says_other_names(one: TextFeatures, other: TextFeatures) -> bool:
+def _says_other_names(first: TextFeatures, second: TextFeatures) -> bool:
     """Whether each answer has names, and the other says none of them in any form.
 
     Nothing is seen in a language that writes all nouns as names, unless both are terse.
     """
-    if not _are_terse(one, other) and not _BESIDE_NOUNS.isdisjoint({*one.words, *other.words}):
+    if not _are_terse(first, second) and not _BESIDE_NOUNS.isdisjoint({*first.tokens, *second.tokens}):
         return False
     return all(
-        mine.names and {name[:_FORM] for name in mine.names}.isdisjoint(word[:_FORM] for word in its.words)
-        for mine, its in ((one, other), (other, one))
+        mine.names and {name[:_FORM] for name in mine.names}.isdisjoint(word[:_FORM] for word in its.tokens)
+        for mine, its in ((first, second), (second, first))
     )
 
 
-def _are_terse(one: TextFeatures, other: TextFeatures) -> bool:
-    return max(len(one.content), len(other.content)) <= _TERSE_WORDS
+def _are_terse(first: TextFeatures, second: TextFeatures) -> bool:
+    return max(len(first.content), len(second.content)) <= _TERSE_WORDS
 
 
-def _unnumbered(one: TextFeatures) -> list[str]:
-    return [word for word in one.words if not any(map(str.isdigit, word))]
+def _unnumbered(first: TextFeatures) -> list[str]:
+    return [word for word in first.tokens if not any(map(str.isdigit, word))]
 
 
-def _numbers(one: TextFeatures) -> frozenset[str]:
-    return frozenset(value for value, _ in one.numbers)
+def _numbers(first: TextFeatures) -> frozenset[str]:
+    return frozenset(value for value, _ in first.numbers)
 
 
-def _stance(one: TextFeatures) -> str:
+def _stance(first: TextFeatures) -> str:
     """The stance of an answer that begins with yes or no; empty for any other."""
-    return _STANCES.get(one.words[0], "")
+    return _STANCES.get(first.tokens[0], "")

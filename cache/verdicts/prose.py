@@ -80,7 +80,7 @@ _USUAL_MIN, _USUAL = 4, 0.01  # of the answers have a sentence that says nothing
 _SLOT = 2  # words in the place of others
 
 
-class _Kind(IntEnum):
+class _WordKind(IntEnum):
     FUNCTION, CONTENT, NAME, NEGATION, NUMBER, FEW, MEASURE = range(7)
     """NUMBER and FEW are values, beside the words that state them: in digits, and in words, which often
     count nothing ("one of", "at once"). MEASURE is a number with its unit.
@@ -88,21 +88,21 @@ class _Kind(IntEnum):
 
 
 class Sketch:
-    """What the judge keeps of an answer: its words as hashes, by sentence, and a vector for each of
+    """A kept answer: its words as hashes, by sentence, and a vector for each of
     up to eight sentences.
     """
 
-    __slots__ = ("kinds", "lengths", "scales", "vectors", "words")
+    __slots__ = ("hashes", "kinds", "lengths", "scales", "vectors")
 
     def __init__(
         self,
-        words: NDArray[np.uint32],
+        hashes: NDArray[np.uint32],
         kinds: NDArray[np.uint8],
         lengths: NDArray[np.uint16],
         vectors: NDArray[np.int8],
         scales: NDArray[np.float32],
     ) -> None:
-        self.words = words
+        self.hashes = hashes
         self.kinds = kinds
         self.lengths = lengths
         self.vectors = vectors
@@ -114,13 +114,13 @@ class Sketch:
 
     @property
     def size_bytes(self) -> int:
-        return self.words.nbytes + self.kinds.nbytes + self.vectors.nbytes + 200
+        return self.hashes.nbytes + self.kinds.nbytes + self.vectors.nbytes + 200
 
     def encode(self) -> bytes:
         """The stored form, at most `SKETCH_BYTES_MAX`."""
         return _ENCODER.encode(
             _Stored(
-                self.words.astype("<u4").tobytes(),
+                self.hashes.astype("<u4").tobytes(),
                 self.kinds.tobytes(),
                 self.lengths.astype("<u2").tobytes(),
                 self.vectors.tobytes(),
@@ -133,26 +133,26 @@ class Sketch:
         """Raises ValueError for anything but a sketch of this version."""
         try:
             stored = _read(data)
-            words, kinds = np.frombuffer(stored.words, "<u4"), np.frombuffer(stored.kinds, np.uint8)
+            hashes, kinds = np.frombuffer(stored.hashes, "<u4"), np.frombuffer(stored.kinds, np.uint8)
             lengths, scales = np.frombuffer(stored.lengths, "<u2"), np.frombuffer(stored.scales, "<f4")
             vectors = np.frombuffer(stored.vectors, np.int8)
         except (msgspec.DecodeError, ValueError) as error:  # ValueError: a part of a number
             raise ValueError(f"not a sketch: {error}") from None
         count = len(lengths)
         if (
-            len(words) != len(kinds)
-            or int(lengths.sum()) != len(words)
+            len(hashes) != len(kinds)
+            or int(lengths.sum()) != len(hashes)
             or len(scales) != count
             or (len(vectors) % count if count else len(vectors))
             or not np.isfinite(scales).all()
-            or (len(kinds) and int(kinds.max()) >= len(_Kind))
+            or (len(kinds) and int(kinds.max()) >= len(_WordKind))
         ):
             raise ValueError("not a sketch: its parts differ in length")
-        return Sketch(words, kinds, lengths, vectors.reshape(count, -1) if count else vectors.reshape(0, 0), scales)
+        return Sketch(hashes, kinds, lengths, vectors.reshape(count, -1) if count else vectors.reshape(0, 0), scales)
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="p1"):
-    words: bytes
+    hashes: bytes
     kinds: bytes
     lengths: bytes
     vectors: bytes
@@ -174,22 +174,22 @@ def pieces(answer: str) -> list[str]:
     """
     if len(answer) > _CHARS_MAX:
         return []
-    found: list[str] = []
+    sentences: list[str] = []
     for line in answer.splitlines():
         bare = line.strip()
         mark = _BULLET.match(bare)
         bare = (bare[mark.end() :] if mark else bare).replace("**", "")
         for part in _END.split(bare):
-            if found and _ABBREVIATION.search(found[-1]):
-                found[-1] = f"{found[-1]} {part.strip()}"
+            if sentences and _ABBREVIATION.search(sentences[-1]):
+                sentences[-1] = f"{sentences[-1]} {part.strip()}"
             elif _WORD.search(part):
-                found.append(part.strip())
-        if len(found) > _PARTS_MAX:
+                sentences.append(part.strip())
+        if len(sentences) > _PARTS_MAX:
             return []
-    while len(found) > _SENTENCES:
-        at = min(range(1, len(found) - 2), key=lambda place: len(found[place]) + len(found[place + 1]))
-        found[at : at + 2] = [f"{found[at]} {found[at + 1]}"]
-    return found
+    while len(sentences) > _SENTENCES:
+        at = min(range(1, len(sentences) - 2), key=lambda place: len(sentences[place]) + len(sentences[place + 1]))
+        sentences[at : at + 2] = [f"{sentences[at]} {sentences[at + 1]}"]
+    return sentences
 
 
 def sketch(answer: str, encode: Callable[[Sequence[str]], Encoded]) -> Sketch:
@@ -198,13 +198,13 @@ def sketch(answer: str, encode: Callable[[Sequence[str]], Encoded]) -> Sketch:
     """
     texts = pieces(answer)
     readings = [read(text) for text in texts]
-    count = sum(len(one.words) for one in readings)
+    count = sum(len(reading.tokens) for reading in readings)
     if not _WORDS_MIN <= count <= _WORDS_MAX or is_refusal(answer):
         return EMPTY
     encoded = encode(texts)
     if not np.abs(encoded.vectors).max(axis=1).all():
         return EMPTY  # a sentence past the encoder's window has no vector
-    tagged = [_tagged(one) for one in readings]
+    tagged = [_tagged(reading) for reading in readings]
     scales = np.abs(encoded.vectors).max(axis=1) / 127
     return Sketch(
         np.array([word for sentence in tagged for word, _ in sentence], dtype=np.uint32),
@@ -224,19 +224,21 @@ EMPTY = Sketch(
 )
 
 
-def _tagged(one: TextFeatures) -> list[tuple[int, int]]:
+def _tagged(sentence: TextFeatures) -> list[tuple[int, int]]:
     """The words of a sentence as hashes with their kinds, then its numbers."""
-    found = []
-    for word in one.words:
-        kind = _Kind.CONTENT if word in one.content_set else _Kind.FUNCTION
-        if (word in one.names or word in one.dates) and len(word) > 1:
-            kind = _Kind.NAME
+    hashes = []
+    for word in sentence.tokens:
+        kind = _WordKind.CONTENT if word in sentence.content_set else _WordKind.FUNCTION
+        if (word in sentence.names or word in sentence.dates) and len(word) > 1:
+            kind = _WordKind.NAME
         elif word in NEGATIONS:
-            kind = _Kind.NEGATION
-        found.append((_hash(word), int(kind)))
-    figures = [(value, _Kind.NUMBER if value in one.words else _Kind.FEW) for value, _ in one.numbers]
-    found += [(_hash("#" + value), int(kind)) for value, kind in figures]
-    return found + [(_hash(f"#{value} {unit}"), int(_Kind.MEASURE)) for value, unit in one.numbers if unit]
+            kind = _WordKind.NEGATION
+        hashes.append((_hash(word), int(kind)))
+    figures = [
+        (value, _WordKind.NUMBER if value in sentence.tokens else _WordKind.FEW) for value, _ in sentence.numbers
+    ]
+    hashes += [(_hash("#" + value), int(kind)) for value, kind in figures]
+    return hashes + [(_hash(f"#{value} {unit}"), int(_WordKind.MEASURE)) for value, unit in sentence.numbers if unit]
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -244,15 +246,15 @@ def _hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "big")
 
 
-def _mean(one: Sketch) -> NDArray[np.float32]:
-    mean = (one.vectors * one.scales[:, None]).sum(axis=0)
+def _mean(sketch: Sketch) -> NDArray[np.float32]:
+    mean = (sketch.vectors * sketch.scales[:, None]).sum(axis=0)
     unit: NDArray[np.float32] = (mean / (np.linalg.norm(mean) + 1e-9)).astype(np.float32)
     return unit
 
 
 @dataclass(frozen=True, slots=True)
 class _Sentence:
-    words: frozenset[int]
+    hashes: frozenset[int]
     content: frozenset[int]
     names: frozenset[int]
     numbers: frozenset[int]
@@ -262,7 +264,7 @@ class _Sentence:
 
     @property
     def key(self) -> int:
-        return hash(self.words)
+        return hash(self.hashes)
 
 
 class _View:
@@ -270,16 +272,16 @@ class _View:
 
     __slots__ = ("_sentences", "_sketch", "mean", "terms", "vectors", "weights")
 
-    def __init__(self, one: Sketch, weight: Callable[[int], float]) -> None:
-        self._sketch = one
+    def __init__(self, sketch: Sketch, weight: Callable[[int], float]) -> None:
+        self._sketch = sketch
         self._sentences: tuple[_Sentence, ...] = ()
-        self.vectors = one.vectors * one.scales[:, None]
+        self.vectors = sketch.vectors * sketch.scales[:, None]
         self.vectors /= np.linalg.norm(self.vectors, axis=1, keepdims=True) + 1e-9
-        counts = Counter(one.words[one.kinds < _Kind.NUMBER].tolist())
+        counts = Counter(sketch.hashes[sketch.kinds < _WordKind.NUMBER].tolist())
         weighed = {word: weight(word) for word in counts}
         sums, start = [], 0
-        for length in one.lengths.tolist():
-            present = set(one.words[start : start + length].tolist())
+        for length in sketch.lengths.tolist():
+            present = set(sketch.hashes[start : start + length].tolist())
             sums.append(sum([weighed.get(word, 0.0) for word in present]) + 1e-6)
             start += length
         self.weights = np.array(sums) / sum(sums)
@@ -290,7 +292,7 @@ class _View:
         self.terms = {word: term / norm for word, term in terms.items()}
 
     @property
-    def words(self) -> Set[int]:
+    def hashes(self) -> Set[int]:
         return self.terms.keys()
 
     @property
@@ -308,68 +310,70 @@ class _View:
         return frozenset[int]().union(*(sentence.few for sentence in self.sentences))
 
 
-def _sentences(one: Sketch) -> list[_Sentence]:
-    found, start = [], 0
-    for length in one.lengths.tolist():
-        words, kinds = one.words[start : start + length].tolist(), one.kinds[start : start + length].tolist()
+def _sentences(sketch: Sketch) -> list[_Sentence]:
+    sentences, start = [], 0
+    for length in sketch.lengths.tolist():
+        hashes, kinds = sketch.hashes[start : start + length].tolist(), sketch.kinds[start : start + length].tolist()
         start += length
-        of: tuple[set[int], ...] = tuple(set() for _ in _Kind)
-        for word, kind in zip(words, kinds, strict=True):
+        of: tuple[set[int], ...] = tuple(set() for _ in _WordKind)
+        for word, kind in zip(hashes, kinds, strict=True):
             of[kind].add(word)
-        content = of[_Kind.CONTENT] | of[_Kind.NAME]
-        found.append(
+        content = of[_WordKind.CONTENT] | of[_WordKind.NAME]
+        sentences.append(
             _Sentence(
-                words=frozenset(content | of[_Kind.FUNCTION] | of[_Kind.NEGATION]),
+                hashes=frozenset(content | of[_WordKind.FUNCTION] | of[_WordKind.NEGATION]),
                 content=frozenset(content),
-                names=frozenset(of[_Kind.NAME]),
-                numbers=frozenset(of[_Kind.NUMBER]),
-                few=frozenset(of[_Kind.NUMBER] | of[_Kind.FEW]),
-                measures=frozenset(of[_Kind.MEASURE]),
-                negations=kinds.count(_Kind.NEGATION) % 2,
+                names=frozenset(of[_WordKind.NAME]),
+                numbers=frozenset(of[_WordKind.NUMBER]),
+                few=frozenset(of[_WordKind.NUMBER] | of[_WordKind.FEW]),
+                measures=frozenset(of[_WordKind.MEASURE]),
+                negations=kinds.count(_WordKind.NEGATION) % 2,
             )
         )
-    return found
+    return sentences
 
 
-def _score(one: _View, other: _View) -> float:
+def _score(first: _View, second: _View) -> float:
     """How alike two answers are, from about 0 to 4."""
-    cosines = one.vectors @ other.vectors.T
-    aligned = float(cosines.max(axis=1) @ one.weights + cosines.max(axis=0) @ other.weights) / 2
-    few, many = (one.terms, other.terms) if len(one.terms) < len(other.terms) else (other.terms, one.terms)
+    cosines = first.vectors @ second.vectors.T
+    aligned = float(cosines.max(axis=1) @ first.weights + cosines.max(axis=0) @ second.weights) / 2
+    few, many = (first.terms, second.terms) if len(first.terms) < len(second.terms) else (second.terms, first.terms)
     words = sum(term * many.get(word, 0.0) for word, term in few.items())
-    return float(one.mean @ other.mean) + aligned + 2 * words
+    return float(first.mean @ second.mean) + aligned + 2 * words
 
 
-def conflict(one: _View, other: _View, is_usual: Callable[[_Sentence], bool]) -> str:
-    """What two answers state differently in a like sentence; empty where nothing is seen.
+def conflict(first: _View, second: _View, is_usual: Callable[[_Sentence], bool]) -> str:
+    """Name the kind of fact that two answers state differently in a like sentence; empty without one.
 
     `is_usual` says of a sentence that many answers have it, such as a closing.
     """
-    numbers, its_numbers, few, its_few = one.numbers, other.numbers, one.few, other.few
+    numbers, its_numbers, few, its_few = first.numbers, second.numbers, first.few, second.few
     if numbers and its_numbers and not numbers & its_few and not its_numbers & few:
         return "numbers"
-    alike = _share(one.words, other.words)
+    alike = _share(first.hashes, second.hashes)
     is_template = alike >= _TEMPLATE
-    cosines = one.vectors @ other.vectors.T
-    pairs = {(place, int(row.argmax())) for place, row in enumerate(cosines)}
-    pairs |= {(int(row.argmax()), place) for place, row in enumerate(cosines.T)}
-    for place, its in sorted(pairs):
-        mine, theirs = one.sentences[place], other.sentences[its]
-        if cosines[place, its] < _LIKE:
+    cosines = first.vectors @ second.vectors.T
+    pairs = {(first_at, int(row.argmax())) for first_at, row in enumerate(cosines)}
+    pairs |= {(int(row.argmax()), first_at) for first_at, row in enumerate(cosines.T)}
+    for first_at, second_at in sorted(pairs):
+        mine, theirs = first.sentences[first_at], second.sentences[second_at]
+        if cosines[first_at, second_at] < _LIKE:
             continue
-        if found := _difference(mine, theirs, float(cosines[place, its]), (few, one.words), (its_few, other.words)):
-            return found
-        own, its_own = mine.content - other.words, theirs.content - one.words
-        is_slot = 0 < len(own) <= _SLOT and 0 < len(its_own) <= _SLOT
-        shared = _share(mine.words, theirs.words)
-        if is_template and ((is_slot and shared >= 0.4) or (shared >= 0.75 and (own or its_own))):
+        if difference := _difference(
+            mine, theirs, float(cosines[first_at, second_at]), (few, first.hashes), (its_few, second.hashes)
+        ):
+            return difference
+        first_only, its_own = mine.content - second.hashes, theirs.content - first.hashes
+        is_slot = 0 < len(first_only) <= _SLOT and 0 < len(its_own) <= _SLOT
+        shared = _share(mine.hashes, theirs.hashes)
+        if is_template and ((is_slot and shared >= 0.4) or (shared >= 0.75 and (first_only or its_own))):
             return "words"
     if alike >= _COPY:
-        for said, best, words in (
-            *((said, best, other.words) for said, best in zip(one.sentences, cosines.max(axis=1), strict=True)),
-            *((said, best, one.words) for said, best in zip(other.sentences, cosines.max(axis=0), strict=True)),
+        for said, best, other_hashes in (
+            *((said, best, second.hashes) for said, best in zip(first.sentences, cosines.max(axis=1), strict=True)),
+            *((said, best, first.hashes) for said, best in zip(second.sentences, cosines.max(axis=0), strict=True)),
         ):
-            if best < 0.8 and said.words - words and not is_usual(said):
+            if best < 0.8 and said.hashes - other_hashes and not is_usual(said):
                 return "sentences"
     return ""
 
@@ -381,15 +385,15 @@ def _difference(
     stated: tuple[Set[int], Set[int]],
     its_stated: tuple[Set[int], Set[int]],
 ) -> str:
-    """What two like sentences state differently. `stated` are the numbers and the words of the
+    """Name the kind of fact that two like sentences state differently. `stated` are the numbers and the words of the
     whole answer that the first is from, `its_stated` those of the other.
     """
-    (numbers, words), (its_numbers, its_words) = stated, its_stated
+    (numbers, hashes), (its_numbers, its_hashes) = stated, its_stated
     if mine.numbers - its_numbers and theirs.numbers - numbers and cosine >= _VERY_LIKE:
         return "numbers"
-    if _share(mine.content, theirs.content) >= 0.3 and mine.names - its_words and theirs.names - words:
+    if _share(mine.content, theirs.content) >= 0.3 and mine.names - its_hashes and theirs.names - hashes:
         return "names"
-    if _share(mine.words, theirs.words) < 0.6:
+    if _share(mine.hashes, theirs.hashes) < 0.6:
         return ""
     if mine.few - its_numbers or theirs.few - numbers:
         return "numbers"
@@ -403,13 +407,13 @@ def _share(mine: Set[int], theirs: Set[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _KnownAnswer:
     sketch: Sketch
     prompt: NDArray[np.float16]
     text: int
-    words: tuple[int, ...]
+    hashes: tuple[int, ...]
     sentences: tuple[int, ...]
-    asked: tuple[int, ...]  # the content words of the prompt
+    prompt_hashes: tuple[int, ...]  # the content words of the prompt
 
     @property
     def size_bytes(self) -> int:
@@ -417,9 +421,9 @@ class _Answer:
             self.sketch.size_bytes
             + self.prompt.nbytes
             + _MEAN_BYTES * self.prompt.size
-            + 36 * len(self.words)
+            + 36 * len(self.hashes)
             + 36 * len(self.sentences)
-            + 36 * len(self.asked)
+            + 36 * len(self.prompt_hashes)
             + 1_000
         )
 
@@ -431,7 +435,7 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, _Answer] = {}
+        self._answers: dict[bytes, _KnownAnswer] = {}
         self._ages: list[tuple[bytes, bytes]] = []
         self._texts: Counter[int] = Counter()
         self._frequencies: Counter[int] = Counter()  # of words, by distinct texts
@@ -452,29 +456,29 @@ class Answers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def add(self, name: bytes, vector: NDArray[np.float32], asked: Set[str], sketch: Sketch) -> None:
+    def add(self, name: bytes, vector: NDArray[np.float32], prompt_words: Set[str], sketch: Sketch) -> None:
         """Take in an answer. `name` is that of `answer_name`, whose end is its time; `vector` is
-        the prompt's, `asked` are its content words, which are kept as hashes. A name that is there
+        the prompt's, `prompt_words` are its content words, which are kept as hashes. A name that is there
         and an empty sketch change nothing.
         """
         if name in self._answers or sketch.is_empty:
             return
-        words = tuple(set(sketch.words[sketch.kinds < _Kind.NUMBER].tolist()))
-        made = _Answer(
+        hashes = tuple(set(sketch.hashes[sketch.kinds < _WordKind.NUMBER].tolist()))
+        answer = _KnownAnswer(
             sketch=sketch,
             prompt=vector.astype(np.float16),
-            text=hash((sketch.words.tobytes(), sketch.lengths.tobytes())),
-            words=words,
+            text=hash((sketch.hashes.tobytes(), sketch.lengths.tobytes())),
+            hashes=hashes,
             sentences=tuple({sentence.key for sentence in _sentences(sketch)}),
-            asked=tuple(map(_hash, asked)),
+            prompt_hashes=tuple(map(_hash, prompt_words)),
         )
-        self._answers[name] = made
+        self._answers[name] = answer
         self._keep_mean(name, _mean(sketch))
-        self._texts[made.text] += 1
-        if self._texts[made.text] == 1:
-            self._frequencies.update(words)
-            self._repeats.update(made.sentences)
-        self.size_bytes += made.size_bytes
+        self._texts[answer.text] += 1
+        if self._texts[answer.text] == 1:
+            self._frequencies.update(hashes)
+            self._repeats.update(answer.sentences)
+        self.size_bytes += answer.size_bytes
         heapq.heappush(self._ages, (name[-8:], name))
         self._changes += 1
         while len(self._answers) > ANSWERS_MAX:
@@ -488,7 +492,7 @@ class Answers:
         self._texts[answer.text] -= 1
         if not self._texts[answer.text]:
             del self._texts[answer.text]
-            self._frequencies.subtract(answer.words)
+            self._frequencies.subtract(answer.hashes)
             self._repeats.subtract(answer.sentences)
         self.size_bytes -= answer.size_bytes
         self._views.pop(name, None)
@@ -525,15 +529,15 @@ class Answers:
     def _nearest(self, fresh: Sketch, name: bytes) -> list[bytes]:
         """The answers with the nearest means, one of each text."""
         cosines = self._means[: len(self._names)] @ _mean(fresh)
-        found: list[int] = []
-        for place in np.argsort(-cosines)[:_LISTED].tolist():
-            if self._names[place] != name and (
-                not found or float((self._means[found] @ self._means[place]).max()) < _TWIN
+        nearest: list[int] = []
+        for row in np.argsort(-cosines)[:_LISTED].tolist():
+            if self._names[row] != name and (
+                not nearest or float((self._means[nearest] @ self._means[row]).max()) < _TWIN
             ):
-                found.append(place)
-                if len(found) == _RIVALS:
+                nearest.append(row)
+                if len(nearest) == _RIVALS:
                     break
-        return [self._names[place] for place in found]
+        return [self._names[row] for row in nearest]
 
     def _ruling(self, mine: _View, name: bytes, candidate: bytes, scores: Mapping[bytes, float]) -> Judgement:
         theirs = self._known(candidate)
@@ -575,9 +579,9 @@ class Answers:
             return Judgement(Ruling.DIFFERENT, PROSE, why)
         return _unknown(why)
 
-    def _conflict(self, one: _View, other: _View) -> str:
+    def _conflict(self, first: _View, second: _View) -> str:
         least = max(_USUAL_MIN, _USUAL * len(self._texts))
-        return conflict(one, other, lambda sentence: self._repeats[sentence.key] >= least)
+        return conflict(first, second, lambda sentence: self._repeats[sentence.key] >= least)
 
     # --- weights and the cut
 
@@ -593,11 +597,11 @@ class Answers:
             self._repeats = +self._repeats
             self._views.clear()
             self._pairs, self._scores = self._near_pairs(), []
-        for one, other in self._pairs[:_PORTION]:
-            if one in self._answers and other in self._answers:
-                score = _score(self._known(one), self._known(other))
+        for first, second in self._pairs[:_PORTION]:
+            if first in self._answers and second in self._answers:
+                score = _score(self._known(first), self._known(second))
                 if score < _VERBATIM:
-                    own, others = self._echoes_of(one, other)
+                    own, others = self._echoes_of(first, second)
                     self._scores.append((score, own - others))
         del self._pairs[:_PORTION]
         if not self._pairs:
@@ -612,16 +616,16 @@ class Answers:
             self._same = sorted(self._cuts)[len(self._cuts) // 2] if is_free else math.inf
         return bool(self._pairs)
 
-    def _echoes_of(self, one: bytes, other: bytes) -> tuple[int, int]:
+    def _echoes_of(self, first: bytes, second: bytes) -> tuple[int, int]:
         """Of two answers, how many have a word of their own prompt that neither the other prompt
         nor the other answer has, and how many have such a word of the other's prompt.
         """
-        mine, theirs = self._answers[one], self._answers[other]
-        said, its = frozenset(mine.words), frozenset(theirs.words)
-        asked, its_asked = frozenset(mine.asked), frozenset(theirs.asked)
-        said, its, asked, its_asked = said - its, its - said, asked - its_asked, its_asked - asked
-        own = (not asked.isdisjoint(said)) + (not its_asked.isdisjoint(its))
-        return own, (not its_asked.isdisjoint(said)) + (not asked.isdisjoint(its))
+        mine, theirs = self._answers[first], self._answers[second]
+        said, its = frozenset(mine.hashes), frozenset(theirs.hashes)
+        prompt_only, its_asked = frozenset(mine.prompt_hashes), frozenset(theirs.prompt_hashes)
+        said, its, prompt_only, its_asked = said - its, its - said, prompt_only - its_asked, its_asked - prompt_only
+        own = (not prompt_only.isdisjoint(said)) + (not its_asked.isdisjoint(its))
+        return own, (not its_asked.isdisjoint(said)) + (not prompt_only.isdisjoint(its))
 
     def _near_pairs(self) -> list[tuple[bytes, bytes]]:
         """Answers to the nearest prompts, as a judge gets them; a sample that follows from the names."""
@@ -638,9 +642,9 @@ class Answers:
                 pairs[min(anchor, its), max(anchor, its)] = None
         return [(names[one], names[other]) for one, other in pairs]
 
-    def _view(self, one: Sketch) -> _View:
+    def _view(self, sketch: Sketch) -> _View:
         count, frequencies = self._weighed
-        return _View(one, lambda word: math.log((count + 1) / (frequencies.get(word, 0) + 0.5)))
+        return _View(sketch, lambda word: math.log((count + 1) / (frequencies.get(word, 0) + 0.5)))
 
     def _known(self, name: bytes) -> _View:
         view = self._views.get(name)

@@ -45,7 +45,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     where the model has nothing to learn. `at` is unix seconds; `judge` and `why` say which judge
     found so; it counts `weight` in the tally of the answer's group.
 
-    `asked` is the chance with which a judge that costs was asked, 0 where it was not, None where
+    `judge_chance` is the chance with which a judge that costs was asked, 0 where it was not, None where
     the others had ruled or there is none. `flips` estimate the error of the judge that ruled: the
     share of equal answers that it calls different, which all versions take as 0, and the share of
     different ones that it calls the same, as in its exam or beside other judges. `alias` is the
@@ -63,7 +63,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     judge: str = ""
     why: str = ""
     weight: float = 1.0
-    asked: float | None = None
+    judge_chance: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
     is_late: bool = False
@@ -72,20 +72,20 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
         the verdict.
         """
-        trial, own = self.trial, msgspec.structs.asdict(self)
-        del own["trial"]
+        trial, fields = self.trial, msgspec.structs.asdict(self)
+        del fields["trial"]
         return _ENCODER.encode(
-            _StoredVerdict(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own)
+            _StoredVerdict(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **fields)
         )
 
     @staticmethod
     def decode(data: bytes) -> Verdict:
         """Raises msgspec.DecodeError for anything but a verdict of this version."""
-        own = msgspec.structs.asdict(_read_verdict(data))
-        if not 0.0 < own["chance"] <= 1.0 or len(own["features"]) % _FLOAT_BYTES:
+        fields = msgspec.structs.asdict(_read_verdict(data))
+        if not 0.0 < fields["chance"] <= 1.0 or len(fields["features"]) % _FLOAT_BYTES:
             raise msgspec.ValidationError("no chance of a comparison, or no row of numbers")
-        trial = Trial((), own.pop("features"), own.pop("p"), own.pop("chance"), own.pop("rule"))
-        return Verdict(trial=trial, **own)
+        trial = Trial((), fields.pop("features"), fields.pop("p"), fields.pop("chance"), fields.pop("rule"))
+        return Verdict(trial=trial, **fields)
 
 
 class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="f1"):
@@ -104,7 +104,7 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     judge: str = ""
     why: str = ""
     weight: float = 1.0
-    asked: float | None = None
+    judge_chance: float | None = None
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
     is_late: bool = False

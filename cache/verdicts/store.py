@@ -45,8 +45,8 @@ KEPT_S = 30 * 86_400.0  # after the last verdict of a partition
 _ONCE_S = 7 * 86_400.0
 _READ_COUNT = 1_000
 _SUSPENDED_MAX = 10_000
-_REPLIES_MAX = 100_000  # of a partition, some 50 MB
-_TOLD_MAX = 100_000  # some 10 MB
+REPLIES_MAX = 100_000  # of a partition, some 50 MB
+TAKEN_MAX = 100_000  # some 10 MB
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -159,16 +159,16 @@ class VerdictStore:
         argv = (
             verdict.encode(), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
             verdict.exact, _double(verdict.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
-            _SUSPENDED_MAX, int(verdict.is_right is False), id, _TOLD_MAX,
+            _SUSPENDED_MAX, int(verdict.is_right is False), id, TAKEN_MAX,
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
         await self._log.append(VerdictAdded(partition))
         return is_new
 
     async def take_once(self, partition: Partition, id: str) -> bool:
-        """Take a verdict of which only the id is kept. False if it was taken before."""
+        """Keep the id of a verdict. Returns False if it was taken before."""
         told = _tag(partition) + "told"
-        return bool(await self._redis.eval(_TAKE_ONCE, 1, told, id, _ms(_ONCE_S), _TOLD_MAX))
+        return bool(await self._redis.eval(_TAKE_ONCE, 1, told, id, _ms(_ONCE_S), TAKEN_MAX))
 
     async def was_taken(self, partition: Partition, id: str) -> bool:
         return await self._redis.execute_command("ZSCORE", _tag(partition) + "told", id) is not None
@@ -182,19 +182,19 @@ class VerdictStore:
 
     async def suspended(self, partition: Partition) -> dict[bytes, Suspension]:
         """The suspensions of a partition, by name."""
-        found: dict[bytes, Suspension] = {}
+        suspensions: dict[bytes, Suspension] = {}
         cursor = 0
         while True:
-            cursor, some = await self._redis.execute_command(
+            cursor, page = await self._redis.execute_command(
                 "HSCAN", _tag(partition) + "suspended", cursor, "COUNT", 500
             )
-            for name, value in some.items():
+            for name, value in page.items():
                 try:
-                    found[name] = _read_suspension(value)
+                    suspensions[name] = _read_suspension(value)
                 except msgspec.DecodeError:  # of another version: out of service all the same
-                    found[name] = Suspension(exact=name[1 : 1 + DIGEST_BYTES], source=Source.FEEDBACK, at=0.0)
+                    suspensions[name] = Suspension(exact=name[1 : 1 + DIGEST_BYTES], source=Source.FEEDBACK, at=0.0)
             if cursor == 0:
-                return found
+                return suspensions
 
     async def read(self, partition: Partition, after: bytes) -> tuple[list[VerdictRecord], bytes]:
         """Everything said after a position of the stream (`0-0`: all that is kept), and the
@@ -222,13 +222,13 @@ class VerdictStore:
         latest reply that had it.
         """
         sent = [
-            self._redis.eval(_REMEMBER, len(keys), *keys, reply.encode(), _ms(ttl_s), _REPLIES_MAX)
+            self._redis.eval(_REMEMBER, len(keys), *keys, reply.encode(), _ms(ttl_s), REPLIES_MAX)
             for partition, reply, names in replies
             for tag in (_tag(partition),)
-            for keys in ([tag + "replies", *(f"{tag}reply:{one}" for one in (reply.id, *names))],)
+            for keys in ([tag + "replies", *(f"{tag}reply:{reply_command}" for reply_command in (reply.id, *names))],)
         ]
-        for one in sent:
-            await one
+        for reply_command in sent:
+            await reply_command
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """The answer that a response served; None if it is not remembered, or not

@@ -37,7 +37,7 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One colour of a stack, or one line.
+    """One colour of a stack of bars, or one line of a plot.
 
     `kind` is its class. `values` has one number a step, or None where it is unknown.
     """
@@ -72,20 +72,28 @@ def kinds_chart(stats: StatsOut) -> Markup:
 
 def money_chart(stats: StatsOut) -> Markup:
     """Spend over time with the savings on top: a whole bar is the cost without a cache."""
-    spent = tuple(float(point.tally.cost_microusd) for point in stats.series)
-    saved = tuple(float(max(0, point.tally.saved_microusd)) for point in stats.series)
-    series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
-    notes = [
-        _note(stats, index, f"spent {fmt.usd(point.tally.cost_microusd)}, saved {fmt.usd(point.tally.saved_microusd)}")
-        for index, point in enumerate(stats.series)
+    sums = [(point.tally.cost_microusd, point.tally.saved_microusd) for point in stats.series]
+    notes = [_note(stats, index, _money_note(*sums[index])) for index in range(len(sums))]
+    label = f"Money: {_money_note(stats.total.cost_microusd, stats.total.saved_microusd)}"
+    return _money_bars(sums, _names(stats), label, notes)
+
+
+def _money_note(spent: int, saved: int) -> str:
+    return f"spent {fmt.usd(spent)}, saved {fmt.usd(saved)}"
+
+
+def _money_bars(sums: Sequence[tuple[int, int]], steps: Sequence[str], label: str, notes: Sequence[str]) -> Markup:
+    """Bars of the money spent, with savings above 0 on top."""
+    series = [
+        Series(name, name, tuple(float(max(0, amount)) for amount in amounts))
+        for name, amounts in zip(("spent", "saved"), zip(*sums, strict=True), strict=True)
     ]
-    label = f"Money: spent {fmt.usd(stats.total.cost_microusd)}, saved {fmt.usd(stats.total.saved_microusd)}"
-    return stacked_bars(series, _names(stats), Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
+    return stacked_bars(series, steps, Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One row of a waterfall: `kind` is its class, `drawing` its bar between what came before and after."""
+    """One row of a waterfall: `kind` is its class, `drawing` its bar from the level before to the level after."""
 
     kind: str
     label: str
@@ -95,15 +103,15 @@ class Bar:
 
 
 def waterfall(savings: SavingsOut) -> list[Bar]:
-    """From the baseline over each step to what was spent, in the savings' own order."""
+    """The rows from the baseline over each step to the money spent, in the savings' own order."""
     levels = [savings.baseline_microusd]
     for step in savings.steps:
         levels.append(levels[-1] - step.amount_microusd)
-    whole = max(1, *levels) - min(0, *levels)
+    height = max(1, *levels) - min(0, *levels)
     low = min(0, *levels)
 
     def drawn(kind: str, start: int, end: int) -> Markup:
-        x, width = (min(start, end) - low) / whole * 1000, max(abs(end - start) / whole * 1000, 1.5)
+        x, width = (min(start, end) - low) / height * 1000, max(abs(end - start) / height * 1000, 1.5)
         box = '<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
         return Markup(box).format(_rect(kind, min(x, 998.5), 0, width, 10))
 
@@ -112,26 +120,18 @@ def waterfall(savings: SavingsOut) -> list[Bar]:
     for step, before, after in zip(savings.steps, levels[:-1], levels[1:], strict=True):
         kind = "saved" if step.amount_microusd >= 0 else "cost"
         amount = fmt.usd(-step.amount_microusd) if kind == "saved" else f"+{fmt.usd(-step.amount_microusd)}"
-        bars.append(Bar(kind, step.words, step.requests, amount, drawn(kind, before, after)))
+        bars.append(Bar(kind, step.label, step.requests, amount, drawn(kind, before, after)))
     return [*bars, Bar("spent", "Spent", savings.requests, fmt.usd(spent), drawn("spent", 0, spent))]
 
 
 def savings_chart(savings: SavingsOut) -> Markup:
     """Spend by day with the savings on top; a day that cost more than its baseline has no savings."""
-    known = {one.day: one for one in savings.days}
+    sums = {of_day.day: (of_day.spent_microusd, of_day.saved_microusd) for of_day in savings.days}
     starts = range(savings.from_s, savings.until_s, 86_400)
     days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts]
-    spent = tuple(float(max(0, known[day].spent_microusd)) if day in known else 0.0 for day in days)
-    saved = tuple(float(max(0, known[day].saved_microusd)) if day in known else 0.0 for day in days)
-    notes = [
-        f"{day}\nspent {fmt.usd(known[day].spent_microusd)}, saved {fmt.usd(known[day].saved_microusd)}"
-        if day in known
-        else f"{day}\nnothing"
-        for day in days
-    ]
-    series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
-    label = f"By day: spent {fmt.usd(savings.spent_microusd)}, saved {fmt.usd(savings.saved_microusd)}"
-    return stacked_bars(series, days, Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
+    notes = [f"{day}\n{_money_note(*sums[day]) if day in sums else 'nothing'}" for day in days]
+    label = f"By day: {_money_note(savings.spent_microusd, savings.saved_microusd)}"
+    return _money_bars([sums.get(day, (0, 0)) for day in days], days, label, notes)
 
 
 def ttft_chart(stats: StatsOut) -> Markup:
@@ -141,8 +141,15 @@ def ttft_chart(stats: StatsOut) -> Markup:
     hits = [point.ttft_hit for point in stats.series]
     misses = [point.ttft_miss for point in stats.series]
     series = [
-        Series("misses", "misses", tuple(one.p50_ms for one in misses), tuple(one.p95_ms for one in misses)),
-        Series("hits", "hits", tuple(one.p50_ms for one in hits), tuple(one.p95_ms for one in hits)),
+        Series(
+            "misses",
+            "misses",
+            tuple(measured.p50_ms for measured in misses),
+            tuple(measured.p95_ms for measured in misses),
+        ),
+        Series(
+            "hits", "hits", tuple(measured.p50_ms for measured in hits), tuple(measured.p95_ms for measured in hits)
+        ),
     ]
     notes = [
         _note(stats, index, f"hits {_latency(hit)}", f"misses {_latency(miss)}")
@@ -152,17 +159,12 @@ def ttft_chart(stats: StatsOut) -> Markup:
     return log_lines(series, _names(stats), Axis(fmt.ms), label, notes)
 
 
-def kinds_bar(tally: TallyOut) -> Markup:
-    """One bar of all requests by kind."""
-    return _bar(tally, KINDS)
+ANSWERS = (*HITS, "miss")
+"""The kinds of requests that the hit rate counts."""
 
 
-def answers_bar(tally: TallyOut) -> Markup:
-    """One bar of the hits and misses in the hit rate."""
-    return _bar(tally, (*HITS, "miss"))
-
-
-def _bar(tally: TallyOut, kinds: Sequence[str]) -> Markup:
+def kinds_bar(tally: TallyOut, kinds: Sequence[str] = KINDS) -> Markup:
+    """One bar of the requests of these kinds."""
     counts = {kind: tally.by_kind.get(kind, 0) for kind in kinds}
     total = sum(counts.values()) or 1
     parts = [
@@ -178,12 +180,11 @@ def _hits(tally: TallyOut) -> str:
 
 
 def _kinds_of(tally: TallyOut) -> str:
-    found = (f"{LABELS[kind]} {fmt.count(count)}" for kind in KINDS if (count := tally.by_kind.get(kind, 0)))
-    return ", ".join(found)
+    return ", ".join(f"{LABELS[kind]} {fmt.count(tally.by_kind[kind])}" for kind in KINDS if tally.by_kind.get(kind))
 
 
-def _latency(one: Percentiles) -> str:
-    return f"p50 {fmt.ms(one.p50_ms)}, p95 {fmt.ms(one.p95_ms)}" if one.count else "none"
+def _latency(measured: Percentiles) -> str:
+    return f"p50 {fmt.ms(measured.p50_ms)}, p95 {fmt.ms(measured.p95_ms)}" if measured.count else "none"
 
 
 def _note(stats: StatsOut, index: int, *lines: str) -> str:
@@ -209,16 +210,16 @@ def stacked_bars(
 
     `steps` names the moments, `notes` has each bar's tooltip, `label` is the chart in words.
     """
-    totals = [sum(one.values[i] or 0.0 for one in series) for i in range(len(steps))]
+    totals = [sum(stack.values[i] or 0.0 for stack in series) for i in range(len(steps))]
     top = nice_ceiling(max([axis.least_max, *totals]))
     columns = []
     for index, note in enumerate(notes):
         y, parts = _HEIGHT, []
-        for one in series:
-            height = (one.values[index] or 0.0) / top * _HEIGHT
+        for stack in series:
+            height = (stack.values[index] or 0.0) / top * _HEIGHT
             if height > 0:
                 y -= height
-                parts.append(_rect(one.kind, index * _STEP + (_STEP - _BAR) / 2, y, _BAR, height))
+                parts.append(_rect(stack.kind, index * _STEP + (_STEP - _BAR) / 2, y, _BAR, height))
         columns.append(_column(index, Markup("").join(parts), note))
     ticks = [axis.format(top * share) for share in (1.0, 0.5, 0.0)]
     return _plot(_grid(len(steps), (0.0, 50.0)) + Markup("").join(columns), len(steps), ticks, steps, label)
@@ -229,7 +230,7 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
 
     Values are above 0.
     """
-    known = [value for one in series for value in (*one.values, *one.highs) if value]
+    known = [value for line in series for value in (*line.values, *line.highs) if value]
     low = math.floor(math.log10(min(known))) if known else 0
     high = max(low + 1, math.ceil(math.log10(max(known)))) if known else 3
     span = high - low
@@ -238,18 +239,18 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
         return _HEIGHT * (high - math.log10(value)) / span
 
     drawn = [_grid(len(steps), [_HEIGHT * index / span for index in range(span)])]
-    for one in series:
-        for start, end in _runs(one.values):
-            points = [(index * _STEP + _STEP / 2, y(one.values[index] or 1.0)) for index in range(start, end)]
-            if one.highs:
+    for line in series:
+        for start, end in _runs(line.values):
+            points = [(index * _STEP + _STEP / 2, y(line.values[index] or 1.0)) for index in range(start, end)]
+            if line.highs:
                 upper = [
-                    (x, y(one.highs[start + i] or one.values[start + i] or 1.0)) for i, (x, _) in enumerate(points)
+                    (x, y(line.highs[start + i] or line.values[start + i] or 1.0)) for i, (x, _) in enumerate(points)
                 ]
                 drawn.append(
-                    Markup('<path class="band {}" d="{}Z"/>').format(one.kind, _path([*points, *reversed(upper)]))
+                    Markup('<path class="band {}" d="{}Z"/>').format(line.kind, _path([*points, *reversed(upper)]))
                 )
             shape = "line" if len(points) > 1 else "dot"
-            drawn.append(Markup('<path class="{} {}" d="{}"/>').format(shape, one.kind, _path(points)))
+            drawn.append(Markup('<path class="{} {}" d="{}"/>').format(shape, line.kind, _path(points)))
     drawn += [_column(index, Markup(""), note) for index, note in enumerate(notes)]
     ticks = [axis.format(10.0**power) for power in range(high, low - 1, -1)]
     return _plot(Markup("").join(drawn), len(steps), ticks, steps, label)

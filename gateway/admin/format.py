@@ -1,6 +1,7 @@
 """Formats numbers and times for people: money, durations, sizes, shares, ages, with units.
 
-No HTML but the <time> element of `ago`. Pure functions; `now_s` is a parameter.
+Each function is a filter of the templates. No HTML but the <time> element of `ago`. Pure functions;
+`now_s` is a parameter.
 """
 
 import math

@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -19,16 +19,16 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import views
-from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys
+from gateway.admin import budgets, cache_views, operations, teams
+from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, operator_of
 from gateway.admin.html import LOGIN, Pages, is_own_path
 from gateway.admin.models import Act
 from gateway.admin.parts import AdminParts
+from gateway.learning.reports import ReportOutcome
 from gateway.wire.errors import BadRequest, Unauthenticated
 from gateway.wire.requests import in_json_words
 
 Render = Callable[..., Awaitable[Response]]
-_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class FormProblem(Exception):
@@ -40,7 +40,7 @@ _OF_CACHE = (*_REFUSALS, accounts.DoesNotExist)
 
 
 class _Ids(BaseModel):
-    """What the path of a form names."""
+    """The values in the path of a form."""
 
     team_id: int = 0
     key_id: int = 0
@@ -73,7 +73,7 @@ class _Form:
     """
 
     path: str
-    operation: str
+    operation: Callable[..., Any]
     back: str = ""
     page: str = ""
     name: str = ""
@@ -82,40 +82,33 @@ class _Form:
     shows: str = ""
 
 
-def add_forms(
-    router: APIRouter, parts: AdminParts, renders: Mapping[str, Render], operations: Mapping[str, Callable[..., Any]]
-) -> None:
-    """Add a route for each row of the table.
-
-    `renders` are the pages by name, `operations` are the API's, by method and path.
-    """
+def add_forms(router: APIRouter, parts: AdminParts, renders: Mapping[str, Render]) -> None:
+    """Add a route for each row of the table. `renders` are the pages by name."""
     for form in FORMS:
-        handle = _handler(form, operations[form.operation], parts, renders.get(form.page))
-        router.add_api_route(form.path, handle, methods=["POST"])
+        router.add_api_route(form.path, _handler(form, parts, renders.get(form.page)), methods=["POST"])
 
 
-def _handler(
-    form: _Form, operation: Callable[..., Any], parts: AdminParts, render: Render | None
-) -> Callable[[Request], Awaitable[Response]]:
-    names, model = signature(operation).parameters, get_type_hints(operation).get("body")
+def _handler(form: _Form, parts: AdminParts, render: Render | None) -> Callable[[Request], Awaitable[Response]]:
+    names, model = signature(form.operation).parameters, get_type_hints(form.operation).get("body")
 
     async def handle(request: Request) -> Response:
         post = await _post(parts, request)
-        given = {**post.ids, "request": request, "response": Response()}
-        shown = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
+        arguments = {**post.ids, "parts": parts, "operator": operator_of(request)}
+        context = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
         try:
             values = await form.read(post)
-            given |= {"body": convert(model, values)} if model is not None else {}
-            made = await operation(**{name: given[name] for name in names})
+            if model is not None:
+                arguments["body"] = model.model_validate(dict(values), strict=False)  # a form has texts only
+            result = await form.operation(**{name: arguments[name] for name in names})
         except Exception as error:
             if render is not None and isinstance(error, form.refusals):
-                return await render(request, **shown, status=_status(error), problem=words_of(error))
+                return await render(request, **context, status=_status(error), problem=words_of(error))
             if isinstance(error, ValidationError):  # in the hidden fields of a button
                 raise BadRequest(words_of(error), code="invalid_value") from None
             raise
         if render is not None and form.shows:
-            return await render(request, **shown, **{form.shows: made})
-        return RedirectResponse(form.back.format(**shown, made=made), 303)
+            return await render(request, **context, **{form.shows: result})
+        return RedirectResponse(form.back.format(**context, result=result, done=_noted(result)), 303)
 
     return handle
 
@@ -142,8 +135,15 @@ def _status(error: Exception) -> int:
     )
 
 
+def _noted(result: Any) -> str:
+    """The name of the message that the dashboard shows after a report of an answer; else empty."""
+    if not isinstance(result, ReportOutcome):
+        return ""
+    return "right" if result.verdict == "right" else f"wrong-{result.effect}"
+
+
 def _back(fields: Mapping[str, str]) -> str:
-    """The page that a form was on."""
+    """The page that sent the form."""
     back = fields.get("back", "")
     return back if is_own_path(back) and "?" not in back else "/admin/cache"
 
@@ -214,7 +214,7 @@ async def _team(post: _Post) -> Mapping[str, Any]:
 
 
 async def _confirmed(post: _Post) -> Mapping[str, Any]:
-    team = await views.team(post.parts, post.ids["team_id"])
+    team = await post.parts.accounts.team(post.ids["team_id"])
     if post.fields.get("name") != team.name:
         raise FormProblem(f"Type the team's name, {team.name}, to delete it.")
     return {}
@@ -235,13 +235,13 @@ async def _new_budget(post: _Post) -> Mapping[str, Any]:
     axis, hours = fields.get("axis", "team"), _number(fields.get("rolling_hours"), "Rolling window, hours")
     if axis == "tag":
         axis = f"tag:{fields.get('tag', '')}"
-    one = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
+    value = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
     return {
         "window": fields.get("window", ""),
         **_limit(fields),
         **_kind(fields),
         "axis": axis,
-        "value": None if axis == "team" else one,
+        "value": None if axis == "team" else value,
         "rolling_s": round((hours or 0) * 3600) if fields.get("window") == "rolling" else 0,
     }
 
@@ -278,22 +278,17 @@ async def _purge(post: _Post) -> Mapping[str, Any]:
 # -- fields
 
 
-def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
-    """Convert a form to a model of the API. Raises pydantic's ValidationError."""
-    return model.model_validate(dict(values), strict=False)  # a form has texts only
-
-
 def words_of(error: Exception) -> str:
-    """The message for the form."""
+    """The message that the form shows for an error."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         name = str(first["loc"][-1]) if first["loc"] else ""
         return f"{_LABELS.get(name, name)}: {in_json_words(first['msg'])}"
     if isinstance(error, accounts.Invalid):
-        _, _, words = str(error).partition(": ")
-        return f"{_LABELS.get(error.field, error.field)}: {words}"
-    words = str(error)
-    return f"{words[:1].upper()}{words[1:]}"
+        _, _, message = str(error).partition(": ")
+        return f"{_LABELS.get(error.field, error.field)}: {message}"
+    message = str(error)
+    return f"{message[:1].upper()}{message[1:]}"
 
 
 _LABELS = {
@@ -314,7 +309,7 @@ _LABELS = {
 
 
 def _limit(fields: Mapping[str, str]) -> dict[str, int]:
-    """The amount of a form in the unit that it gives, under the API's name."""
+    """The form's amount in the form's unit, under the API's name for it."""
     unit, text = fields.get("unit", "money"), fields.get("limit_usd")
     if unit == "money":
         return {"limit_microusd": _microusd(text)}
@@ -325,8 +320,7 @@ def _limit(fields: Mapping[str, str]) -> dict[str, int]:
 
 
 def _rates(fields: Mapping[str, str]) -> dict[str, Any]:
-    names = {"requests_per_min": "Requests per minute", "tokens_per_min": "Tokens per minute"}
-    return {name: _whole(fields.get(name), label) for name, label in names.items()}
+    return {name: _whole(fields.get(name), _LABELS[name]) for name in ("requests_per_min", "tokens_per_min")}
 
 
 # A comma only groups thousands: a decimal comma would mean a hundred times the amount.
@@ -378,26 +372,26 @@ def _microusd(text: str | None) -> int:
 _TEAM, _TO_TEAM = "/teams/{team_id}", "/admin/teams/{team_id}?done="
 _BUDGET, _AT_BUDGET = _TEAM + "/budgets/{budget_id}", "budget-{budget_id}"
 FORMS = (
-    _Form("/teams", "POST /teams", "/admin/teams/{made.id}?done=team-created", "teams", "team", read=_new_team),
-    _Form(_TEAM, "PATCH /teams/{team_id}", _TO_TEAM + "team-saved", "team", "settings", read=_team),
-    _Form(_TEAM + "/delete", "DELETE /teams/{team_id}", "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
-    _Form(_TEAM + "/keys", "POST /teams/{team_id}/keys", "", "team", "key", read=_key, shows="new_key"),
-    _Form(_TEAM + "/keys/{key_id}/revoke", "DELETE /keys/{key_id}", _TO_TEAM + "key-revoked"),
-    _Form(_TEAM + "/budgets", "POST /teams/{team_id}/budgets", _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
-    _Form(_BUDGET, "PATCH /budgets/{budget_id}", _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),
-    _Form(_BUDGET + "/raise", "POST /budgets/{budget_id}/raise", _TO_TEAM + "budget-raised", "team", _AT_BUDGET, read=_raise),
-    _Form(_BUDGET + "/reset", "POST /budgets/{budget_id}/reset", _TO_TEAM + "budget-reset"),
-    _Form(_BUDGET + "/delete", "DELETE /budgets/{budget_id}", _TO_TEAM + "budget-deleted"),
-    _Form("/deployments/try", "POST /deployments/try", "", "deployments", "try",
+    _Form("/teams", teams.create_team, "/admin/teams/{result.id}?done=team-created", "teams", "team", read=_new_team),
+    _Form(_TEAM, teams.update_team, _TO_TEAM + "team-saved", "team", "settings", read=_team),
+    _Form(_TEAM + "/delete", teams.delete_team, "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
+    _Form(_TEAM + "/keys", teams.create_key, "", "team", "key", read=_key, shows="new_key"),
+    _Form(_TEAM + "/keys/{key_id}/revoke", teams.revoke_key, _TO_TEAM + "key-revoked"),
+    _Form(_TEAM + "/budgets", budgets.create_budget, _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
+    _Form(_BUDGET, budgets.update_budget, _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),
+    _Form(_BUDGET + "/raise", budgets.raise_budget, _TO_TEAM + "budget-raised", "team", _AT_BUDGET, read=_raise),
+    _Form(_BUDGET + "/reset", budgets.reset_budget, _TO_TEAM + "budget-reset"),
+    _Form(_BUDGET + "/delete", budgets.delete_budget, _TO_TEAM + "budget-deleted"),
+    _Form("/deployments/try", operations.try_deployment, "", "deployments", "try",
           read=_hidden("name", "model"), refusals=(accounts.Invalid,), shows="tried"),
-    _Form("/deployments/{act}", "POST /deployments/{act}", "/admin/deployments?done=deployment-{act}", read=_hidden("name")),
-    _Form("/batches/{batch_id}/cancel", "POST /batches/{batch_id}/cancel", "/admin/batches?done=batch-cancelled"),
+    _Form("/deployments/{act}", operations.act, "/admin/deployments?done=deployment-{act}", read=_hidden("name")),
+    _Form("/batches/{batch_id}/cancel", operations.cancel_batch, "/admin/batches?done=batch-cancelled"),
     # a POST, since each look at the texts of a response is written to the audit log
-    _Form("/answer", "POST /answer", "", "answer", read=_hidden("id"), refusals=(), shows="answer"),
+    _Form("/answer", cache_views.answer, "", "answer", read=_hidden("id"), refusals=(), shows="answer"),
     # a dry run first, whose page has a button that repeats the selection for real
-    _Form("/cache/purge", "POST /cache/purge", "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
-    _Form("/cache/certificate", "POST /cache/certificate", "/admin/cache?done=certified"),
-    _Form("/cache/clear", "POST /cache/clear", "/admin/cache?done=cleared"),
-    _Form("/cache/report", "POST /feedback", "{back}?done={made.done}", read=_hidden("id", "verdict")),
-    _Form("/cache/try", "POST /cache/try", "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
+    _Form("/cache/purge", cache_views.purge, "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
+    _Form("/cache/certificate", cache_views.certify, "/admin/cache?done=certified"),
+    _Form("/cache/clear", cache_views.clear, "/admin/cache?done=cleared"),
+    _Form("/cache/report", cache_views.feedback, "{back}?done={done}", read=_hidden("id", "verdict")),
+    _Form("/cache/try", cache_views.try_prompt, "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
 )  # fmt: skip

@@ -18,10 +18,10 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.exceptions import RequestValidationError
 from fastapi.params import Query
@@ -59,7 +59,7 @@ _log = get_logger(__name__)
 
 
 class Endpoint(StrEnum):
-    """Where an operator's key is read; wrong ones are counted by it."""
+    """The endpoints that read an operator's key; wrong keys are counted by endpoint."""
 
     LOGIN = "login"
     ADMIN_API = "admin_api"
@@ -77,7 +77,7 @@ _NEEDS = {
 }
 
 
-class Conflict(ApiError):
+class StateConflict(ApiError):
     """409: the request contradicts the current state."""
 
     status = 409
@@ -127,32 +127,32 @@ class Guard:
         self._guesses = Guesses(clock)
 
     async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
-        """Raises Unauthenticated for a wrong key, TooManyWrongKeys where it was not read."""
-        client, place = client_of(request), endpoint.value
-        wait_s = self._guesses.wait_s(place, client)
+        """Check an operator's key. Raises Unauthenticated for a wrong key, TooManyWrongKeys before reading it."""
+        client, scope = client_of(request), endpoint.value
+        wait_s = self._guesses.wait_s(scope, client)
         if wait_s and await self.has_session(request):
-            place = f"{endpoint} in a session"
-            wait_s = self._guesses.wait_s(place, client)
+            scope = f"{endpoint} in a session"
+            wait_s = self._guesses.wait_s(scope, client)
         if wait_s:
             self._count(endpoint, "not_read")
             raise TooManyWrongKeys(
                 f"Too many wrong keys came from your address. Wait {_seconds(wait_s)}, then send the right one.", wait_s
             )
-        given = _digest(key)
-        if hmac.compare_digest(given, self._admin_key):
-            self._guesses.forget(place, client)
+        digest = _digest(key)
+        if hmac.compare_digest(digest, self._admin_key):
+            self._guesses.forget(scope, client)
             return
         # the metrics key forgets nothing: with it a client could guess the admin's for ever
         is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
-        if is_observer and self._metrics_key and hmac.compare_digest(given, self._metrics_key):
+        if is_observer and self._metrics_key and hmac.compare_digest(digest, self._metrics_key):
             return
-        pause_s = self._guesses.add(place, client)
+        pause_s = self._guesses.add(scope, client)
         self._count(endpoint, "wrong")
         _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
         raise Unauthenticated(_NEEDS[endpoint])
 
     async def check_api(self, request: Request) -> None:
-        """The dependency of each API route. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
+        """Check a request to the API, by key or session. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
         key = _bearer(request)
         if key:
             await self.check_key(request, Endpoint.ADMIN_API, key)
@@ -162,7 +162,7 @@ class Guard:
             raise Unauthenticated(_NEEDS[Endpoint.ADMIN_API])
 
     async def may_observe(self, request: Request, endpoint: Endpoint) -> bool:
-        """Whether the request may see what `/metrics` and `/readyz` show of teams and parts.
+        """Whether the request may see the figures of teams and parts in `/metrics` and `/readyz`.
 
         Raises Unauthenticated and TooManyWrongKeys for a wrong key.
         """
@@ -172,7 +172,7 @@ class Guard:
         return bool(key) or (self._is_open and self._is_addressed(request))
 
     async def check_observer(self, request: Request, endpoint: Endpoint) -> None:
-        """Raises Unauthenticated, TooManyWrongKeys, and Forbidden for a foreign `Host`."""
+        """Refuse a request that may not observe. Raises Unauthenticated, TooManyWrongKeys, Forbidden for a foreign `Host`."""
         if not await self.may_observe(request, endpoint):
             if self._is_open:
                 raise Forbidden(
@@ -185,18 +185,19 @@ class Guard:
     def _is_addressed(self, request: Request) -> bool:
         """Whether the request names this host.
 
-        Not so on a loopback address under another name: a page of another site may have bound its
-        name to the address (DNS rebinding), and would read the answer.
+        A loopback address under a foreign name does not count: a page of another site may have bound
+        that name to the address (DNS rebinding), and would read the answer.
         """
         server = request.scope.get("server") or ("", None)
-        if not _is_loopback(server[0]):
+        address = _address(server[0])
+        if address is None or not address.is_loopback:
             return True
         hosts = request.headers.getlist("host")
-        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if found is None:
+        host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if host is None:
             return False
-        name = (found["ipv6"] or found["name"]).lower().removesuffix(".")
-        return name in ("localhost", self._own_host) or _is_address(name)
+        name = (host["ipv6"] or host["name"]).lower().removesuffix(".")
+        return name in ("localhost", self._own_host) or _address(name) is not None
 
     async def new_session(self) -> str:
         """A cookie value that is valid for SESSION_S."""
@@ -207,12 +208,12 @@ class Guard:
         return bool(token) and await self._sessions.is_open(token, self._mark)
 
     async def end_session(self, request: Request) -> None:
-        """End the request's session: its cookie opens nothing any more, wherever it is."""
+        """End the request's session: no copy of its cookie opens a page any more."""
         await self._sessions.end(request.cookies.get(COOKIE, ""))
 
 
 def _digest(key: str) -> bytes:
-    """Of one length for all keys, so that a comparison does not show the length."""
+    """The digest of a key. All digests have one length, so that comparing them does not show the key's length."""
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
@@ -226,20 +227,13 @@ def _seconds(wait_s: float) -> str:
     return f"{seconds} second{'' if seconds == 1 else 's'}"
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a name is; None for a name of another kind."""
     try:
-        ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(name: str) -> bool:
-    if not _is_address(name):
-        return False
-    address = ipaddress.ip_address(name)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def client_of(request: Request) -> str:
@@ -247,9 +241,20 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-def who(request: Request) -> tuple[str, str]:
-    """The client of an operator's act and the way it came, for the audit log."""
-    return client_of(request), "api" if request.scope["route"].path.startswith("/admin/api/") else "dashboard"
+class Operator(NamedTuple):
+    """An operator for the audit log: the address, and `dashboard` or `api`."""
+
+    client: str
+    way: str
+
+
+def operator_of(request: Request) -> Operator:
+    """The operator who sent a request."""
+    is_api = request.scope["route"].path.startswith("/admin/api/")
+    return Operator(client_of(request), "api" if is_api else "dashboard")
+
+
+Acting = Annotated[Operator, Depends(operator_of)]
 
 
 def check_same_site(request: Request) -> None:
@@ -267,7 +272,7 @@ def check_same_site(request: Request) -> None:
 
 
 class _StrictRequest(Request):
-    """A request whose JSON has each name once."""
+    """A request that refuses a JSON object with the same name twice."""
 
     async def json(self) -> Any:
         return decode_strictly(await self.body())
@@ -303,21 +308,23 @@ class ApiRoute(APIRoute):
 
 def check_query(request: Request) -> None:
     """Refuse a query parameter that the route does not have, or has twice. Raises BadRequest."""
-    known = [
-        one.alias for one in get_flat_params(request.scope["route"].dependant) if isinstance(one.field_info, Query)
+    allowed = [
+        parameter.alias
+        for parameter in get_flat_params(request.scope["route"].dependant)
+        if isinstance(parameter.field_info, Query)
     ]
-    given = [name for name, _ in request.query_params.multi_items()]
-    for name in given:
-        if name not in known:
-            there_is = f"there is {', '.join(known)}" if known else "this route has none"
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        if name not in allowed:
+            there_is = f"there is {', '.join(allowed)}" if allowed else "this route has none"
             message = f"Unknown query parameter: {name[:100]}; {there_is}"
             raise BadRequest(message, param=name[:100], code="unknown_parameter")
-        if given.count(name) > 1:
+        if names.count(name) > 1:
             raise BadRequest(f"The query has {name} twice: send it once", param=name, code="invalid_value")
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The client's error for an exception; None for an unexpected one."""
+    """The error that a client sees for an exception; None for an unexpected exception."""
     match error:
         case ApiError():
             return error
@@ -328,7 +335,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case accounts.DoesNotExist():
             return NotFound(sentence(str(error)), code="not_found")
         case accounts.AlreadyExists():
-            return Conflict(sentence(str(error)))
+            return StateConflict(sentence(str(error)))
         case accounts.Invalid():
             return BadRequest(sentence(str(error)), param=error.field, code="invalid_value")
         case RedisError() | CacheUnavailable():

@@ -26,31 +26,31 @@ class _Tries:
 
 
 class Guesses:
-    """`clock` gives steady seconds."""
+    """Wrong keys by endpoint and network, the longest quiet first. `clock` gives steady seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._tries: dict[tuple[str, str], _Tries] = {}  # the longest quiet first
+        self.tries: dict[tuple[str, str], _Tries] = {}
 
     def wait_s(self, endpoint: str, client: str) -> float:
         """The seconds until a key of `client`, an IP address, is read; 0 if it is read now."""
-        tries = self._tries.get((endpoint, network_of(client)))
+        tries = self.tries.get((endpoint, network_of(client)))
         return 0.0 if tries is None else max(0.0, tries.last_s + tries.pause_s - self._clock())
 
     def add(self, endpoint: str, client: str) -> float:
-        """Count a wrong key; returns the seconds until the next one is read."""
+        """Count a wrong key; returns the seconds until the network's next key is read."""
         key, now_s = (endpoint, network_of(client)), self._clock()
-        tries = self._tries.pop(key, None)
+        tries = self.tries.pop(key, None)
         wrong = 1 if tries is None or now_s - tries.last_s > _FORGOTTEN_AFTER_S else tries.wrong + 1
         pause_s = min(2.0 ** min(wrong - _FREE - 1, 10), _PAUSE_S_MAX) if wrong > _FREE else 0.0
-        if len(self._tries) >= _KEPT_MAX:
-            del self._tries[next(iter(self._tries))]
-        self._tries[key] = _Tries(wrong, now_s, pause_s)
+        if len(self.tries) >= _KEPT_MAX:
+            del self.tries[next(iter(self.tries))]
+        self.tries[key] = _Tries(wrong, now_s, pause_s)
         return pause_s
 
     def forget(self, endpoint: str, client: str) -> None:
         """Forget the wrong keys of a client that has the right one."""
-        self._tries.pop((endpoint, network_of(client)), None)
+        self.tries.pop((endpoint, network_of(client)), None)
 
 
 def network_of(client: str) -> str:

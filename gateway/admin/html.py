@@ -7,6 +7,7 @@ by another site.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
@@ -22,7 +23,7 @@ from fastapi.routing import APIRoute
 from gateway.admin import format as fmt
 from gateway.admin.guard import Guard, as_api_error, check_same_site
 from gateway.loggers import get_logger
-from gateway.wire.errors import ApiError, Unauthenticated
+from gateway.wire.errors import Unauthenticated
 
 _FOLDER = Path(__file__).parent
 _HEADERS = {
@@ -46,36 +47,22 @@ class Pages:
     def __init__(self, clock: Callable[[], float], version: str) -> None:
         self._clock = clock
         self._version = version
-        self._templates = jinja2.Environment(
+        self.templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
             autoescape=True,
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        for name in (
-            "usd",
-            "amount",
-            "dollars",
-            "count",
-            "percent",
-            "ms",
-            "size",
-            "price",
-            "utc",
-            "duration_s",
-            "span",
-            "moment",
-            "window",
-            "in_units",
-        ):
-            self._templates.filters[name] = getattr(fmt, name)
-        self._templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
-        self._templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
+        for name, function in inspect.getmembers(fmt, inspect.isfunction):
+            self.templates.filters[name] = function
+        self.templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
+        self.templates.globals.update(form="", problem="", values={}, new_key=None, purge=None, tried=None)
+        self.templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
         """Render a page with the values of its template."""
-        text = self._templates.get_template(template).render(
+        text = self.templates.get_template(template).render(
             values,
             path=request.url.path,
             query=request.query_params,
@@ -85,10 +72,6 @@ class Pages:
             now_s=self._clock(),
         )
         return HTMLResponse(text, status, headers=_HEADERS)
-
-    def error(self, request: Request, error: ApiError) -> Response:
-        """Render an error."""
-        return self.render(request, "error.html", error.http_status, error=error)
 
 
 def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
@@ -111,7 +94,9 @@ def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
                     refusal = as_api_error(error)
                     if refusal is None:
                         raise
-                    return to_login(request) if isinstance(refusal, Unauthenticated) else pages.error(request, refusal)
+                    if isinstance(refusal, Unauthenticated):
+                        return to_login(request)
+                    return pages.render(request, "error.html", refusal.http_status, error=refusal)
 
             return guarded
 
@@ -122,7 +107,7 @@ LOGIN = "/admin/login"
 
 
 def to_login(request: Request) -> Response:
-    """Redirect to the login form, and from there back to a page that GET can repeat."""
+    """Redirect to the login form, which leads back to the page if the request was a GET."""
     target = (
         f"?next={quote(_here(request), safe='/')}" if request.method == "GET" and request.url.path != "/admin" else ""
     )
@@ -135,7 +120,7 @@ _OWN_PATH = re.compile(r"/admin(?:/[A-Za-z0-9_-]+)*(?:\?[!-~]*)?")
 def is_own_path(path: str) -> bool:
     """Whether a path leads into the dashboard, in every browser and behind every proxy.
 
-    A path with a dot, a backslash, an escape or an empty part is none: each may lead elsewhere.
+    A path with a dot, a backslash, an escape or an empty part does not count: each may lead elsewhere.
     """
     return _OWN_PATH.fullmatch(path) is not None
 

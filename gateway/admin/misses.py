@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gateway.admin import models
-from gateway.admin.parts import AdminParts
+from gateway.admin.parts import WorkerParts
 from gateway.journey.record import Record
 
 _LATEST = 2_000
@@ -34,44 +34,27 @@ CAUSES: Mapping[str, str] = {
 }
 """What to do about each cause."""
 
-CAUSE_OF: Mapping[str, str] = {
+_REASONS = {
     "volatile": "volatile",
     "documents": "documents",
     "history": "history",
-    "empty": "context",
-    "far": "new",
-    "numbers": "vetoes",
-    "polarity": "vetoes",
-    "names": "vetoes",
-    "direction": "vetoes",
-    "form": "vetoes",
-    "words": "vetoes",
-    "time": "vetoes",
-    "unsure": "doubt",
-    "strict": "doubt",
-    "tightened": "doubt",
-    "suspended": "doubt",
-    "cold": "coldness",
-    "loading": "coldness",
-    "audit": "checks",
-    "off": "off",
-    "off_for_team": "off",
-    "no-cache": "off",
-    "not_eligible": "ineligible",
-    "too_long": "ineligible",
-    "timeout": "outage",
-    "unavailable": "outage",
-    "gone": "gone",
-    "absent": "gone",
-    "expired": "gone",
-    "too_old": "gone",
-    "unreadable": "gone",
+    "context": "empty",
+    "new": "far",
+    "vetoes": "numbers polarity names direction form words time",
+    "doubt": "unsure strict tightened suspended",
+    "coldness": "cold loading",
+    "checks": "audit",
+    "off": "off off_for_team no-cache",
+    "ineligible": "not_eligible too_long",
+    "outage": "timeout unavailable",
+    "gone": "gone absent expired too_old unreadable",
 }
-"""The cause of each reason of a miss; a new reason needs a line here."""
+CAUSE_OF = {reason: cause for cause, reasons in _REASONS.items() for reason in reasons.split()}
+"""The cause of each reason of a miss; a new reason needs a word in the table above."""
 
 
-async def misses(parts: AdminParts) -> models.MissesOut:
-    """The causes of the latest misses, by alias, the most misses first. Raises RedisError."""
+async def cache_misses(parts: WorkerParts) -> models.MissesOut:
+    """Why the latest prompts did not hit: the share of each cause of each model's misses, an example, what to do."""
     page = await parts.stats.routes(_is_miss, limit=_LATEST)
     counts: Counter[tuple[str, str]] = Counter()
     totals: Counter[str] = Counter()
@@ -99,15 +82,14 @@ async def misses(parts: AdminParts) -> models.MissesOut:
 
 
 def _is_miss(record: Record) -> bool:
-    is_miss = record.cache.source == "miss" and record.cache.miss_reason != ""
-    return is_miss and bool(record.request.alias) and record.ended.status < 400
+    return (
+        bool(record.request.alias)
+        and record.cache.source == "miss"
+        and record.cache.miss_reason != ""
+        and record.ended.status < 400
+    )
 
 
 def _example(record: Record) -> models.MissExampleOut:
-    return models.MissExampleOut(
-        request_id=record.request.id,
-        at_s=record.request.at_s,
-        reason=record.cache.miss_reason,
-        similarity=record.cache.similarity,
-        nearest=record.cache.nearest,
-    )
+    request, cache = record.request, record.cache
+    return models.MissExampleOut.of(request, cache, request_id=request.id, reason=cache.miss_reason)

@@ -6,13 +6,14 @@ The docstrings of models are descriptions in the OpenAPI document. No storage.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
-from gateway.accounts import AuditRow, LedgerRow
+from gateway.accounts import AuditRow, Key, LedgerRow, NewKey
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
@@ -21,16 +22,18 @@ from gateway.journey.generation import Rejection
 from gateway.journey.hedge import Hedged
 from gateway.journey.record import FIELDS, Record
 from gateway.journey.rescue import Seam
+from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.measured_error import ErrorRate
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
+from local_engine import EngineLoad
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
 from policies.windows import Overdraft, Unit
 
 
 def _whole(value: Any) -> Any:
-    """JSON does not tell 220.0 from 220."""
+    """The whole number that a float stands for: JSON does not tell 220.0 from 220."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -51,7 +54,7 @@ class _In(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def given(self) -> dict[str, Any]:
-        """The fields that were sent, and no defaults but those of a part."""
+        """The fields that the client sent, with the defaults of nested objects."""
         found = {name: getattr(self, name) for name in self.model_fields_set}
         return {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in found.items()}
 
@@ -59,27 +62,56 @@ class _In(BaseModel):
 class _Out(BaseModel):
     model_config = ConfigDict(from_attributes=True, protected_namespaces=())
 
+    @classmethod
+    def of(cls, *values: object, **fields: Any) -> Self:
+        """A response with `fields`, and with the attributes of `values` that have a field's name.
+
+        The first value with an attribute counts.
+        """
+        names = cls.model_fields.keys() - fields.keys()
+        shown = {name: getattr(value, name) for value in reversed(values) for name in names if hasattr(value, name)}
+        return cls.model_validate(shown | fields)
+
+
+_FLAT: dict[Any, dict[str, Any]] = {
+    Record: {name: field.type for name, field in FIELDS.items()},
+    LedgerRow: dict(COLUMNS),
+}
+"""The types of values whose parts a response shows as one level of fields."""
+
 
 class _Flat:
-    """Makes a plain value's own fields a response: a schema called `name`, all fields required.
+    """Makes a plain value a response: a schema called `name`, all fields required.
 
-    `without` names internal fields. `changed` has other types by field, or types with a
-    description.
+    It has the fields and properties in `only`, in that order; else all fields but those in
+    `without`. `changed` has by field another type, or a text that describes the field; fields that
+    the value's type does not declare, as those of a dict, need a type there.
     """
 
-    def __init__(self, name: str, doc: str | None = None, without: tuple[str, ...] = (), **changed: Any) -> None:
-        self._name, self._doc, self._without, self._changed = name, doc, without, changed
+    def __init__(
+        self, name: str, doc: str | None = None, *, only: str = "", without: tuple[str, ...] = (), **changed: Any
+    ) -> None:
+        self._name, self._doc, self._only, self._without, self._changed = name, doc, only.split(), without, changed
         # one per schema: OpenAPI would lengthen the names of two
         self._model: type[BaseModel] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
-            flat = {Record: {name: field.type for name, field in FIELDS.items()}, LedgerRow: COLUMNS}
-            hints = flat.get(source) or get_type_hints(source)
-            types = {name: hint for name, hint in hints.items() if name not in self._without}
-            fields: Any = {name: (hint, ...) for name, hint in (types | self._changed).items()}
+            hints = _FLAT.get(source) or (get_type_hints(source) if isinstance(source, type) else {})
+            fields: dict[str, Any] = {}
+            for name in self._only or [*(name for name in hints if name not in self._without), *self._changed]:
+                changed = self._changed.get(name)
+                if changed is not None and not isinstance(changed, str):
+                    fields[name] = (changed, ...)
+                    continue
+                kind = hints.get(name) or get_type_hints(getattr(source, name).fget)["return"]  # a property's
+                fields[name] = (kind, Field(description=changed))
             self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)
         return handler.generate_schema(self._model)
+
+
+_Values = dict[str, Any]
+"""A response by the names of its fields."""
 
 
 class ErrorDetail(BaseModel):
@@ -175,34 +207,15 @@ class BudgetRaiseIn(_In):
     until_s: float = Field(ge=0, le=1e11, description="unix seconds")
 
 
-class KeyOut(_Out):
-    id: int
-    team_id: int
-    name: str
-    prefix: str
-    is_active: bool
-    created_at_s: float
-    expires_at_s: float | None
-    last_used_at_s: float | None
-    requests_per_min: int | None
-    tokens_per_min: int | None
-    models: tuple[str, ...] | None
+_KEY = (
+    "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models"
+)
+KeyOut = Annotated[Key, _Flat("KeyOut", only=_KEY)]
+_NEW_KEY = "A key just made. The plaintext is shown this once and kept nowhere."
+NewKeyOut = Annotated[NewKey, _Flat("NewKeyOut", _NEW_KEY, key=KeyOut)]
 
 
-class NewKeyOut(_Out):
-    """A key just made. The plaintext is shown this once and kept nowhere."""
-
-    key: KeyOut
-    plaintext: str
-
-
-class BudgetOut(_Out):
-    """A budget, and what counts against it now; the live figures are null while Redis is away.
-
-    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
-    figures are those of `fullest`, the value with the most use.
-    """
-
+class BudgetTerms(_Out):
     id: int
     team_id: int
     window: WindowKind
@@ -218,6 +231,15 @@ class BudgetOut(_Out):
     overdraft: Overdraft
     raised_by: int = 0
     raised_until_s: float | None = None
+
+
+class BudgetOut(BudgetTerms):
+    """A budget, and what counts against it now; the live figures are null while Redis is away.
+
+    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
+    figures are those of `fullest`, the value with the most use.
+    """
+
     window_id: str | None = None
     fullest: str | None = None
     spent: int | None = None
@@ -284,17 +306,13 @@ class HoldOut(_Out):
     output_tokens: int
 
 
-class TeamsOut(_Out):
-    teams: list[TeamOut]
-    holds: list[HoldOut]
+TeamsOut = Annotated[_Values, _Flat("TeamsOut", teams=list[TeamOut], holds=list[HoldOut])]
 
 
-class KeysOut(_Out):
-    keys: list[KeyOut]
+KeysOut = Annotated[_Values, _Flat("KeysOut", keys=list[KeyOut])]
 
 
-class BudgetsOut(_Out):
-    budgets: list[BudgetOut]
+BudgetsOut = Annotated[_Values, _Flat("BudgetsOut", budgets=list[BudgetOut])]
 
 
 # -- history
@@ -424,13 +442,9 @@ _Route = Annotated[
 taken) or `failed` (any other 5xx, and a 424).""",
         without=("draft", "drafted_tokens", "accepted_tokens", "survived", "question"),
         kind=str,
-        asked=Annotated[
-            str, Field(description="the name that was asked for, where it is no alias itself; at most 100 characters")
-        ],
-        refusal=Annotated[
-            str, Field(description="the message that came with `error`; empty where a provider wrote it")
-        ],
-        entry=Annotated[str, Field(description="id of the cached answer that was served or stored")],
+        asked="the name that was asked for, where it is no alias itself; at most 100 characters",
+        refusal="the message that came with `error`; empty where a provider wrote it",
+        entry="id of the cached answer that was served or stored",
         rejected=list[_Rejection],
         attempts=list[_Attempt],
         fallbacks=list[_Rejection],
@@ -441,25 +455,21 @@ taken) or `failed` (any other 5xx, and a 424).""",
 ]
 
 
-class RoutesOut(_Out):
-    routes: list[_Route]
-    cursor: str | None
+RoutesOut = Annotated[_Values, _Flat("RoutesOut", routes=list[_Route], cursor=str | None)]
 
 
 _LedgerRow = Annotated[
     LedgerRow,
     _Flat(
         "LedgerRowOut",
-        usage_estimated=Annotated[bool, Field(description="the deployment did not report its tokens")],
+        usage_estimated="the deployment did not report its tokens",
         team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
         key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],
     ),
 ]
 
 
-class LedgerOut(_Out):
-    rows: list[_LedgerRow]
-    cursor: str | None
+LedgerOut = Annotated[_Values, _Flat("LedgerOut", rows=list[_LedgerRow], cursor=str | None)]
 
 
 class LedgerSumOut(_Out):
@@ -491,7 +501,7 @@ class SavingsStepOut(_Out):
     """One step of a waterfall: what a mechanism saved; below 0, what it cost."""
 
     mechanism: str
-    words: str
+    label: str = Field(serialization_alias="words")
     requests: int
     amount_microusd: int
 
@@ -556,9 +566,7 @@ _AuditRow = Annotated[
 ]
 
 
-class AuditOut(_Out):
-    rows: list[_AuditRow]
-    cursor: int | None
+AuditOut = Annotated[_Values, _Flat("AuditOut", rows=list[_AuditRow], cursor=int | None)]
 
 
 class BatchOut(_Out):
@@ -577,9 +585,7 @@ class BatchOut(_Out):
     failed: int
 
 
-class BatchesOut(_Out):
-    batches: list[BatchOut]
-    cursor: str | None
+BatchesOut = Annotated[_Values, _Flat("BatchesOut", batches=list[BatchOut], cursor=str | None)]
 
 
 # -- the machine
@@ -588,36 +594,37 @@ class BatchesOut(_Out):
 _Part = Annotated[GatewayPart, _Flat("PartOut")]
 
 
-class ProblemOut(_Out):
+@dataclass(frozen=True, slots=True)
+class Problem:
     """Something an admin should look at, and where."""
 
-    is_urgent: bool
     message: str
     href: str
+    is_urgent: bool = False
+
+
+_Problem = Annotated[Problem, _Flat("ProblemOut", Problem.__doc__, only="is_urgent message href")]
 
 
 class StatusOut(_Out):
     version: str
     uptime_s: float
     parts: list[_Part]
-    problems: list[ProblemOut]
+    problems: list[_Problem]
 
 
-class EngineOut(_Out):
-    """What a local engine tells of itself. What ends in `_total` counts since its start: prompt tokens, those of them that were
-    found computed already, and guessed tokens with those that were right, by source (text, reference, model)."""
-
-    kv_usage: float = Field(description="share of the KV memory that running generations hold, 0 to 1")
-    kv_blocks_used: int
-    kv_blocks_cached: int
-    kv_blocks_total: int
-    prefill_tokens_per_s: float
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    answer_tokens_total: int
-    preemptions_total: int
-    drafted_tokens_total: dict[str, int]
-    accepted_tokens_total: dict[str, int]
+_ENGINE = """What a local engine tells of itself. What ends in `_total` counts since its start: prompt tokens, those of them that were
+found computed already, and guessed tokens with those that were right, by source (text, reference, model)."""
+_Engine = Annotated[
+    EngineLoad,
+    _Flat(
+        "EngineOut",
+        _ENGINE,
+        only="kv_usage kv_blocks_used kv_blocks_cached kv_blocks_total prefill_tokens_per_s prompt_tokens_total"
+        " cached_tokens_total answer_tokens_total preemptions_total drafted_tokens_total accepted_tokens_total",
+        kv_usage="share of the KV memory that running generations hold, 0 to 1",
+    ),
+]
 
 
 class DeploymentErrorOut(_Out):
@@ -625,7 +632,7 @@ class DeploymentErrorOut(_Out):
 
     at_s: float
     request_id: str
-    words: str
+    message: str = Field(serialization_alias="words")
 
 
 Act = Literal["drain", "disable", "enable", "reset"]
@@ -653,9 +660,7 @@ class TriedOut(_Out):
     cost_microusd: int
 
 
-class DeploymentOut(_Out):
-    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
-
+class DeploymentFacts(_Out):
     name: str
     alias: str
     backend: str
@@ -675,6 +680,11 @@ class DeploymentOut(_Out):
     can_chat: bool = Field(True, description="false: its model is for something else, as embeddings")
     capabilities: tuple[str, ...]
     are_capabilities_assumed: bool = Field(False, description="those of its kind of backend, as its model is not known")
+
+
+class DeploymentOut(DeploymentFacts):
+    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
+
     hold_microusd: int = Field(0, description="what a short question without `max_tokens` holds of a budget")
     hold_output_tokens: int = Field(0, description="the answer that this assumes")
     context_tokens_max: int | None
@@ -685,11 +695,10 @@ class DeploymentOut(_Out):
     )
     recent_calls: float = Field(0, description="answers behind the predictions; older ones count less")
     last_errors: list[DeploymentErrorOut] = Field([], description="of the latest requests on all hosts, newest first")
-    engine: EngineOut | None = Field(None, description="of a local engine that is ready")
+    engine: _Engine | None = Field(None, description="of a local engine that is ready")
 
 
-class DeploymentsOut(_Out):
-    deployments: list[DeploymentOut]
+DeploymentsOut = Annotated[_Values, _Flat("DeploymentsOut", deployments=list[DeploymentOut])]
 
 
 class OverviewOut(_Out):
@@ -791,8 +800,7 @@ class CertificateOut(_Out):
     strictness: float = Field(description="what the bound is multiplied with now; below 1 only the cold rule serves")
 
 
-class CertificatesOut(_Out):
-    certificates: list[CertificateOut]
+CertificatesOut = Annotated[_Values, _Flat("CertificatesOut", certificates=list[CertificateOut])]
 
 
 class CertificateIn(_In):
@@ -882,8 +890,7 @@ class WrongOut(_Out):
     at_s: float
 
 
-class WrongsOut(_Out):
-    wrong: list[WrongOut]
+WrongsOut = Annotated[_Values, _Flat("WrongsOut", wrong=list[WrongOut])]
 
 
 class ClearIn(_In):
@@ -891,8 +898,7 @@ class ClearIn(_In):
     name: str = Field(pattern=r"^[0-9a-f]{50}$")
 
 
-class ClearOut(_Out):
-    was_out: bool
+ClearOut = Annotated[_Values, _Flat("ClearOut", was_out=bool)]
 
 
 class FeedbackIn(_In):
@@ -902,12 +908,4 @@ class FeedbackIn(_In):
     verdict: Literal["right", "wrong"]
 
 
-class FeedbackOut(_Out):
-    id: str
-    verdict: str
-    effect: str
-
-    @property
-    def done(self) -> str:
-        """The name of the dashboard's message."""
-        return self.verdict if self.verdict == "right" else f"wrong-{self.effect}"
+FeedbackOut = Annotated[ReportOutcome, _Flat("FeedbackOut", effect=str)]

@@ -2,8 +2,8 @@
 batch.
 
 Each act writes a row of the audit log. The latest row of a deployment that changed its use decides
-on that use, on every worker and host, also after a restart. Knows no HTTP. Invariant: an act that
-cannot be audited does not happen.
+on that use, on every worker and host, also after a restart. The docstrings of operations are
+descriptions in the OpenAPI document. Invariant: an act that cannot be audited does not happen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from gateway import accounts
 from gateway.accounts import LedgerRow, booked
 from gateway.accounts.audit import BATCH_CANCELLED, DISABLED, DRAINED, ENABLED, RESET, TRIED
 from gateway.admin import models, views
-from gateway.admin.parts import AdminParts
+from gateway.admin.guard import Acting
+from gateway.admin.parts import WorkerParts
 from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
@@ -40,14 +41,10 @@ _TRY_WITHIN_S = 30.0
 _KIND = "try"  # of its ledger row
 
 
-async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: str) -> models.DeploymentOut:
-    """Drain, disable, enable or reset the deployment `name`, on every host.
-
-    `client` is the operator's address, `way` is `dashboard` or `api`. Raises accounts.DoesNotExist, and
-    sqlalchemy's errors.
-    """
-    alias, deployment = _find(parts, name)
-    row = parts.audit_row(_ACTIONS[act], name, client, way)
+async def act(parts: WorkerParts, act: models.Act, body: models.ActIn, operator: Acting) -> models.DeploymentOut:
+    """Drains, disables, enables or resets a deployment on every host; each act is in the audit log."""
+    alias, deployment = _find(parts, body.name)
+    row = parts.audit_row(_ACTIONS[act], body.name, operator)
     if act == "reset":
         await parts.audit.add(row)
         with contextlib.suppress(RedisError):  # the next exchange takes it along
@@ -57,19 +54,15 @@ async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: s
     return views.deployment_of(alias, deployment)
 
 
-async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, way: str) -> models.TriedOut:
-    """Send one short question to a deployment, whatever its state; an answer ends its rests.
-
-    Its cost has a row in the ledger, of no team. Raises accounts.DoesNotExist, accounts.Invalid, and
-    sqlalchemy's errors.
-    """
-    alias, deployment = _find(parts, what.name)
+async def try_deployment(parts: WorkerParts, body: models.TryDeploymentIn, operator: Acting) -> models.TriedOut:
+    """Sends one short question to a deployment, whatever its state. An answer ends its rests."""
+    alias, deployment = _find(parts, body.name)
     if deployment.is_any_model:
-        if not what.model:
+        if not body.model:
             raise accounts.Invalid("model", "expected a model's name: this deployment takes every name")
-        alias = alias.for_name(alias.name[:-1] + what.model)
-        deployment = alias.deployments[what.name]
-    await parts.audit.add(parts.audit_row(TRIED, what.name, client, way))
+        alias = alias.for_name(alias.name[:-1] + body.model)
+        deployment = alias.deployments[body.name]
+    await parts.audit.add(parts.audit_row(TRIED, body.name, operator))
     progress, chunks = Progress(deployment.name), list[Chunk]()
     question = _question(alias, deployment)
     hold = parts.budgets.unreserved(question.request_id, 0)
@@ -86,28 +79,27 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
         cost = deployment.price.cost(usage)
         if is_charged:
             await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))
-    return models.TriedOut(
-        name=what.name,
+    return models.TriedOut.of(
+        progress,
+        usage,
+        name=body.name,
         is_ok=failure is None,
         problem="" if failure is None else failure.detail,
-        answer=_text(chunks) if failure is None else "",
-        ttft_ms=progress.ttft_ms,
+        answer=(answer_text(fold(chunks)) or "") if failure is None else "",
         duration_ms=progress.elapsed_ms(),
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
         cost_microusd=cost,
     )
 
 
-async def cancel_batch(parts: AdminParts, batch_id: str, client: str, way: str) -> models.BatchOut:
-    """Begin to cancel a batch of any team. Raises NotFound, InUse if it has ended, and sqlalchemy's errors."""
+async def cancel_batch(parts: WorkerParts, batch_id: str, operator: Acting) -> models.BatchOut:
+    """Cancels a batch of any team; the lines that ran keep their answers. It is written to the audit log."""
     batch = await parts.batches.get(None, batch_id)
-    row = parts.audit_row(BATCH_CANCELLED, batch.id, client, way, batch.team_id)
+    row = parts.audit_row(BATCH_CANCELLED, batch.id, operator, batch.team_id)
     await parts.batches.cancel(batch.team_id, batch.id, row)
     return views.batch_out(await parts.batches.get(batch.team_id, batch.id), await parts.accounts.list_teams())
 
 
-def _find(parts: AdminParts, name: str) -> tuple[Alias, Deployment]:
+def _find(parts: WorkerParts, name: str) -> tuple[Alias, Deployment]:
     for alias in parts.fleet.aliases.values():
         if name in alias.deployments:
             return alias, alias.deployments[name]
@@ -145,7 +137,3 @@ def _question(alias: Alias, deployment: Deployment) -> BackendRequest:
         kind=CHAT,
         model=deployment.model if alias.is_pattern else "",
     )
-
-
-def _text(chunks: list[Chunk]) -> str:
-    return answer_text(fold(chunks)) or ""

@@ -6,17 +6,16 @@ its looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
 from gateway.accounts import Group, LedgerFilter
-from gateway.admin import budget_views, cache_views, misses, savings_views, views
+from gateway.admin import budgets, cache_views, misses, savings_views, teams, views
 from gateway.admin.charts import (
-    answers_bar,
+    ANSWERS,
     kinds_bar,
     kinds_chart,
     money_chart,
@@ -28,7 +27,7 @@ from gateway.admin.forms import Render, add_forms, add_session_forms
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.views import RouteFilter
+from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
@@ -40,16 +39,15 @@ _AUDIT_PER_PAGE = 100
 _TEAMS_PER_PAGE = 100
 _LATEST = 6
 _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
-_NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
 
-def page_routes(parts: AdminParts, operations: Mapping[str, Callable[..., Any]]) -> list[BaseRoute]:
-    """Every page and form of the dashboard, and its static files. `operations` are the API's, by method and path."""
+def page_routes(parts: AdminParts) -> list[BaseRoute]:
+    """Every page and form of the dashboard, and its static files."""
     pages = Pages(parts.clock, parts.version)
     router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
-    add_forms(router, parts, renders, operations)
+    add_forms(router, parts, renders)
     add_session_forms(router, parts.guard, pages)
 
     files = APIRouter(include_in_schema=False)
@@ -68,33 +66,33 @@ def page_routes(parts: AdminParts, operations: Mapping[str, Callable[..., Any]])
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     @router.get("")
     async def overview(request: Request, window: StatsWindow = StatsWindow.DAY) -> Response:
-        found = await views.overview(parts, window)
+        page = await views.overview(parts, window)
         teams = await parts.accounts.list_teams()
         return pages.render(
             request,
             "overview.html",
-            overview=found,
-            stats=found.stats,
+            overview=page,
+            stats=page.stats,
             window=window,
             windows=list(StatsWindow),
             model=next(iter(parts.settings.models)),
             team_id=teams[0].id if teams else None,
             deployments=parts.deployments(),
-            charts=charts_of(found.stats) if found.stats is not None else {},
+            charts=charts_of(page.stats),
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
-        found = await views.deployments(parts)
+        views_of_deployments = (await views.deployments(parts))["deployments"]
         return pages.render(
             request,
             "deployments.html",
             status,
             aliases={
-                alias: [one for one in found if one.alias == alias] for alias in dict.fromkeys(d.alias for d in found)
+                alias: [view for view in views_of_deployments if view.alias == alias]
+                for alias in dict.fromkeys(view.alias for view in views_of_deployments)
             },
-            parts=[part for part in parts.healths() if part.name not in {view.name for view in found}],
-            settings=parts.settings,
-            **{**_NO_FORM, **form},
+            parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
+            **form,
         )
 
     @router.get("/deployments")
@@ -104,12 +102,14 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
     return {"deployments": render_deployments}
 
 
-def charts_of(stats: StatsOut) -> dict[str, Any]:
-    """The charts of one window."""
+def charts_of(stats: StatsOut | None) -> dict[str, Any]:
+    """The charts of one window; none without its counts."""
+    if stats is None:
+        return {}
     return {
         "kinds": kinds_chart(stats),
         "bar": kinds_bar(stats.total),
-        "answers": answers_bar(stats.total),
+        "answers": kinds_bar(stats.total, ANSWERS),
         "money": money_chart(stats),
         "ttft": ttft_chart(stats),
     }
@@ -119,12 +119,12 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/requests")
     async def requests(request: Request, cursor: str = "") -> Response:
         where = _route_filter(request)
-        found = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
+        page = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
         return pages.render(
             request,
             "requests.html",
-            routes=found.routes,
-            older=with_query(request, {"cursor": found.cursor}) if found.cursor else None,
+            routes=page["routes"],
+            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
             where=where,
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
@@ -136,21 +136,18 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         query = request.query_params
         days = query.get("days", "")
         days = days if days in _SPANS else str(savings_views.DAYS)
-        now_ms = int(parts.clock() * 1000)
-        where = LedgerFilter(
-            team_id=_team_id(request),
-            alias=query.get("model") or None,
-            from_ms=now_ms - (int(days) - 1) * savings_views.DAY_S * 1000,
+        team_id, model = _team_id(request), query.get("model", "")
+        sums = await savings_views.savings(
+            parts, team_id, model, from_s=parts.clock() - (int(days) - 1) * savings_views.DAY_S
         )
-        found = await savings_views.savings(parts, where)
         return pages.render(
             request,
             "savings.html",
-            savings=found,
-            bars=waterfall(found),
-            chart=savings_chart(found),
-            team_id=where.team_id,
-            model=where.alias or "",
+            savings=sums,
+            bars=waterfall(sums),
+            chart=savings_chart(sums),
+            team_id=team_id,
+            model=model,
             days=days,
             spans=_SPANS,
             choices=await views.ledger_choices(parts),
@@ -165,17 +162,18 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         by = query.get("by", "")
         if by in ("user", "tag"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
-        sums = await views.ledger_sums(parts, [by], where, _SUMS_PER_PAGE) if by in views.GROUPS else None
+        is_group, tag = by in GROUPS, where.tag
+        sums = await views.ledger_sums(parts, where, by, tag=tag, limit=_SUMS_PER_PAGE) if is_group else None
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
         return pages.render(
             request,
             "ledger.html",
-            rows=page.rows,
-            older=with_query(request, {"cursor": page.cursor}) if page.cursor else None,
+            rows=page["rows"],
+            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
             csv=with_query(request, {"cursor": None, "by": None, "tag": None}),
             by=by,
-            groups=views.GROUPS,
+            groups=GROUPS,
             sums=sums,
             twin=with_query(request, {"model": where.alias, "deployment": where.deployment, "tag": where.tag}),
             where=where,
@@ -189,68 +187,65 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 def _route_filter(request: Request) -> RouteFilter:
     """The filter in the query; unknown values filter nothing."""
     query = request.query_params
-    cache = query.get("cache", "")
-    outcome = query.get("outcome", "")
+    caches: dict[str, CacheKind] = {name: name for name in get_args(CacheKind)}
+    outcomes: dict[str, RouteOutcome] = {name: name for name in get_args(RouteOutcome)}
     return RouteFilter(
         team_id=_team_id(request),
         model=query.get("model", ""),
-        cache=cache if cache in CACHES else "",  # type: ignore[arg-type]
+        cache=caches.get(query.get("cache", ""), ""),
         deployment=query.get("deployment", ""),
-        outcome=outcome if outcome in OUTCOMES else "",  # type: ignore[arg-type]
+        outcome=outcomes.get(query.get("outcome", ""), ""),
         request_id=query.get("request_id", "").strip(),
     )
 
 
 def _team_id(request: Request) -> int | None:
     """The team in the query; None where no id can be like that."""
-    given = request.query_params.get("team_id", "")
-    return int(given) if given.isdecimal() and len(given) < 10 else None
-
-
-CACHES = ("exact", "semantic", "coalesced", "miss", "bypass")
-OUTCOMES = ("ok", "refused", "failed", "failover")
+    text = request.query_params.get("team_id", "")
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_teams(
         request: Request, status: int = 200, name: str = "", cursor: int = 0, **form: Any
     ) -> Response:
-        teams = await views.teams(parts, name, cursor, _TEAMS_PER_PAGE + 1)
-        shown = teams[:_TEAMS_PER_PAGE]
-        stats = await views.stats_or_none(parts, StatsWindow.DAY)
+        page = await teams.teams(parts, name, cursor, _TEAMS_PER_PAGE + 1)
+        shown = page[:_TEAMS_PER_PAGE]
+        stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
         return pages.render(
             request,
             "teams.html",
             status,
             teams=shown,
             name=name,
-            more=with_query(request, {"cursor": str(shown[-1].id)}) if len(teams) > len(shown) else None,
-            holds=budget_views.holds(parts),
-            tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
-            **{**_NO_FORM, **form},
+            more=with_query(request, {"cursor": str(shown[-1].id)}) if len(page) > len(shown) else None,
+            holds=budgets.holds(parts),
+            tallies={tally.team_id: tally for tally in stats.by_team} if stats is not None else {},
+            **form,
         )
 
     async def render_team(request: Request, team_id: int, status: int = 200, **form: Any) -> Response:
-        team = await views.team(parts, team_id)
-        stats = await views.stats_or_none(parts, StatsWindow.DAY, team_id)
+        team = await teams.get_team(parts, team_id)
+        stats = await views.or_none(views.stats(parts, StatsWindow.DAY, team_id))
+        certified = await views.or_none(cache_views.certificate(parts, team_id))
         by_model = await parts.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
         return pages.render(
             request,
             "team.html",
             status,
             team=team,
-            holds=budget_views.holds(parts),
+            holds=budgets.holds(parts),
             keys=sorted(team.keys, key=lambda key: not key.is_active),
             stats=stats,
-            certificates=await cache_views.certificates_of(parts, team_id),
-            charts=charts_of(stats) if stats is not None else {},
+            certificates=certified["certificates"] if certified is not None else [],
+            charts=charts_of(stats),
             spent=sorted(by_model, key=lambda total: -total.cost_microusd),
             models=parts.settings.names,
-            **{**_NO_FORM, **form},
+            **form,
         )
 
     @router.get("/teams")
-    async def teams(
+    async def teams_page(
         request: Request,
         name: Annotated[str, Query(max_length=200)] = "",
         cursor: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0,
@@ -268,30 +263,29 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 
 def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
-        found = await cache_views.cache(parts)
+        sizes = await cache_views.cache(parts)
         near = await views.near_misses(parts, RouteFilter(), limit=10)
-        stats = await views.stats_or_none(parts, StatsWindow.DAY)
-        teams = await parts.accounts.list_teams()
+        stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
         latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "cache.html",
             status,
-            cache=found,
-            near=near.routes,
-            causes=(await misses.misses(parts)).causes,
-            latest=latest.routes,
-            wrong=(await cache_views.wrong(parts)).wrong,
-            certificates=(await cache_views.certificates(parts)).certificates,
+            cache=sizes,
+            near=near["routes"],
+            causes=(await misses.cache_misses(parts)).causes,
+            latest=latest["routes"],
+            wrong=(await cache_views.wrong(parts))["wrong"],
+            certificates=(await cache_views.certificate(parts))["certificates"],
             stats=stats,
-            charts=charts_of(stats) if stats is not None else {},
-            teams=teams,
+            charts=charts_of(stats),
+            teams=await parts.accounts.list_teams(),
             models=list(parts.settings.models),
             past=await views.ledger_choices(parts),
             settings=parts.settings.cache,
             log_prompts=parts.settings.log_prompts,
             near_similarity_min=NEAR_SIMILARITY_MIN,
-            **{**_NO_FORM, **form},
+            **form,
         )
 
     @router.get("/cache")
@@ -303,12 +297,12 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
-        found = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "batches.html", batches=found.batches, older=found.cursor)
+        page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
+        return pages.render(request, "batches.html", batches=page["batches"], older=page["cursor"])
 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
-        found = await cache_views.audit(parts, _AUDIT_PER_PAGE, cursor)
-        return pages.render(request, "audit.html", rows=found.rows, older=found.cursor)
+        page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
+        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
 
     return {"cache": render_cache, "answer": render_answer}

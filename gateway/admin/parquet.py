@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway.accounts.errors import Invalid
 
-_GROUP_ROWS = 10_000
+GROUP_ROWS = 10_000
 _TEXTS = frozenset({"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags", "kind"})
 
 
@@ -41,7 +41,7 @@ class ParquetFile:
         group: list[dict[str, Any]] = []
         async for row in rows:
             group.append({**row, "at": datetime.fromtimestamp(row["at_ms"] / 1000, UTC)})
-            if len(group) == _GROUP_ROWS:
+            if len(group) == GROUP_ROWS:
                 yield await asyncio.to_thread(self._add, group)
                 group = []
         yield await asyncio.to_thread(self._add, group)

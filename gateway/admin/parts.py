@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, Request
 
 from cache import Partition
 from gateway.accounts import AuditRow, partition_of
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from cache.verdicts import VerdictStore
     from gateway.accounts import Accounts, Audit, Ledger
     from gateway.accounts.stored_responses import ResponseStore
-    from gateway.admin.guard import Guard
+    from gateway.admin.guard import Guard, Operator
     from gateway.admin.models import DeploymentOut
     from gateway.batches.batches import Batches
     from gateway.deployments.fleet import Fleet
@@ -65,7 +67,7 @@ class AdminParts:
     started_at_s: float = field(default_factory=time.time)
 
     def audit_row(
-        self, action: str, entry: str, client: str, way: str, team_id: int = 0, request_id: str = ""
+        self, action: str, entry: str, operator: Operator, team_id: int = 0, request_id: str = ""
     ) -> AuditRow:
         """A row of the audit log, as of now."""
         return AuditRow(
@@ -74,10 +76,20 @@ class AdminParts:
             team_id=team_id,
             request_id=request_id,
             entry=entry,
-            client=client,
-            way=way,
+            client=operator.client,
+            way=operator.way,
         )
 
     def partition_of(self, team_id: int) -> Partition:
         """The cache partition of a team, as the pipeline computes it."""
         return partition_of(self.settings.secret, team_id)
+
+
+def parts_of(request: Request) -> AdminParts:
+    """The parts of the worker that answers a request."""
+    parts: AdminParts = request.app.state.parts
+    return parts
+
+
+WorkerParts = Annotated[AdminParts, Depends(parts_of)]
+"""The parameter of an operation that FastAPI fills; pages and forms give it themselves."""

@@ -5,10 +5,10 @@ A pure function of measurements. No HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from gateway.admin.format import amount, utc, window
-from gateway.admin.models import BudgetOut, DeploymentOut, ProblemOut
+from gateway.admin.models import BudgetOut, DeploymentOut, Problem
 from gateway.telemetry.measured_error import LiveError
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.summary import Summary
@@ -17,6 +17,7 @@ _FAILED_SHARE_MAX = 0.05
 _REFUSED_SHARE_MAX = 0.5
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
+_DEPLOYMENTS = "/admin/deployments"
 
 
 def problems(
@@ -28,9 +29,9 @@ def problems(
     truths: Sequence[LiveError] = (),
     *,
     is_judged: bool = False,
-) -> list[ProblemOut]:
+) -> list[Problem]:
     """All current problems; empty when all is well. `is_judged`: deployments judge answers of their alias."""
-    found = [
+    current = [
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is PartHealth.STARTING}),
         *_of_budgets(budgets, team_names),
@@ -39,45 +40,38 @@ def problems(
         *_of_truth(truths),
         *(_of_judges(deployments) if is_judged else ()),
     ]
-    return sorted(found, key=lambda problem: not problem.is_urgent)
+    return sorted(current, key=lambda problem: not problem.is_urgent)
 
 
-def _of_parts(parts: Sequence[GatewayPart], deployment_names: Set[str]) -> list[ProblemOut]:
+def _of_parts(parts: Sequence[GatewayPart], deployment_names: Set[str]) -> list[Problem]:
     return [
-        ProblemOut(
-            is_urgent=part.health is PartHealth.DOWN,
-            message=f"{part.name} is {'down' if part.health is PartHealth.DOWN else 'starting'}"
+        Problem(
+            f"{part.name} is {'down' if part.health is PartHealth.DOWN else 'starting'}"
             + (f": {part.detail}" if part.detail else ""),
-            href="/admin/deployments",
+            _DEPLOYMENTS,
+            part.health is PartHealth.DOWN,
         )
         for part in parts
         if part.health is not PartHealth.OK and part.name not in deployment_names
     ]
 
 
-def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) -> list[ProblemOut]:
-    found = []
+def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) -> Iterator[Problem]:
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
         away = [view for view in views if view.is_available is False]
-        why = "; ".join(f"{view.name}: {view.reason}" for view in away)
+        reasons = "; ".join(f"{view.name}: {view.reason}" for view in away)
         if len(away) == len(views):
             is_starting = any(view.name in starting for view in away)
-            message = f"{alias} can't be answered yet: {why}" if is_starting else f"Nobody can answer {alias}: {why}"
-            found.append(ProblemOut(is_urgent=not is_starting, message=message, href="/admin/deployments"))
-        elif away:
-            found.append(
-                ProblemOut(
-                    is_urgent=False,
-                    message=f"{alias} does without some of its deployments: {why}",
-                    href="/admin/deployments",
-                )
+            message = (
+                f"{alias} can't be answered yet: {reasons}" if is_starting else f"Nobody can answer {alias}: {reasons}"
             )
-    return found
+            yield Problem(message, _DEPLOYMENTS, not is_starting)
+        elif away:
+            yield Problem(f"{alias} does without some of its deployments: {reasons}", _DEPLOYMENTS)
 
 
-def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> list[ProblemOut]:
-    found = []
+def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> Iterator[Problem]:
     for budget in budgets:
         if budget.share is None or budget.share < _BUDGET_SHARE_NEAR:
             continue
@@ -93,44 +87,41 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
             message = f"{team} has used up its {name} ({spent}): only cached answers are served"
         else:
             message = f"{team} is over its soft {name} ({spent})"
-        is_urgent = budget.share >= 1 and budget.is_hard
-        found.append(ProblemOut(is_urgent=is_urgent, message=message, href=f"/admin/teams/{budget.team_id}"))
-    return found
+        yield Problem(message, f"/admin/teams/{budget.team_id}", budget.share >= 1 and budget.is_hard)
 
 
-def _of_truth(truths: Sequence[LiveError]) -> list[ProblemOut]:
+def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
     """Bounds that have tightened themselves after too many wrong semantic hits."""
     return [
-        ProblemOut(
+        Problem(
+            f"Too many of {error.team}'s requests for {error.alias} are answered wrongly by meaning since "
+            f"{utc(error.drift.since_s)} (an estimated {error.measured.estimate or 0:.1%} of the last day's; the bound is "
+            f"{error.error_max:.2%}): the bound has tightened itself, and only the cold rule serves",
+            "/admin/cache#truth",
             is_urgent=True,
-            message=f"Too many of {one.team}'s requests for {one.alias} are answered wrongly by meaning since "
-            f"{utc(one.drift.since_s)} (an estimated {one.measured.estimate or 0:.1%} of the last day's; the bound is "
-            f"{one.error_max:.2%}): the bound has tightened itself, and only the cold rule serves",
-            href="/admin/cache#truth",
         )
-        for one in truths
-        if one.drift is not None
+        for error in truths
+        if error.drift is not None
     ]
 
 
-def _of_judges(deployments: Sequence[DeploymentOut]) -> list[ProblemOut]:
+def _of_judges(deployments: Sequence[DeploymentOut]) -> list[Problem]:
     """Aliases without a judge for their answers."""
     if any(view.backend == "local" for view in deployments):
         return []
     able = {view.alias for view in deployments if view.can_chat}
     return [
-        ProblemOut(
-            is_urgent=False,
-            message=f"`judge_model: auto` asks nothing about answers of {alias}: no deployment of it can chat, and there is no "
+        Problem(
+            f"`judge_model: auto` asks nothing about answers of {alias}: no deployment of it can chat, and there is no "
             "local engine",
-            href="/admin/deployments",
+            _DEPLOYMENTS,
         )
         for alias in dict.fromkeys(view.alias for view in deployments)
         if alias not in able
     ]
 
 
-def _of_traffic(parts: Sequence[GatewayPart], last_hour: Summary | None) -> list[ProblemOut]:
+def _of_traffic(parts: Sequence[GatewayPart], last_hour: Summary | None) -> list[Problem]:
     """Too many failed requests.
 
     Not while a part is starting: it causes failures, and is listed itself.
@@ -144,19 +135,17 @@ def _of_traffic(parts: Sequence[GatewayPart], last_hour: Summary | None) -> list
     if share <= _FAILED_SHARE_MAX:
         return []
     message = f"{share:.0%} of the last hour's requests failed ({failed:,} of {last_hour.total.requests:,})"
-    return [ProblemOut(is_urgent=True, message=message, href="/admin/requests?outcome=failed")]
+    return [Problem(message, "/admin/requests?outcome=failed", is_urgent=True)]
 
 
-def _of_refusals(team_names: Mapping[int, str], last_hour: Summary | None) -> list[ProblemOut]:
+def _of_refusals(team_names: Mapping[int, str], last_hour: Summary | None) -> Iterator[Problem]:
     """Teams that had most of their requests refused.
 
     This finds a budget below the price of one answer, which is never used up.
     """
-    found = []
     for team_id, tally in last_hour.by_team.items() if last_hour is not None else ():
         refused = tally.by_kind.get("refused", 0)
         if team_id in team_names and tally.requests >= _REQUESTS_MIN and refused > _REFUSED_SHARE_MAX * tally.requests:
-            asked = f"{team_names[team_id]}'s {tally.requests:,} requests of the last hour"
-            message, href = f"{refused:,} of {asked} were refused", f"/admin/requests?team_id={team_id}&outcome=refused"
-            found.append(ProblemOut(is_urgent=False, message=message, href=href))
-    return found
+            whose = f"{team_names[team_id]}'s {tally.requests:,} requests of the last hour"
+            message, href = f"{refused:,} of {whose} were refused", f"/admin/requests?team_id={team_id}&outcome=refused"
+            yield Problem(message, href)

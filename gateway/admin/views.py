@@ -1,28 +1,41 @@
 """The values of the admin plane, one function for each thing that a page and the API both show.
 
-No HTTP and no HTML. Invariant: nothing here changes anything. While Redis is away, values from it
-are None where the rest is still useful; where they are the whole answer, the function raises.
+The docstrings of operations are descriptions in the OpenAPI document. No HTML. Invariant: nothing
+here changes anything. While Redis is away, values from it are None where the rest is still useful;
+where they are the whole answer, the function raises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from pydantic import Field
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import Group, LedgerFilter, Team
+from gateway.accounts import Group, Team
 from gateway.accounts.ledger import flat_row
 from gateway.accounts.rollups import OTHER
-from gateway.admin import budget_views, models
-from gateway.admin.parts import AdminParts
+from gateway.admin import budgets, models
+from gateway.admin.parts import WorkerParts
 from gateway.admin.problems import problems
+from gateway.admin.queries import (
+    GROUPS,
+    ROUTES_CURSOR,
+    Groups,
+    Id,
+    Label,
+    LedgerCursor,
+    LedgerRows,
+    Limit,
+    Routes,
+    RoutesCursor,
+    Whole,
+)
 from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
@@ -40,7 +53,9 @@ _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 _SHOWN = Demand(_PROMPT_TOKENS_SHOWN, 0, 0)
 _ERRORS_SHOWN = 3
-Key = TypeVar("Key", int, str)
+_Key = TypeVar("_Key", int, str)
+_T = TypeVar("_T")
+_Tally = TypeVar("_Tally", bound=models.TallyOut)
 # a short question, without `max_tokens`, in a body of 100 bytes
 _SHORT = Demand(
     prompt_tokens=10,
@@ -51,232 +66,114 @@ _SHORT = Demand(
 )
 
 
-# -- teams
-
-
-async def teams(parts: AdminParts, name: str = "", after: int = 0, limit: int | None = None) -> list[models.TeamOut]:
-    """Teams with their keys and budgets, by id: up to `limit` after the id `after`, whose names contain `name`."""
-    asked = name.lower()
-    found = [team for team in await parts.accounts.list_teams() if team.id > after and asked in team.name.lower()]
-    return await _filled(parts, found[:limit])
-
-
-async def _filled(parts: AdminParts, found: Sequence[Team], team_id: int | None = None) -> list[models.TeamOut]:
-    """The teams `found`, of which one alone is `team_id`, with their keys and budgets."""
-    keys, budgets = defaultdict[int, list[models.KeyOut]](list), defaultdict[int, list[models.BudgetOut]](list)
-    for key in await parts.accounts.list_keys(team_id):
-        keys[key.team_id].append(models.KeyOut.model_validate(key))
-    for budget in await budget_views.budgets(parts, team_id, {team.id for team in found}):
-        budgets[budget.team_id].append(budget)
-    return [
-        models.TeamOut.model_validate(team).model_copy(update={"keys": keys[team.id], "budgets": budgets[team.id]})
-        for team in found
-    ]
-
-
-async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
-    """One team with its keys and budgets, and what is kept for it. Raises accounts.DoesNotExist."""
-    (one,) = await _filled(parts, [await parts.accounts.team(team_id)], team_id)
-    room = await parts.stored_responses.room(team_id)
-    counts = {name: held.count for name, held in room.items()}
-    stored = models.StoredOut(**counts, size_bytes=sum(held.bytes for held in room.values()))
-    return one.model_copy(update={"stored": stored})
-
-
-async def batches(parts: AdminParts, cursor: str, limit: int) -> models.BatchesOut:
-    """The batches of all teams, newest first."""
-    found, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
-    rows = [batch_out(one, teams) for one in found[:limit]]
-    return models.BatchesOut(batches=rows, cursor=rows[-1].id if len(found) > limit else None)
-
-
-def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
-    """A batch, with the name of its team."""
-    team = next((one.name for one in teams if one.id == batch.team_id), "")
-    return models.BatchOut.model_validate({**msgspec.structs.asdict(batch), "team": team})
-
-
 # -- history
 
 
 async def stats(
-    parts: AdminParts, window: StatsWindow, team_id: int | None = None, model: str | None = None
+    parts: WorkerParts, window: StatsWindow = StatsWindow.DAY, team: Id | None = None, model: Label | None = None
 ) -> models.StatsOut:
-    """Counts over a window. Raises RedisError."""
-    summary = await parts.stats.query(window, team_id=team_id, model=model)
+    """Hit rate by kind, tokens, money and time saved, latency: in total, by team, model and surface, and over time."""
+    summary = await parts.stats.query(window, team_id=team, model=model)
     teams = await parts.accounts.list_teams()
-    out = stats_out(summary, {team.id: team.name for team in teams})
-    found = {
-        "semantic": _semantic(parts, summary, teams),
-        "judging": _judging(summary, teams),
-        "judges": _judges(summary),
-    }
-    return out.model_copy(update=found)
+    names = {0: ""} | {team.id: team.name for team in teams}
+    return models.StatsOut.of(
+        summary,
+        total=_tally(models.TallyOut, summary.total),
+        by_team=[
+            _tally(models.TeamTally, tally, team_id=team_id, team=names.get(team_id, "deleted"))
+            for team_id, tally in _ranked(summary.by_team)
+        ],
+        by_model=[_tally(models.ModelTally, tally, model=name) for name, tally in _ranked(summary.by_model)],
+        by_surface=[_tally(models.SurfaceTally, tally, surface=name) for name, tally in _ranked(summary.by_surface)],
+        by_deployment=[
+            models.DeploymentTallyOut.of(tally, deployment=name)
+            for name, tally in sorted(summary.by_deployment.items())
+        ],
+        semantic=_semantic(parts, summary, teams),
+        judging=_judging(summary, teams),
+        judges=_judges(summary),
+    )
+
+
+def _ranked(tallies: Mapping[_Key, RequestTally]) -> list[tuple[_Key, RequestTally]]:
+    """The sums of each part of the traffic, by descending requests."""
+    return sorted(tallies.items(), key=lambda labelled: -labelled[1].requests)
+
+
+def _tally(kind: type[_Tally], tally: RequestTally, **labels: int | str) -> _Tally:
+    return kind.of(tally, by_kind={name: tally.by_kind.get(name, 0) for name in KINDS}, **labels)
 
 
 def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]:
     """What judging cost each team that it was done for."""
-    names, found = {team.id: team.name for team in teams}, dict[int, models.JudgingOut]()
-    for (team_id, _), sample in summary.samples.items():
-        if team_id not in names or not sample.questions:
-            continue
-        saved = summary.by_team[team_id].avoided_microusd if team_id in summary.by_team else 0
-        one = models.JudgingOut(
-            team_id=team_id, team=names[team_id], questions=0, cost_microusd=0, saved_microusd=saved
-        )  # fmt: skip
-        one = found.setdefault(team_id, one)
-        one.questions += sample.questions
-        one.cost_microusd += sample.judging_microusd
-    return sorted(found.values(), key=lambda one: -one.questions)
+    costs = []
+    for team in teams:
+        samples = [sample for (team_id, _), sample in summary.samples.items() if team_id == team.id]
+        cost = models.JudgingOut(
+            team_id=team.id,
+            team=team.name,
+            questions=sum(sample.questions for sample in samples),
+            cost_microusd=sum(sample.judging_microusd for sample in samples),
+            saved_microusd=summary.by_team[team.id].avoided_microusd if team.id in summary.by_team else 0,
+        )
+        costs += [cost] if cost.questions else []
+    return sorted(costs, key=lambda cost: -cost.questions)
 
 
 def _judges(summary: Summary) -> list[models.JudgeOut]:
     """The judges that another one was set beside, by descending pairs."""
-    found = []
+    judges = []
     for names, counts in summary.rulings.items():
         judge, _, other = names.partition("\n")
-        found.append(
-            models.JudgeOut(
-                judge=judge,
-                other=other,
-                pairs=counts.pairs,
-                agreed=counts.agreed,
-                false_same=false_same(counts),
-                false_different=false_different(counts),
-            )
-        )
-    return sorted(found, key=lambda one: -one.pairs)
+        rates = {"false_same": false_same(counts), "false_different": false_different(counts)}
+        judges.append(models.JudgeOut.of(counts, judge=judge, other=other, **rates))
+    return sorted(judges, key=lambda judge: -judge.pairs)
 
 
-def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
+def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
     """The measured error of semantic hits beside its bound, by descending hits."""
-    known = {team.id: team for team in teams}
-    now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
-    found = []
+    teams_by_id = {team.id: team for team in teams}
+    strictness = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
+    errors = []
     for (team_id, alias), sample in summary.samples.items():
-        team = known.get(team_id)
+        team = teams_by_id.get(team_id)
         if team is None or sample.is_empty:
             continue
         measured = parts.truth.measure(sample)
-        found.append(
-            models.SemanticOut(
+        errors.append(
+            models.SemanticOut.of(
+                sample,
+                measured,
                 team_id=team_id,
                 team=team.name,
                 model=alias,
-                requests=sample.requests,
-                hits=sample.hits,
-                checks=sample.checks,
-                unsettled=sample.unsettled,
-                reported_wrong=sample.reported_wrong,
-                reported_right=sample.reported_right,
-                estimate=measured.estimate,
-                low=measured.low,
-                high=measured.high,
                 error_max=parts.truth.bounds.error_max(team, alias),
-                strictness=now.get((team_id, alias), 1.0),
+                strictness=strictness.get((team_id, alias), 1.0),
             )
         )
-    return sorted(found, key=lambda one: -one.hits)
+    return sorted(errors, key=lambda error: -error.hits)
 
 
-async def stats_or_none(parts: AdminParts, window: StatsWindow, team_id: int | None = None) -> models.StatsOut | None:
-    """Counts over a window; None while Redis is away."""
+async def or_none(reading: Awaitable[_T]) -> _T | None:
+    """The result of `reading`; None while Redis is away."""
     try:
-        return await stats(parts, window, team_id)
+        return await reading
     except RedisError:
         return None
 
 
-def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
-    """A summary for the API: teams, models and surfaces by descending requests."""
-    names = {0: "", **team_names}
-    return models.StatsOut(
-        window=summary.window,
-        start_s=summary.start_s,
-        end_s=summary.end_s,
-        total=_tally(summary.total),
-        by_team=[
-            models.TeamTally(**sums, team_id=team_id, team=names.get(team_id, "deleted"))
-            for team_id, sums in _ranked(summary.by_team)
-        ],
-        by_model=[models.ModelTally(**sums, model=model) for model, sums in _ranked(summary.by_model)],
-        by_surface=[models.SurfaceTally(**sums, surface=surface) for surface, sums in _ranked(summary.by_surface)],
-        by_deployment=[
-            models.DeploymentTallyOut(deployment=name, **msgspec.structs.asdict(tally))
-            for name, tally in sorted(summary.by_deployment.items())
-        ],
-        series=[models.PointOut.model_validate(point) for point in summary.series],
-        ttft=summary.ttft,
-        duration=summary.duration,
-    )
-
-
-def _ranked(tallies: Mapping[Key, RequestTally]) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """The sums of each part of the traffic, by descending requests."""
-    for key, tally in sorted(tallies.items(), key=lambda one: -one[1].requests):
-        yield key, _tally(tally).model_dump()
-
-
-def _tally(tally: RequestTally) -> models.TallyOut:
-    out = models.TallyOut.model_validate(tally)
-    return out.model_copy(update={"by_kind": {kind: out.by_kind.get(kind, 0) for kind in KINDS}})
-
-
-CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
-Outcome = Literal["", "ok", "refused", "failed", "failover"]
-
-
-@dataclass(frozen=True, slots=True)
-class RouteFilter:
-    """A selection of the latest requests; None and empty values select all."""
-
-    team_id: int | None = None
-    model: str = ""
-    cache: CacheKind = ""
-    deployment: str = ""
-    outcome: Outcome = ""
-    request_id: str = ""
-
-    def matches(self, record: Record) -> bool:
-        return (
-            (self.team_id is None or record.request.team_id == self.team_id)
-            and (not self.model or record.request.alias == self.model)
-            and (not self.cache or record.cache.source == self.cache)
-            and (not self.deployment or any(a.name == self.deployment for a in record.answer.attempts))
-            and (not self.request_id or record.request.id == self.request_id)
-            and (not self.outcome or self.outcome in _outcomes(record))
-        )
-
-
-def _kind(record: Record) -> str:
-    return kind_of(record.cache.source, record.ended.status, record.ended.error)
-
-
-def _outcomes(record: Record) -> tuple[str, ...]:
-    kind = _kind(record)
-    outcome = kind if kind in ("refused", "failed") else "ok"
-    return (outcome, "failover") if len(record.answer.attempts) > 1 else (outcome,)
-
-
-async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
-    """The latest requests, each with the reasons for its route.
-
-    Raises accounts.Invalid for a malformed `cursor`, RedisError.
-    """
+async def routes(parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50) -> models.RoutesOut:
+    """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
     _check_cursor(cursor)
     return _routes(await parts.stats.routes(where.matches, before=cursor, limit=limit))
 
 
-async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
-    """The latest misses with a near cached answer.
-
-    Raises accounts.Invalid for a malformed `cursor`, RedisError.
-    """
+async def near_misses(
+    parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50
+) -> models.RoutesOut:
+    """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
     _check_cursor(cursor)
     return _routes(await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
-
-
-ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 20 digits may be too many
 
 
 def _check_cursor(cursor: str) -> None:
@@ -289,31 +186,38 @@ _DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.defa
 
 def _routes(page: Page) -> models.RoutesOut:
     """The records, each with its kind."""
-    found = [{**_DEFAULTS, **flat(record), "kind": _kind(record)} for record in page.records]
-    return models.RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
+    routes = [
+        {**_DEFAULTS, **flat(record), "kind": kind_of(record.cache.source, record.ended.status, record.ended.error)}
+        for record in page.records
+    ]
+    return {"routes": routes, "cursor": page.cursor}
 
 
-async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> models.LedgerOut:
-    """A page of the ledger, newest first. Raises accounts.Invalid for a malformed `cursor`."""
+async def ledger(
+    parts: WorkerParts, where: LedgerRows, cursor: LedgerCursor | None = None, limit: Limit = 100
+) -> models.LedgerOut:
+    """One row per generation, also those that cost nothing, newest first."""
     page = await parts.ledger.rows(where, limit, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
     rows = [{**flat_row(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)} for row in page.rows]
-    return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
+    return {"rows": rows, "cursor": page.cursor}
 
 
-GROUPS = {
-    "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
-    "tag": Group.TAG, "day": Group.DAY,
-}  # fmt: skip
-"""What sums of the ledger can be grouped by, by the names of the API."""
-
-
-async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter, limit: int) -> models.LedgerSumsOut:
-    """Sums of the ledger by the groups in `by`, the `limit` that cost most. Raises accounts.Invalid
-    for groups that do not go together.
-    """
-    totals = await parts.ledger.totals([GROUPS[name] for name in dict.fromkeys(by)], where, limit + 1)
+async def ledger_sums(
+    parts: WorkerParts,
+    where: LedgerRows,
+    by: Groups = "",
+    user: Label | None = None,
+    tag: Label | None = None,
+    tag_value: Label | None = None,
+    limit: Annotated[int, Field(ge=1, le=10_000), Whole] = 1_000,
+) -> models.LedgerSumsOut:
+    """Sums of whole UTC days by team, key, user, model, deployment, tag and day, those that cost most first. Users and
+    tags go with teams and days alone; the values of one tag are those of `tag`, without which `by=tag` gives their names."""
+    groups = [GROUPS[name] for name in dict.fromkeys(by.split(",") if by else ())]
+    where = replace(where, user=user, tag=tag, tag_value=tag_value)
+    totals = await parts.ledger.totals(groups, where, limit + 1)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
 
@@ -322,28 +226,28 @@ async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter,
 
     sums = [
         {
-            **msgspec.structs.asdict(one.usage),
-            **msgspec.structs.asdict(one),
-            "team": teams.get(one.team_id) if one.team_id is not None else None,
-            "key": keys.get(one.key_id) if one.key_id is not None else None,
-            "model": one.alias,
-            "user": shown(one.user),
-            "tag": shown(one.tag),
-            "is_other": OTHER in (one.user, one.tag),
+            **msgspec.structs.asdict(total.usage),
+            **msgspec.structs.asdict(total),
+            "team": teams.get(total.team_id) if total.team_id is not None else None,
+            "key": keys.get(total.key_id) if total.key_id is not None else None,
+            "model": total.alias,
+            "user": shown(total.user),
+            "tag": shown(total.tag),
+            "is_other": OTHER in (total.user, total.tag),
         }
-        for one in totals[:limit]
+        for total in totals[:limit]
     ]
     return models.LedgerSumsOut.model_validate({"sums": sums, "has_more": len(totals) > limit})
 
 
-async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[dict[str, Any]]:
+async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[dict[str, Any]]:
     """All matching rows of the ledger, newest first, one page in memory at a time."""
     cursor: str | None = None
     while True:
         page = await ledger(parts, where, cursor, _LEDGER_PAGE)
-        for row in page.rows:
-            yield dict(row)  # type: ignore[call-overload]
-        cursor = page.cursor
+        for row in page["rows"]:
+            yield row
+        cursor = page["cursor"]
         if cursor is None:
             return
 
@@ -361,15 +265,15 @@ class Choices:
 
 
 async def _choices(
-    parts: AdminParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
+    parts: WorkerParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
 ) -> Choices:
     """The current names, and those of the past in `teams`, `aliases` and `deployments`."""
-    now = {team.id: team.name for team in await parts.accounts.list_teams()}
-    gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in now}
+    current = {team.id: team.name for team in await parts.accounts.list_teams()}
+    gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in current}
     return Choices(
-        teams=now | {id: label for id, label in gone.items() if id},
+        teams=current | {id: label for id, label in gone.items() if id},
         models=_with_retired(parts.settings.names, aliases),
-        deployments=_with_retired([one.name for one in parts.deployments()], deployments),
+        deployments=_with_retired([deployment.name for deployment in parts.deployments()], deployments),
     )
 
 
@@ -378,19 +282,14 @@ def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]
     return labels | {name: f"{name} (retired)" for name in sorted(set(seen)) if name and name not in labels}
 
 
-async def ledger_choices(parts: AdminParts) -> Choices:
+async def ledger_choices(parts: WorkerParts) -> Choices:
     """What rows of the ledger can be filtered by."""
-    teams = await parts.ledger.totals([Group.TEAM])
-    aliases, deployments = [await parts.ledger.totals([group]) for group in (Group.ALIAS, Group.DEPLOYMENT)]
-    return await _choices(
-        parts,
-        {one.team_id: "" for one in teams if one.team_id},
-        [one.alias for one in aliases if one.alias],
-        [one.deployment for one in deployments if one.deployment],
-    )
+    totals = await parts.ledger.totals([Group.TEAM, Group.ALIAS, Group.DEPLOYMENT])
+    aliases, deployments = {total.alias or "" for total in totals}, {total.deployment or "" for total in totals}
+    return await _choices(parts, {total.team_id or 0: "" for total in totals}, aliases, deployments)
 
 
-async def route_choices(parts: AdminParts) -> Choices:
+async def route_choices(parts: WorkerParts) -> Choices:
     """What the latest requests can be filtered by. Raises RedisError."""
     teams, aliases, deployments = dict[int, str](), set[str](), set[str]()
 
@@ -407,10 +306,22 @@ async def route_choices(parts: AdminParts) -> Choices:
 # -- the machine
 
 
-async def status(parts: AdminParts) -> models.StatusOut:
-    """The health of all parts, and the problems. Works without Redis."""
-    healths, live = parts.healths(), await budget_views.budgets(parts)
-    summary = await _or_none(parts, StatsWindow.HOUR)
+async def batches(parts: WorkerParts, cursor: Label = "", limit: Limit = 100) -> models.BatchesOut:
+    """The batches of all teams with their progress, newest first."""
+    page, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
+    rows = [batch_out(batch, teams) for batch in page[:limit]]
+    return {"batches": rows, "cursor": rows[-1].id if len(page) > limit else None}
+
+
+def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
+    """A batch, with the name of its team."""
+    return models.BatchOut.of(batch, team=next((team.name for team in teams if team.id == batch.team_id), ""))
+
+
+async def status(parts: WorkerParts) -> models.StatusOut:
+    """Every part's health, and what deserves a look."""
+    healths, live = parts.healths(), await budgets.budgets(parts)
+    summary = await or_none(parts.stats.query(StatsWindow.HOUR))
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
         version=parts.version,
@@ -428,86 +339,72 @@ async def status(parts: AdminParts) -> models.StatusOut:
     )
 
 
-async def _or_none(parts: AdminParts, window: StatsWindow) -> Summary | None:
-    try:
-        return await parts.stats.query(window)
-    except RedisError:
-        return None
+async def overview(parts: WorkerParts, window: StatsWindow = StatsWindow.DAY) -> models.OverviewOut:
+    """What the dashboard's first page shows."""
+    return models.OverviewOut(status=await status(parts), stats=await or_none(stats(parts, window)))
 
 
-async def overview(parts: AdminParts, window: StatsWindow) -> models.OverviewOut:
-    """Health and counts; the counts are None while Redis is away."""
-    return models.OverviewOut(status=await status(parts), stats=await stats_or_none(parts, window))
+async def deployments(parts: WorkerParts) -> models.DeploymentsOut:
+    """Every deployment: health, estimates, queue."""
+    summary, errors = await or_none(parts.stats.query(StatsWindow.DAY)), await _last_errors(parts)
+    shown = []
+    for deployment in parts.deployments():
+        deployment = deployment.model_copy(update={"last_errors": errors.get(deployment.name, [])})
+        if summary is not None and deployment.name in summary.by_deployment:
+            deployment.last_24h = models.DeploymentTallyOut.of(
+                summary.by_deployment[deployment.name], deployment=deployment.name
+            )
+        shown.append(deployment)
+    return {"deployments": shown}
 
 
-async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
-    """All deployments with their health, their estimates and their last 24 hours.
-
-    `last_24h` is None while Redis is away.
-    """
-    summary, errors = await _or_none(parts, StatsWindow.DAY), await _last_errors(parts)
-    found = []
-    for one in parts.deployments():
-        one = one.model_copy(update={"last_errors": errors.get(one.name, [])})
-        if summary is not None and one.name in summary.by_deployment:
-            tally = msgspec.structs.asdict(summary.by_deployment[one.name])
-            one.last_24h = models.DeploymentTallyOut(deployment=one.name, **tally)
-        found.append(one)
-    return found
-
-
-async def _last_errors(parts: AdminParts) -> dict[str, list[models.DeploymentErrorOut]]:
+async def _last_errors(parts: WorkerParts) -> dict[str, list[models.DeploymentErrorOut]]:
     """The last failed attempts among the latest requests of all hosts, by deployment."""
-    found: dict[str, list[models.DeploymentErrorOut]] = {}
+    errors: dict[str, list[models.DeploymentErrorOut]] = {}
 
     def note(record: Record) -> bool:
         for attempt in record.answer.attempts:
-            if attempt.verdict in ("error", "denied") and len(found.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
-                request = record.request
-                one = models.DeploymentErrorOut(at_s=request.at_s, request_id=request.id, words=attempt.outcome)
-                found[attempt.name].append(one)
+            if attempt.verdict in ("error", "denied") and len(errors.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
+                error = models.DeploymentErrorOut(
+                    at_s=record.request.at_s, request_id=record.request.id, message=attempt.outcome
+                )
+                errors[attempt.name].append(error)
         return False
 
-    with contextlib.suppress(RedisError):
-        await parts.stats.routes(note)
-    return found
+    await or_none(parts.stats.routes(note))
+    return errors
 
 
 def deployments_of(fleet: Fleet) -> list[models.DeploymentOut]:
     """All deployments as this worker sees them now, without their last 24 hours."""
-    return [deployment_of(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
+    return [
+        deployment_of(alias, deployment)
+        for alias in fleet.aliases.values()
+        for deployment in alias.deployments.values()
+    ]
 
 
 def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
     """One deployment as this worker sees it now."""
-    seen = deployment.candidate(_SHOWN)
+    candidate = deployment.candidate(_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
     output_tokens = alias.output_max(deployment, _SHORT)
-    return models.DeploymentOut(
-        name=deployment.name,
+    return models.DeploymentOut.of(
+        deployment,
+        candidate,
+        load,
+        deployment.price,
         alias=alias.name,
         backend=deployment.settings.backend,
-        model=deployment.model,
         policy=alias.settings.policy,
-        is_available=deployment.is_available,
         reason=deployment.trouble,
-        use=deployment.use,
-        ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
-        recent_calls=deployment.estimate.weight,
         denial=deployment.health.trouble[1],
-        running=load.running,
         waiting=load.waiting + deployment.places.waiting,
-        ttft_ms=seen.ttft_ms,
-        tpot_ms=seen.tpot_ms,
-        input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
-        output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
-        is_price_known=deployment.is_price_known,
-        can_chat=deployment.can_chat,
-        capabilities=tuple(sorted(seen.capabilities)),
-        are_capabilities_assumed=deployment.are_capabilities_assumed,
+        capabilities=tuple(sorted(candidate.capabilities)),
         hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),
         hold_output_tokens=output_tokens,
-        context_tokens_max=seen.context_tokens_max,
-        output_tokens_max=seen.output_tokens_max,
-        engine=load.engine and models.EngineOut.model_validate(load.engine),
+        context_tokens_max=candidate.context_tokens_max,
+        output_tokens_max=candidate.output_tokens_max,
+        ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
+        recent_calls=deployment.estimate.weight,
     )

@@ -43,19 +43,19 @@ class Mail:
     async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
         """Send the alert in `body`, JSON, dated `at_s`, unix seconds. Raises DeliveryFailed."""
         settings, loop = self._settings, asyncio.get_running_loop()
-        talk = _Talk(settings, self._timeout_s)
+        delivery = _Delivery(settings, self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
                 message = message_of(settings, message_id, at_s, body)
                 port = settings.smtp_port or _PORTS[settings.smtp_tls]
-                talk.places = await loop.getaddrinfo(settings.smtp_host, port, type=socket.SOCK_STREAM)
-                refused = await loop.run_in_executor(self._thread, talk.run, message)
+                delivery.addresses = await loop.getaddrinfo(settings.smtp_host, port, type=socket.SOCK_STREAM)
+                refused = await loop.run_in_executor(self._thread, delivery.run, message)
         except TimeoutError:
             raise DeliveryFailed(f"no answer within {duration_s(self._timeout_s)}") from None
         except (smtplib.SMTPException, MessageError, OSError, ValueError) as error:
             raise DeliveryFailed(f"{type(error).__name__}: {error}"[:200]) from None
         finally:
-            talk.end()
+            delivery.end()
         if refused:
             raise DeliveryFailed(f"refused for {', '.join(refused)}; the other recipients have it"[:200], is_final=True)
 
@@ -64,41 +64,50 @@ class Mail:
         self._thread.shutdown(wait=False)
 
 
-class _Talk:
-    """One connection, which a thread uses; `end` makes the thread return soon."""
+class _Delivery(smtplib.SMTP):
+    """One delivery over one connection, in a thread; `end` makes the thread return soon. Limits the bytes of a reply."""
 
     def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
+        super().__init__(timeout=timeout_s, local_hostname=socket.gethostname())  # a full name would be looked up
         self._settings = settings
-        self._timeout_s = timeout_s
-        self.places: list[Any] = []  # of the server, as the event loop found them
+        self._host = settings.smtp_host or ""  # of the certificate; the base would connect at once
+        self._tls: ssl.SSLContext | None = None
+        self.addresses: list[Any] = []  # of the server, as the event loop resolved them
         self._line: socket.socket | None = None
         self._is_over = threading.Event()
 
     def run(self, message: EmailMessage) -> list[str]:
         """Send `message`. Returns the recipients that the server refused; raises if it refused all."""
-        settings, host = self._settings, self._settings.smtp_host or ""
-        tls = None if settings.smtp_tls == "none" else ssl.create_default_context()
-        client = _Client(self, self._timeout_s, tls if settings.smtp_tls == "tls" else None)
-        client._host = host  # type: ignore[attr-defined]  # of the certificate; its constructor would connect
+        settings = self._settings
+        self._tls = None if settings.smtp_tls == "none" else ssl.create_default_context()
         try:
-            client.connect(host)
-            if tls is not None and settings.smtp_tls == "starttls":
-                client.starttls(context=tls)
+            self.connect(self._host)
+            if settings.smtp_tls == "starttls":
+                self.starttls(context=self._tls)
             if settings.smtp_user is not None:
-                client.login(settings.smtp_user, _password(settings))
-            refused = client.send_message(message)
+                self.login(settings.smtp_user, _password(settings))
+            refused = self.send_message(message)
             with contextlib.suppress(smtplib.SMTPException, OSError):  # the server has it
-                client.quit()
+                self.quit()
             return list(refused)
         finally:
-            client.close()
+            self.close()
 
-    def connected(self) -> socket.socket:
-        """A connection to the first place that takes one. Raises OSError; TimeoutError after `end`."""
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+        """A connection to the first address that accepts one. Raises OSError; TimeoutError after `end`."""
+        connection = self._connected(timeout)
+        if "." not in self.local_hostname:  # RFC 5321, 4.1.4
+            at = connection.getsockname()[0]
+            self.local_hostname = f"[IPv6:{at}]" if ":" in at else f"[{at}]"
+        if self._tls is None or self._settings.smtp_tls == "starttls":
+            return connection
+        return self._tls.wrap_socket(connection, server_hostname=host)
+
+    def _connected(self, timeout_s: float) -> socket.socket:
         failed = OSError("the server has no address")
-        for *_, at in self.places:
+        for *_, at in self.addresses:
             try:
-                connection = socket.create_connection(at[:2], self._timeout_s)
+                connection = socket.create_connection(at[:2], timeout_s)
             except OSError as error:
                 failed = error
                 continue
@@ -109,35 +118,19 @@ class _Talk:
         raise failed
 
     def end(self) -> None:
-        """Let no call of the thread wait any longer, nor send anything."""
+        """Make every further wait or send of the thread fail."""
         self._is_over.set()
         if self._line is not None:
             with contextlib.suppress(OSError), self._line:
                 self._line.shutdown(socket.SHUT_RDWR)
 
-
-class _Client(smtplib.SMTP):
-    """A client that shows `talk` its connection, and has a limit on the bytes of a reply. `tls`: from the start."""
-
-    def __init__(self, talk: _Talk, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        super().__init__(timeout=timeout_s, local_hostname=socket.gethostname())  # a full name would be looked up
-        self._talk = talk
-        self._tls = tls
-
-    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
-        connection = self._talk.connected()
-        if "." not in self.local_hostname:  # RFC 5321, 4.1.4
-            at = connection.getsockname()[0]
-            self.local_hostname = f"[IPv6:{at}]" if ":" in at else f"[{at}]"
-        return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=host)
-
     def getreply(self) -> tuple[int, bytes]:
-        """The code and the text of a reply (RFC 5321, 4.2.1); -1 where it has no code. Raises SMTPServerDisconnected."""
+        """Read a reply (RFC 5321, 4.2.1) and return its code and text; without a code -1. Raises SMTPServerDisconnected."""
         if self.file is None and self.sock is not None:
             self.file = self.sock.makefile("rb")
-        texts, left = list[bytes](), _REPLY_BYTES_MAX
-        while self.file is not None and (line := self.file.readline(left)).endswith(b"\n"):
-            left -= len(line)
+        texts, bytes_left = list[bytes](), _REPLY_BYTES_MAX
+        while self.file is not None and (line := self.file.readline(bytes_left)).endswith(b"\n"):
+            bytes_left -= len(line)
             texts.append(line[4:].strip())
             if line[3:4] != b"-" or not line[:3].isdigit():
                 return int(line[:3]) if line[:3].isdigit() else -1, b"\n".join(texts)

@@ -97,8 +97,8 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The `data` of a message, and the fields of the log line. Amounts are in `unit`; money in
     µUSD.
 
-    `percent` is the threshold, None for a projection; `value` is the one that a budget on each is
-    about.
+    `percent` is the threshold, None for a projection; `value` is the axis value that a budget on
+    each value is about.
     """
 
     budget_id: int
@@ -119,8 +119,8 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """An alert that is due. `kind` names it and its like on other values of the budget, `mark` it
-    alone; `kept_ms` is the life of both, 0 for ever.
+    """An alert that is due. `kind` names the threshold or projection in a window of the budget, `mark`
+    adds the axis value; Redis keeps both for `kept_ms`, 0 for ever.
     """
 
     kind: str
@@ -134,7 +134,7 @@ class Alert(msgspec.Struct, frozen=True):
         return "budget.exhaustion_projected" if self.facts.percent is None else "budget.threshold_reached"
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _QueuedMessage(msgspec.Struct, frozen=True):
     id: str
     at_ms: int
     body: str
@@ -148,7 +148,7 @@ class Channel(Protocol):
         """Send `body`, JSON, at the moment `at_s`, unix seconds. Raises DeliveryFailed."""
 
     def aclose(self) -> None:
-        """Close what is open."""
+        """Close the connections."""
 
 
 class AlertWatch:
@@ -156,7 +156,7 @@ class AlertWatch:
     configured.
 
     `count` gets a channel and what became of a message: delivered, delayed or lost. `clock` gives
-    unix seconds; `token` must differ between workers; `random_hex` gives so many random bytes.
+    unix seconds.
     """
 
     def __init__(
@@ -214,48 +214,48 @@ class AlertWatch:
         names = {team.id: team.name for team in await self._accounts.list_teams()}
         alerts = list(due(await self._budgets.states(budgets, at_ms), self._settings, names, at_ms))
         alike = Counter(alert.kind for alert in alerts)
-        known, self._known = self._known, {}
-        for place, alert in enumerate(alerts):
-            raised_ms = known.get(alert.mark)
+        raised_before, self._known = self._known, {}
+        for number, alert in enumerate(alerts):
+            raised_ms = raised_before.get(alert.mark)
             if raised_ms is None or not 0 <= at_ms - raised_ms < _ASKED_AGAIN_MS:
-                await self._raise(alert, place, alike[alert.kind] - 1, at_ms)
+                await self._raise(alert, number, alike[alert.kind] - 1, at_ms)
                 raised_ms = at_ms
             self._known[alert.mark] = raised_ms
 
-    async def _raise(self, alert: Alert, place: int, others: int, at_ms: int) -> None:
-        """Log and queue an alert that was not raised before, the one at this `place` of all; it holds
-        for so many `others` of the budget's values, too.
+    async def _raise(self, alert: Alert, number: int, others: int, at_ms: int) -> None:
+        """Log and queue an alert, unless it was raised before. `number` is its index among all due alerts,
+        `others` the number of further values of the budget with the same alert.
         """
         facts = alert.facts
         if others:
             facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {others} more")
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
-        name = f"msg_{at_ms:012x}{place:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
-        message = msgspec.json.encode(_Message(name, at_ms, msgspec.json.encode(content).decode()))
+        name = f"msg_{at_ms:012x}{number:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
+        message = msgspec.json.encode(_QueuedMessage(name, at_ms, msgspec.json.encode(content).decode()))
         keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
         full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD)
         if full == 0:
             return
         _log.warning("budget_alert", **msgspec.structs.asdict(facts))
-        for channel in (list(self._channels)[number] for number in full):
+        for channel in (list(self._channels)[index] for index in full):
             self._count(channel, LOST)
             reason = f"{QUEUE_MAX} messages wait"
             _log.warning("alert_not_queued", channel=channel, budget_id=alert.facts.budget_id, reason=reason)
 
     async def _deliver(self, channel: str) -> None:
-        """Send the messages that are due, until one fails: the others have the same receiver."""
+        """Send the due messages of a channel until a delivery fails: all have the same receiver."""
         queue = CHANNELS[channel]
         while await self._lease.take():
             now_s = self._clock()
-            found = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
-            if not found or not await self._send(channel, found[0], now_s):
+            queued = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
+            if not queued or not await self._send(channel, queued[0], now_s):
                 return
 
     async def _send(self, channel: str, queued: bytes, now_s: float) -> bool:
         """Send one message. Returns False where it is tried again later."""
         name, tries, outcome, reason, queue = None, 0, LOST, "", CHANNELS[channel]
         try:
-            message = msgspec.json.decode(queued, type=_Message)
+            message = msgspec.json.decode(queued, type=_QueuedMessage)
             name, tries = message.id, message.tries + 1
             await self._channels[channel].deliver(name, now_s, message.body.encode())
             outcome = DELIVERED
@@ -278,7 +278,7 @@ class AlertWatch:
 
 
 def due(states: Sequence[BudgetState], settings: AlertSettings, teams: dict[int, str], at_ms: int) -> Iterator[Alert]:
-    """The alerts that hold at `at_ms`, unix milliseconds, raised before or not; lower ones first."""
+    """All alerts that hold at `at_ms`, unix milliseconds, also those raised before; lower thresholds first."""
     for state in states:
         limit = state.budget.limit_at(at_ms)
         if state.spent <= 0:
@@ -301,7 +301,7 @@ def _alert(
 ) -> Alert:
     budget, window = state.budget, state.window
     is_rolling = budget.window is WindowKind.ROLLING
-    what = _PROJECTED if percent is None else str(percent)
+    threshold = _PROJECTED if percent is None else str(percent)
     team, used_up_at = teams.get(budget.team_id, str(budget.team_id)), None
     spent = f"{amount_words(state.spent, budget.unit)} of {amount_words(limit, budget.unit)}"
     whose = f"The {window.kind.value} budget of team {team}{subject_words(state)}"
@@ -329,14 +329,14 @@ def _alert(
     kept_ms = 0 if window.end_ms is None else window.end_ms - at_ms + WINDOW_KEPT_S * 1000
     if is_rolling:
         kept_ms = budget.rolling_s * 1000
-    kind = f"{budget.id}.{budget.epoch}:{window.id}:{limit}:{what}"
+    kind = f"{budget.id}.{budget.epoch}:{window.id}:{limit}:{threshold}"
     return Alert(kind, f"{kind}:{state.digest}" if state.digest else kind, kept_ms, facts)
 
 
 def _value(state: BudgetState) -> str:
-    """The value that the state belongs to, shortened; `*` for those that share a count."""
-    shown = state.budget.value if state.budget.value is not None else state.value.removeprefix("=")
-    return shown[:_VALUE_CHARS_MAX]
+    """The axis value of a state, shortened; `*` where values share a count."""
+    value = state.budget.value if state.budget.value is not None else state.value.removeprefix("=")
+    return value[:_VALUE_CHARS_MAX]
 
 
 def _iso(at_ms: int) -> str:

@@ -92,7 +92,7 @@ class Webhook:
 
 
 def key_of(secret: str) -> bytes:
-    """The key that a secret stands for: base64 after `whsec_`, else the text's bytes."""
+    """The key of a secret: decoded from base64 after `whsec_`, else the text's bytes."""
     is_encoded = secret.startswith(_ENCODED)
     return base64.b64decode(secret.removeprefix(_ENCODED), validate=True) if is_encoded else secret.encode()
 

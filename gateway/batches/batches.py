@@ -83,8 +83,8 @@ def _whole(moment_s: float | None) -> int | None:
     return None if moment_s is None else int(moment_s)
 
 
-class Work(msgspec.Struct, frozen=True):
-    """What a worker has leased: a chunk, or the batch itself, to read its input or end it."""
+class BatchLease(msgspec.Struct, frozen=True):
+    """A worker's lease of a chunk, or of the batch itself, to read its input or to end it."""
 
     batch: Batch
     chunk: LineSpan | None
@@ -98,7 +98,7 @@ class Batches:
         self, database: Database, files: Files, settings: BatchSettings, clock: Callable[[], float] = time.time
     ) -> None:
         self._database = database
-        self._files = files
+        self.files = files
         self._settings = settings
         self.clock = clock
 
@@ -114,10 +114,10 @@ class Batches:
         output_kept_s: int | None,
     ) -> Batch:
         """A new batch. Raises NotFound, BadRequest for a file of another purpose, Forbidden."""
-        found = await self._files.get(team_id, input_file_id)
-        if found.purpose != INPUT:
+        file = await self.files.get(team_id, input_file_id)
+        if file.purpose != INPUT:
             raise BadRequest(
-                f"The file {found.id} has the purpose `{found.purpose}`: expected `{INPUT}`",
+                f"The file {file.id} has the purpose `{file.purpose}`: expected `{INPUT}`",
                 param="input_file_id",
                 code="invalid_value",
             )
@@ -127,7 +127,7 @@ class Batches:
             team_id=team_id,
             key_id=key_id,
             endpoint=endpoint,
-            input_file_id=found.id,
+            input_file_id=file.id,
             status="validating",
             created_at_s=now_s,
             expires_at_s=now_s + _WINDOW_S,
@@ -140,42 +140,42 @@ class Batches:
     @uncancelled
     async def _insert(self, batch: Batch) -> None:
         async with self._database.writing() as connection:
-            files, mine = schema.files, _batches.c.team_id == batch.team_id
-            live = sa.select(sa.func.count()).where(mine, _batches.c.status.in_(LIVE))
-            await self._files.held.lock(connection, batch.team_id)
+            files, of_team = schema.files, _batches.c.team_id == batch.team_id
+            live = sa.select(sa.func.count()).where(of_team, _batches.c.status.in_(LIVE))
+            await self.files.held.lock(connection, batch.team_id)
             if (await connection.execute(live)).scalar_one() >= self._settings.active_max:
                 raise Forbidden(
                     f"This team has {self._settings.active_max} batches that have not ended: wait for one, or cancel it",
                     code="too_many_batches",
                 )
-            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
-            if (await connection.execute(there)).scalar() is None:
+            input_file = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
+            if (await connection.execute(input_file)).scalar() is None:
                 raise NotFound(f"No such File object: {batch.input_file_id}", param="id", code="file_not_found")
             row = msgspec.structs.asdict(batch)
             await connection.execute(sa.insert(_batches).values(**row, leased_by="", leased_until_s=0.0))
-            old = sa.select(_batches.c.id).where(mine).order_by(_batches.c.id.desc()).offset(_KEPT_MAX)
-            is_old = _batches.c.id.in_(old.limit(_KEPT_MAX).scalar_subquery())
+            oldest = sa.select(_batches.c.id).where(of_team).order_by(_batches.c.id.desc()).offset(_KEPT_MAX)
+            is_old = _batches.c.id.in_(oldest.limit(_KEPT_MAX).scalar_subquery())
             await connection.execute(sa.delete(_batches).where(is_old, _batches.c.status.in_(_ENDED)))
 
     async def get(self, team_id: int | None, batch_id: str) -> Batch:
-        """A team's batch; of any team if `team_id` is None. Raises NotFound, also for another team's."""
+        """A team's batch, or any team's if `team_id` is None. Raises NotFound, also for another team's batch."""
         of_team = [] if team_id is None else [_batches.c.team_id == team_id]
         # PostgreSQL takes no NUL
-        found = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
-        if not found:
+        batches = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
+        if not batches:
             raise NotFound(f"No batch found with id '{shown(batch_id)}'.", param="batch_id", code="batch_not_found")
-        return found[0]
+        return batches[0]
 
     async def page(self, team_id: int | None, after: str, limit: int) -> list[Batch]:
-        """The batches of a team, or of all, newest first, from the one after `after`: one more than
-        `limit` at most.
+        """The batches of a team or of all teams that were made before the batch `after`, newest first:
+        at most `limit` + 1.
         """
         where = [] if team_id is None else [_batches.c.team_id == team_id]
         return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
 
     @uncancelled
     async def left(self) -> tuple[int, int]:
-        """How many batches have not ended, and how many of their lines, as far as they were read."""
+        """The number of batches that have not ended, and of their lines that were read and have not ended."""
         done = sa.select(sa.func.coalesce(sa.func.sum(_chunks.c.completed + _chunks.c.failed), 0)).scalar_subquery()
         sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_batches.c.total), 0) - done)
         async with self._database.reading() as connection:
@@ -184,8 +184,8 @@ class Batches:
 
     @uncancelled
     async def cancel(self, team_id: int, batch_id: str, row: AuditRow | None = None) -> None:
-        """Begin to cancel a team's batch, which `row` records; one that is being cancelled stays
-        so.
+        """Begin to cancel a team's batch, and write `row` to the audit log, unless the batch is being
+        cancelled already.
 
         Raises NotFound, InUse.
         """
@@ -207,28 +207,26 @@ class Batches:
             return await self._read(connection, *where, limit=limit)
 
     async def _read(self, connection: AsyncConnection, *where: Any, limit: int = 1) -> list[Batch]:
-        """The batches, newest first; the counts of one under way are its chunks'."""
-        rows = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
-        found = list((await connection.execute(rows)).mappings())
+        """The batches, newest first; a batch under way has the sums of its chunks' counts."""
+        selected = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
+        rows = list((await connection.execute(selected)).mappings())
         sums = (
             sa.select(_chunks.c.batch_id, sa.func.sum(_chunks.c.completed), sa.func.sum(_chunks.c.failed))
-            .where(_chunks.c.batch_id.in_([row["id"] for row in found]))
+            .where(_chunks.c.batch_id.in_([row["id"] for row in rows]))
             .group_by(_chunks.c.batch_id)
         )
-        counts = {batch_id: (int(done), int(failed)) for batch_id, done, failed in await connection.execute(sums)}
-        batches = [Batch(**{name: row[name] for name in Batch.__struct_fields__}) for row in found]
-        return [
-            one
-            if one.id not in counts
-            else msgspec.structs.replace(one, completed=counts[one.id][0], failed=counts[one.id][1])
-            for one in batches
-        ]
+        counts = {
+            batch_id: {"completed": int(completed), "failed": int(failed)}
+            for batch_id, completed, failed in await connection.execute(sums)
+        }
+        batches = [{name: row[name] for name in Batch.__struct_fields__} for row in rows]
+        return [Batch(**{**batch, **counts.get(batch["id"], {})}) for batch in batches]
 
     # -- for workers
 
     @uncancelled
-    async def claim(self, token: str, busy_teams: Collection[int]) -> Work | None:
-        """Lease something to do, of any team but those of `busy_teams`; None if there is nothing."""
+    async def claim(self, token: str, busy_teams: Collection[int]) -> BatchLease | None:
+        """Lease a chunk or a batch of any team but `busy_teams`; None if nothing is free."""
         now_s = self.clock()
         async with self._database.reading() as connection:
             live = sa.select(_batches.c.id, _batches.c.team_id, _batches.c.status, _batches.c.leased_until_s)
@@ -237,21 +235,21 @@ class Batches:
                 return None
             free = sa.case((_chunks.c.leased_until_s < now_s, _chunks.c.number))
             undone = sa.select(_chunks.c.batch_id, sa.func.min(free)).where(_chunks.c.is_done.is_(False))
-            left: dict[str, int | None] = {  # of each batch with chunks to do, one that is free
+            free_chunks: dict[str, int | None] = {  # of each batch with chunks to do, one that is free
                 row[0]: row[1] for row in await connection.execute(undone.group_by(_chunks.c.batch_id))
             }
-        found: dict[int, list[tuple[str, int | None]]] = {}
+        free_work: dict[int, list[tuple[str, int | None]]] = {}
         for batch_id, team_id, _, leased_until_s in batches:
-            is_free = left[batch_id] is not None if batch_id in left else leased_until_s < now_s
+            is_free = free_chunks[batch_id] is not None if batch_id in free_chunks else leased_until_s < now_s
             if is_free and team_id not in busy_teams:
-                found.setdefault(team_id, []).append((batch_id, left.get(batch_id)))
-        if not found:
+                free_work.setdefault(team_id, []).append((batch_id, free_chunks.get(batch_id)))
+        if not free_work:
             return None
         # of each team alike, however many batches it has
-        batch_id, number = random.choice(found[random.choice(list(found))])
-        return await self._lease(batch_id, number, token, now_s)
+        batch_id, number = random.choice(free_work[random.choice(list(free_work))])
+        return await self.lease(batch_id, number, token, now_s)
 
-    async def _lease(self, batch_id: str, number: int | None, token: str, now_s: float) -> Work | None:
+    async def lease(self, batch_id: str, number: int | None, token: str, now_s: float) -> BatchLease | None:
         table, where = _of(batch_id, number)
         lease = {"leased_by": token, "leased_until_s": now_s + LEASE_S}
         async with self._database.writing() as connection:
@@ -265,94 +263,85 @@ class Batches:
             if batch is None:
                 return None
             if number is None:
-                return Work(batch, None, token)
+                return BatchLease(batch, None, token)
             row = (await connection.execute(sa.select(*_CHUNK).where(*where))).mappings().one()
-            return Work(batch, LineSpan(**row), token)
+            return BatchLease(batch, LineSpan(**row), token)
 
     @uncancelled
-    async def renew(self, work: Work, counts: tuple[int, int]) -> Batch | None:
-        """Keep a lease, and show the completed and failed lines of a chunk. Returns the batch as it
-        is now; None if the lease was lost.
+    async def renew(self, work: BatchLease, counts: tuple[int, int]) -> Batch | None:
+        """Keep a lease, and write a chunk's counts of completed and failed lines. Returns the current
+        batch; None if the lease was lost.
         """
-        table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
         values: dict[str, Any] = {"leased_until_s": self.clock() + LEASE_S}
         if work.chunk is not None:
             values |= {"completed": counts[0], "failed": counts[1]}
         async with self._database.writing() as connection:
-            kept = sa.update(table).where(*where, table.c.leased_by == work.token).values(**values)
-            if not (await connection.execute(kept)).rowcount:
+            if not (await connection.execute(_held(work).values(**values))).rowcount:
                 return None
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), None)
 
     @uncancelled
-    async def release(self, work: Work) -> None:
+    async def release(self, work: BatchLease) -> None:
         """End a lease, so that another worker can take it at once."""
-        table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
         async with self._database.writing() as connection:
-            free = sa.update(table).where(*where, table.c.leased_by == work.token)
-            await connection.execute(free.values(leased_by="", leased_until_s=0.0))
+            await connection.execute(_held(work).values(leased_by="", leased_until_s=0.0))
 
     @uncancelled
-    async def plan(self, work: Work, chunks: Sequence[LineSpan]) -> None:
-        """Begin a batch, whose input was read, with room for an error of each line, and release it.
+    async def plan(self, work: BatchLease, chunks: Sequence[LineSpan]) -> None:
+        """Begin a batch with these chunks, reserve room for an error of each line, and release the lease.
 
         Raises OverQuota where its team's files leave none.
         """
         async with self._database.writing() as connection:
             begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)
-            values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(one.lines for one in chunks)}
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
-            if not (await connection.execute(mine.values(**values, leased_by="", leased_until_s=0.0))).rowcount:
+            values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(chunk.lines for chunk in chunks)}
+            if not (await connection.execute(_held(work).values(**values, leased_by="", leased_until_s=0.0))).rowcount:
                 return
-            size = sum(one.size + one.lines * LINE_BYTES for one in chunks)
-            await self._files.reserve(connection, work.batch.id, work.batch.team_id, size)
-            own = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
-            rows = [{**msgspec.structs.asdict(one), **own, "leased_until_s": 0.0} for one in chunks]
+            size = sum(chunk.size + chunk.lines * LINE_BYTES for chunk in chunks)
+            await self.files.reserve(connection, work.batch.id, work.batch.team_id, size)
+            state = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
+            rows = [{**msgspec.structs.asdict(chunk), **state, "leased_until_s": 0.0} for chunk in chunks]
             for start in range(0, len(rows), 1_000):
                 await connection.execute(sa.insert(_chunks), rows[start : start + 1_000])
 
     @uncancelled
-    async def refuse(self, work: Work, why: LineRefused) -> None:
-        """End a batch whose input is no batch, or cannot be read."""
-        is_expired = why.code == EXPIRED
+    async def refuse(self, work: BatchLease, refusal: LineRefused) -> None:
+        """End a batch whose input was refused or cannot be read."""
+        is_expired = refusal.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
-            await connection.execute(mine.values(status=status, ended_at_s=self.clock(), errors=_errors(why)))
+            ended = {"status": status, "ended_at_s": self.clock(), "errors": _errors(refusal)}
+            await connection.execute(_held(work).values(**ended))
 
     @uncancelled
-    async def stop(self, work: Work, why: LineRefused) -> Batch:
-        """Run no more lines of the batch, which fails when its outcomes are written; returns it as it
-        is now.
+    async def stop(self, work: BatchLease, refusal: LineRefused) -> Batch:
+        """Begin no more lines of the batch, so that it fails once its outcomes are written. Returns
+        the current batch.
         """
         async with self._database.writing() as connection:
             live = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.status.in_(LIVE))
-            await connection.execute(live.values(errors=_errors(why)))
+            await connection.execute(live.values(errors=_errors(refusal)))
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), work.batch)
 
     @uncancelled
-    async def chunk_done(self, work: Work, counts: tuple[int, int]) -> None:
+    async def chunk_done(self, work: BatchLease, counts: tuple[int, int]) -> None:
         """Note that every line of the chunk has ended."""
-        assert work.chunk is not None
-        table, where = _of(work.batch.id, work.chunk.number)
         async with self._database.writing() as connection:
-            mine = sa.update(table).where(*where, table.c.leased_by == work.token)
-            await connection.execute(mine.values(is_done=True, completed=counts[0], failed=counts[1]))
+            await connection.execute(_held(work).values(is_done=True, completed=counts[0], failed=counts[1]))
 
     @uncancelled
-    async def chunks(self, work: Work) -> list[LineSpan]:
-        """The chunks of a batch whose output is to be written, which it shows now."""
+    async def chunks(self, work: BatchLease) -> list[LineSpan]:
+        """The chunks of a batch; sets its status to finalizing."""
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
             shown = sa.case((_batches.c.status == "in_progress", "finalizing"), else_=_batches.c.status)
             moment = sa.func.coalesce(_batches.c.finalizing_at_s, self.clock())
-            await connection.execute(mine.values(status=shown, finalizing_at_s=moment))
+            await connection.execute(_held(work).values(status=shown, finalizing_at_s=moment))
             rows = sa.select(*_CHUNK).where(_chunks.c.batch_id == work.batch.id).order_by(_chunks.c.number)
             return [LineSpan(**row) for row in (await connection.execute(rows)).mappings()]
 
     @uncancelled
     async def end(
-        self, work: Work, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
+        self, work: BatchLease, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
     ) -> bool:
         """End a batch together with its files. Returns False, and changes nothing, if the lease was
         lost or a chunk is not done.
@@ -363,9 +352,7 @@ class Batches:
             else_="expired" if is_expired else "completed",
         )
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(
-                _batches.c.id == work.batch.id, _batches.c.leased_by == work.token, _batches.c.id.not_in(_UNDONE)
-            )
+            done = _held(work).where(_batches.c.id.not_in(_UNDONE))
             values = {
                 "status": status,
                 "ended_at_s": self.clock(),
@@ -374,30 +361,36 @@ class Batches:
                 "output_file_id": output.id if output is not None else None,
                 "error_file_id": errors.id if errors is not None else None,
             }
-            if not (await connection.execute(mine.values(**values))).rowcount:
+            if not (await connection.execute(done.values(**values))).rowcount:
                 return False
             for file in (output, errors):
                 if file is not None:
-                    await self._files.completed(connection, file)
+                    await self.files.completed(connection, file)
             is_folder = schema.files.c.id == work.batch.id
-            await self._files.held.delete(connection, work.batch.team_id, is_folder)
+            await self.files.held.delete(connection, work.batch.team_id, is_folder)
             await connection.execute(sa.delete(_chunks).where(_chunks.c.batch_id == work.batch.id))
             return True
 
     @uncancelled
     async def forget(self) -> None:
-        """Delete batches that ended so long ago that their files are gone."""
+        """Delete batches that ended before the files of that time expired."""
         long_ago_s = self.clock() - 2 * self._settings.kept_days * 86_400
         async with self._database.writing() as connection:
             await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
 
 
-def _errors(why: LineRefused) -> dict[str, Any]:
-    return {"object": "list", "data": [{"code": why.code, "message": why.message, "line": None, "param": None}]}
+def _errors(refusal: LineRefused) -> dict[str, Any]:
+    return {"object": "list", "data": [{"code": refusal.code, "message": refusal.message, "line": None, "param": None}]}
 
 
 def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:
-    """The table of a lease, and the row in it."""
+    """The table that holds a lease, and the condition for its row."""
     if number is None:
         return _batches, (_batches.c.id == batch_id, _batches.c.status.in_(LIVE))
     return _chunks, (_chunks.c.batch_id == batch_id, _chunks.c.number == number, _chunks.c.is_done.is_(False))
+
+
+def _held(work: BatchLease) -> sa.Update:
+    """An update of the leased row, which changes nothing once the lease is lost."""
+    table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
+    return sa.update(table).where(*where, table.c.leased_by == work.token)

@@ -70,7 +70,7 @@ def new_object_id(kind: str, at_s: float) -> str:
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete file. Times in unix seconds; `expires_at_s` None: it is kept."""
+    """A complete file. Times in unix seconds; with `expires_at_s` None it never expires."""
 
     id: str
     team_id: int
@@ -96,7 +96,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def storage_error(error: OSError) -> ApiError:
-    """The error for a folder that takes no more, or cannot be used; its path is in the log only."""
+    """The client's error for a full or unusable folder; only the log names the path."""
     _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
     if error.errno in _FULL:
         return StorageFull("The gateway's storage for files is full: delete files, or ask your admin for room")
@@ -124,15 +124,15 @@ class Upload:
         self.bytes = 0
 
     async def write(self, piece: bytes) -> None:
-        """Raises TooLarge, StorageFull, Unavailable."""
+        """Add a piece. Raises TooLarge, StorageFull, Unavailable."""
         self.bytes += len(piece)
         if self.bytes > self._bytes_max:
             raise _too_large(self._bytes_max)
         self._waiting += piece
         if len(self._waiting) >= _PIECE_BYTES:
-            await self._flush()
+            await self.flush()
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         piece, self._waiting = self._waiting, bytearray()
         try:
             await asyncio.to_thread(self._write, piece)
@@ -151,14 +151,14 @@ class Upload:
             raise OSError(errno.ENOSPC, "not all of it was written")
 
     async def keep(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
-        """The complete file, shown to its team. Raises StorageFull, Unavailable, NotFound if the team is gone."""
+        """Complete the file, and show it to its team. Raises StorageFull, Unavailable, NotFound if the team is gone."""
         file = await self.sealed(purpose, filename, expires_after_s)
         await self._files.complete(file)
         return file
 
     async def sealed(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
-        """The complete file, on disk. Raises StorageFull, Unavailable."""
-        await self._flush()
+        """Write the whole file to disk, and return its row. Raises StorageFull, Unavailable."""
+        await self.flush()
         assert self._file is not None
         try:
             await asyncio.to_thread(_synced, self._file)
@@ -176,7 +176,7 @@ class Upload:
         )
 
     async def drop(self) -> None:
-        """Leave nothing of it."""
+        """Remove the file and its row."""
         if self._file is not None:
             self._file.close()
         await self._files.remove(self._team_id, self.id)
@@ -198,60 +198,61 @@ class Files:
         self.folder = folder
         self.held = Holdings(database, _files, "bytes")
         self._database = database
-        self._clock = clock
+        self.clock = clock
 
     def path(self, file_id: str) -> Path:
-        """The place of a content. `file_id` is of a row, never of a request."""
+        """The path of a content. `file_id` comes from a row, never from a request."""
         return self.folder / file_id
 
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
-        """An upload of `bytes_max` bytes at most, by default those of the settings, with its room
-        in the quota. `is_own`: the gateway's own output, which has its room as outcomes of a batch.
+        """Begin an upload of `bytes_max` bytes at most, by default the limit of the settings, and take
+        its room in the quota. `is_own`: the gateway writes the output of a batch, whose outcomes
+        have taken the room.
 
         Raises OverQuota, TooLarge, NotFound if the team is gone.
         """
-        most = self.settings.file_bytes_max
-        if bytes_max is not None and bytes_max > most + _FORM_BYTES_MAX and not is_own:
-            raise _too_large(most)
-        room = 0 if is_own else most if bytes_max is None else min(bytes_max, most)
-        at_s = self._clock()
+        file_bytes_max = self.settings.file_bytes_max
+        if bytes_max is not None and bytes_max > file_bytes_max + _FORM_BYTES_MAX and not is_own:
+            raise _too_large(file_bytes_max)
+        room = 0 if is_own else file_bytes_max if bytes_max is None else min(bytes_max, file_bytes_max)
+        at_s = self.clock()
         file_id = new_object_id("file-", at_s)
         row = {"id": file_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": room, "created_at_s": at_s}
         try:
             async with self._database.writing() as connection:
                 held = await self.held.add(connection, team_id, room)
-                over = held.bytes - self.settings.team_bytes_max
+                excess = held.bytes - self.settings.team_bytes_max
                 if not is_own and held.count > self.settings.team_files_max:
                     raise _over_quota(f"this team has {held.count - 1:,} files, the most that it may have")
-                if over > 0 and not is_own:
-                    if bytes_max is not None or over >= room:
-                        raise _over_quota(f"this team's files may take {max(0, room - over):,} bytes more")
-                    await self.held.add(connection, team_id, -over, 0)
-                    room = row["bytes"] = room - over
+                if excess > 0 and not is_own:
+                    if bytes_max is not None or excess >= room:
+                        raise _over_quota(f"this team's files may take {max(0, room - excess):,} bytes more")
+                    await self.held.add(connection, team_id, -excess, 0)
+                    room = row["bytes"] = room - excess
                 await connection.execute(sa.insert(_files).values(row | {"is_ready": False}))
         except IntegrityError:
             raise _no_file(file_id) from None
         return Upload(self, file_id, team_id, at_s, room)
 
     async def reserve(self, connection: AsyncConnection, batch_id: str, team_id: int, size: int) -> None:
-        """Give the outcomes of a batch room for so many bytes: its folder is as a file that arrives. Raises OverQuota."""
+        """Take `size` bytes of the quota for the outcomes of a batch. Raises OverQuota."""
         row = {"id": batch_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": size, "is_ready": False}
         await self._take(connection, team_id, size, 1)
-        await connection.execute(sa.insert(_files).values(row | {"created_at_s": self._clock()}))
+        await connection.execute(sa.insert(_files).values(row | {"created_at_s": self.clock()}))
 
     @uncancelled
     async def extend(self, batch_id: str, team_id: int, size: int) -> None:
-        """Give the outcomes of a batch room for so many bytes more. Raises OverQuota."""
+        """Take `size` more bytes of the quota for the outcomes of a batch; below 0 gives them back. Raises OverQuota."""
         async with self._database.writing(is_durable=False) as connection:
             await self._take(connection, team_id, size, 0)
-            more = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
-            await connection.execute(more)
+            extended = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
+            await connection.execute(extended)
 
     async def _take(self, connection: AsyncConnection, team_id: int, size: int, count: int) -> None:
         held = await self.held.add(connection, team_id, size, count)
-        if size > 0 and (over := held.bytes - self.settings.team_bytes_max) > 0:
-            raise _over_quota(f"this team's files may take {max(0, size - over):,} bytes more")
+        if size > 0 and (excess := held.bytes - self.settings.team_bytes_max) > 0:
+            raise _over_quota(f"this team's files may take {max(0, size - excess):,} bytes more")
 
     @uncancelled
     async def complete(self, file: File) -> None:
@@ -261,7 +262,7 @@ class Files:
                 raise _no_file(file.id)
 
     async def completed(self, connection: AsyncConnection, file: File) -> bool:
-        """The same as a part of another transaction; returns whether the row is there."""
+        """Like `complete`, within the caller's transaction. Returns whether the row exists."""
         values = msgspec.structs.asdict(file) | {"is_ready": True}
         return await self.held.resize(connection, file.team_id, values, _files.c.id == file.id) is not None
 
@@ -279,7 +280,7 @@ class Files:
     async def page(
         self, team_id: int, after: str, limit: int, purpose: str = "", *, is_newest_first: bool = True
     ) -> list[File]:
-        """A team's files from the one after `after`, or from the first: one more than `limit` at most."""
+        """A team's files after the file `after`, or from the first: at most `limit` + 1."""
         where = self._ready(team_id)
         if after:
             where = where.where(_files.c.id < after if is_newest_first else _files.c.id > after)
@@ -292,17 +293,17 @@ class Files:
     @uncancelled
     async def delete(self, team_id: int, file_id: str) -> None:
         """Delete a team's file. Raises NotFound, and InUse if a batch needs it."""
-        found = await self.get(team_id, file_id)
+        file = await self.get(team_id, file_id)
         async with self._database.writing() as connection:
             # a batch of this file that begins meanwhile is waited for, and seen
             await self.held.lock(connection, team_id)
-            if not await self.held.delete(connection, team_id, _files.c.id == found.id, _UNNEEDED):
+            if not await self.held.delete(connection, team_id, _files.c.id == file.id, _UNNEEDED):
                 raise InUse("A batch that has not ended reads this file: cancel the batch first")
-        await asyncio.to_thread(self.unlink, [found.id])
+        await asyncio.to_thread(self.unlink, [file.id])
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
-        """Remove a row and its content, where they are there and not complete: a commit may be that was not seen."""
+        """Remove an upload's row and content, unless the file is complete: its commit may have gone unseen."""
         async with self._database.writing() as connection:
             where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
             await self.held.delete(connection, team_id, where, _files.c.is_ready.is_(False))
@@ -317,37 +318,37 @@ class Files:
         """
         names = await asyncio.to_thread(self._names)  # before the rows: a row is made before its content
         await self._forget(names)
-        kept = await self._kept()
-        await asyncio.to_thread(self.unlink, [name for name in names if name not in kept])
+        needed = await self._kept()
+        await asyncio.to_thread(self.unlink, [name for name in names if name not in needed])
 
     @uncancelled
     async def _forget(self, names: dict[str, float]) -> None:
         """Delete the rows that have expired; `names` as in `_names`."""
-        now_s = self._clock()
+        now_s = self.clock()
         async with self._database.reading() as connection:
-            old = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
-            arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
+            is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
+            arriving = list((await connection.execute(sa.select(_files.c.id).where(is_stale))).scalars())
             late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
             gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
-        gone += [one for one in arriving if names.get(one, 0.0) < now_s - _STALE_S]
+        gone += [file_id for file_id in arriving if names.get(file_id, 0.0) < now_s - _STALE_S]
         for start in range(0, len(gone), 500):
             await self.held.purge(_files.c.id.in_(gone[start : start + 500]), _UNNEEDED, most=500)
 
     @uncancelled
     async def _kept(self) -> set[str]:
-        """The names in the folder that rows need."""
+        """The names in the folder that have a row."""
         async with self._database.reading() as connection:
             return set((await connection.execute(sa.select(_files.c.id))).scalars())
 
     def _names(self) -> dict[str, float]:
-        """The names in the folder that are contents or folders of batches, each with its last change."""
-        found = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as places:
-            for place in places:
-                if _CONTENT.fullmatch(place.name) or _FOLDER.fullmatch(place.name):
+        """The names of contents and batches' folders, each with the time of its last change."""
+        changes = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if _CONTENT.fullmatch(entry.name) or _FOLDER.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        found[place.name] = place.stat(follow_symlinks=False).st_mtime
-        return found
+                        changes[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+        return changes
 
     def unlink(self, names: Iterable[str]) -> None:
         """Remove contents, and folders of batches. Blocks."""
@@ -362,7 +363,7 @@ class Files:
                 _log.warning("file_not_removed", name=name, reason=str(error))
 
     def _ready(self, team_id: int) -> sa.Select[Any]:
-        is_late = _files.c.expires_at_s < self._clock()
+        is_late = _files.c.expires_at_s < self.clock()
         return sa.select(_files).where((_files.c.team_id == team_id) & _files.c.is_ready.is_(True) & sa.not_(is_late))
 
 
@@ -379,8 +380,10 @@ def _too_large(bytes_max: int) -> TooLarge:
     return TooLarge(words, headers={"connection": "close"})
 
 
-def _over_quota(why: str) -> OverQuota:
-    return OverQuota(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
+def _over_quota(reason: str) -> OverQuota:
+    return OverQuota(
+        f"The file does not fit: {reason}; delete files first, or ask your admin", code="file_quota_exceeded"
+    )
 
 
 def check_purpose(purpose: str) -> str:

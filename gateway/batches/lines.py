@@ -54,7 +54,7 @@ class LineRequest(msgspec.Struct, frozen=True):
 
 
 class LineRefused(Exception):
-    """A line that is no request. `custom_id` is None where it cannot be read."""
+    """A line that is not run, with the reason. `custom_id` is None where the line has none that can be read."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class LineOutcome(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class _Named(msgspec.Struct):
+class _CustomId(msgspec.Struct):
     custom_id: Any = None
 
 
@@ -83,7 +83,7 @@ class _Flags(msgspec.Struct):
 
 _WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _request = msgspec.json.Decoder(LineRequest).decode
-_named = msgspec.json.Decoder(_Named).decode
+_named = msgspec.json.Decoder(_CustomId).decode
 _flags = msgspec.json.Decoder(_Flags).decode
 
 
@@ -96,13 +96,13 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
     except _WRONG as error:
         raise LineRefused("invalid_line", f"The line is not a request: {error}", id_of(raw)) from None
     if not 1 <= len(line.custom_id) <= _ID_CHARS_MAX:
-        words = f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters"
-        raise LineRefused("invalid_custom_id", words, line.custom_id[:_ID_CHARS_MAX])
+        message = f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters"
+        raise LineRefused("invalid_custom_id", message, line.custom_id[:_ID_CHARS_MAX])
     if line.method != "POST":
         raise LineRefused("invalid_method", f"`method` is {shown(line.method)}: expected POST", line.custom_id)
     if line.url != endpoint:
-        words = f"`url` is {shown(line.url)}: expected the batch's endpoint, {endpoint}"
-        raise LineRefused("mismatched_endpoint", words, line.custom_id)
+        message = f"`url` is {shown(line.url)}: expected the batch's endpoint, {endpoint}"
+        raise LineRefused("mismatched_endpoint", message, line.custom_id)
     try:
         flags = _flags(bytes(line.body))
     except _WRONG:  # the endpoint says what is wrong
@@ -113,16 +113,16 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
 
 
 def id_of(raw: bytes) -> str | None:
-    """The `custom_id` of a line that is no request, where it has one."""
+    """The `custom_id` of a line of any shape; None where it has none."""
     try:
-        found = _named(raw).custom_id
+        custom_id = _named(raw).custom_id
     except _WRONG:
         return None
-    return found[:_ID_CHARS_MAX] if isinstance(found, str) else None
+    return custom_id[:_ID_CHARS_MAX] if isinstance(custom_id, str) else None
 
 
 def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of the next `size` bytes, each with its bytes in the file; None is one too long."""
+    """The lines of the next `size` bytes, each with its length in the file; None stands for a line that is too long."""
     while size > 0:
         raw = file.readline(bytes_max + 1)
         if not raw:
@@ -167,7 +167,7 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
 
 
 class Segment:
-    """The outcomes of a chunk that one worker makes. Complete ones outlive the worker."""
+    """The file that one worker appends a chunk's outcomes to. Whole outcomes outlive the worker."""
 
     def __init__(self, folder: Path, number: int, token: str) -> None:
         self._path = folder / f"{number}.{token}"
@@ -175,7 +175,7 @@ class Segment:
         self._size = 0
 
     def append(self, outcome: LineOutcome) -> None:
-        """Write an outcome whole. Raises OSError; nothing of it is left then."""
+        """Write an outcome whole. Raises OSError, and leaves no part of the outcome then."""
         if self._file is None:
             self._file = created(self._path)
         data = b"%d %d %b\n" % (outcome.line, outcome.is_ok, outcome.data)
@@ -194,7 +194,7 @@ class Segment:
 
 
 def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
-    """The outcomes of a chunk, one for each line that has ended."""
+    """The outcomes of a chunk on disk: the first of each line that has ended."""
     seen = set[int]()
     for path in sorted(folder.glob(f"{number}.*")):
         with path.open("rb") as file:
@@ -210,14 +210,14 @@ def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: U
     """Write all outcomes to the two files. Returns the number of lines of each. Raises OSError."""
     counts = [0, 0]
     for chunk in chunks:
-        for one in outcomes(folder, chunk.number):
-            counts[one.is_ok] += 1
-            (output if one.is_ok else errors).append(one.data + b"\n")
+        for outcome in outcomes(folder, chunk.number):
+            counts[outcome.is_ok] += 1
+            (output if outcome.is_ok else errors).append(outcome.data + b"\n")
     return counts[True], counts[False]
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The output of a line that got a response; a body that is no JSON is a text there."""
+    """The output line for a response; a body that is not JSON becomes a text."""
     text = body.decode("utf-8", "replace")
     shown_body: msgspec.Raw | str = text
     with contextlib.suppress(*_WRONG):
@@ -226,7 +226,7 @@ def answered(line_id: str, custom_id: str, status: int, request_id: str, body: b
     return msgspec.json.encode({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
 
-def refused(line_id: str, number: int, why: LineRefused) -> bytes:
-    """The output of a line that got no response."""
-    error = {"code": why.code, "message": why.message, "line": number}
-    return msgspec.json.encode({"id": line_id, "custom_id": why.custom_id, "response": None, "error": error})
+def refused(line_id: str, number: int, refusal: LineRefused) -> bytes:
+    """The output line for a line without a response."""
+    error = {"code": refusal.code, "message": refusal.message, "line": number}
+    return msgspec.json.encode({"id": line_id, "custom_id": refusal.custom_id, "response": None, "error": error})

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, BinaryIO
 
@@ -24,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import Accounts, Identity
 from gateway.accounts.holdings import OverQuota
-from gateway.batches.batches import LEASE_S, Batch, Batches, Work
+from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
 from gateway.batches.files import OUTPUT, Files, new_object_id
 from gateway.batches.lines import (
     EXPIRED,
@@ -61,8 +62,8 @@ ENDPOINTS = (
 _CHUNKS_MAX, _CHUNKS_A_TEAM = 16, 2  # at once, in a worker
 _LOOK_EVERY_S = 1.0
 _ROOM_EVERY_S = 0.02
-_PAUSE_S = 1.0
-_TRIES_MAX, _WAIT_S_MAX = 5, 60.0
+PAUSE_S = 1.0
+_TRIES_MAX, WAIT_S_MAX = 5, 60.0
 _ROOM_LEFT = 5  # of a rate limit, a fifth is left to other requests
 _BLOCK_BYTES = 256 << 10
 _GONE = "input_file_gone", "The content of the input file is gone: upload it again"
@@ -74,7 +75,7 @@ _log = get_logger()
 Endpoint = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
-class _Reply:
+class _LineReply:
     """The response to a line."""
 
     def __init__(self) -> None:
@@ -95,11 +96,11 @@ class _Reply:
             self.code = str(msgspec.json.decode(self.body).get("error", {}).get("code") or "")
 
     def wait_s(self, tries: int) -> float | None:
-        """The seconds until the line is tried again; None if this is its response."""
+        """The seconds until the line is tried again; None if the line keeps this response."""
         if self.status == 200 or self.headers.get("x-should-retry") == "false":
             return None
-        told = self.headers.get("retry-after-ms", "")
-        pause_s = min(_WAIT_S_MAX, int(told) / 1000.0 if told.isdecimal() else 2.0**tries)
+        retry_after_ms = self.headers.get("retry-after-ms", "")
+        pause_s = min(WAIT_S_MAX, int(retry_after_ms) / 1000.0 if retry_after_ms.isdecimal() else 2.0**tries)
         if self.code in _PASSING:
             return pause_s
         is_passing = self.status in _STATUSES_TRIED_AGAIN and tries < _TRIES_MAX
@@ -109,32 +110,28 @@ class _Reply:
     def is_near_a_limit(self) -> bool:
         """Whether little is left of a rate limit."""
         for unit in ("requests", "tokens"):
-            left, limit = (self.headers.get(f"x-ratelimit-{what}-{unit}", "") for what in ("remaining", "limit"))
-            if left.isdecimal() and limit.isdecimal() and int(left) * _ROOM_LEFT < int(limit):
+            remaining, limit = (self.headers.get(f"x-ratelimit-{part}-{unit}", "") for part in ("remaining", "limit"))
+            if remaining.isdecimal() and limit.isdecimal() and int(remaining) * _ROOM_LEFT < int(limit):
                 return True
         return False
 
 
-class _Lease:
-    """A lease that is kept while its work is done: the batch as it is now, and the lines that ended."""
+class _HeldLease:
+    """Keeps a lease while its work runs; has the current batch and the counts of ended lines."""
 
-    def __init__(self, batches: Batches, work: Work) -> None:
+    def __init__(self, batches: Batches, work: BatchLease) -> None:
         self._batches = batches
         self.work = work
         self.batch: Batch = work.batch
         self.is_lost = False
-        self.completed = self.failed = 0
+        self.ended = Counter[bool]()  # the lines, by whether they were answered
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.completed, self.failed
-
-    def count(self, outcome: LineOutcome) -> None:
-        self.completed += outcome.is_ok
-        self.failed += not outcome.is_ok
+        return self.ended[True], self.ended[False]
 
     def why_not(self) -> LineRefused | None:
-        """Why the lines that are left are not run; None if they are."""
+        """The reason to run no further lines; None if they are to run."""
         if self.batch.status == "cancelling":
             return LineRefused("batch_cancelled", "The batch was cancelled before this line was run")
         if self.batch.errors is not None:
@@ -145,7 +142,7 @@ class _Lease:
         return None
 
     async def keep(self) -> None:
-        """Renew it until cancelled, or it was lost."""
+        """Renew the lease until cancelled, or until it is lost."""
         while not self.is_lost:
             await asyncio.sleep(LEASE_S / 8)
             try:
@@ -156,8 +153,8 @@ class _Lease:
             self.is_lost, self.batch = batch is None, batch or self.batch
 
 
-class _Room:
-    """The room that a chunk's outcomes have in their team's quota, which is taken a block at a time."""
+class _OutcomeQuota:
+    """Takes room in a team's quota for a chunk's outcomes, a block at a time."""
 
     def __init__(self, files: Files, batch: Batch) -> None:
         self._files = files
@@ -178,14 +175,14 @@ class _Room:
         self._left += size
 
     async def close(self) -> None:
-        """Give back what is left."""
+        """Give the unused room back."""
         if self._left:
             await self._extend(-self._left)
 
 
 class BatchRunner:
-    """`run` it until cancelled, or call `step`; `stop` it before it is closed. `routes` gives the
-    endpoint of a path and method.
+    """Runs batches with `run` until cancelled, or step by step with `step`; call `stop` before closing.
+    `routes` has the endpoint of each path and method, `works` the tasks under way with their teams.
 
     `on_line` is called with the outcome of each line: `ok`, the status of its response, or why it
     got none.
@@ -193,6 +190,7 @@ class BatchRunner:
 
     def __init__(
         self,
+        *,
         batches: Batches,
         files: Files,
         pipeline: Pipeline,
@@ -205,10 +203,10 @@ class BatchRunner:
         self._files = files
         self._pipeline = pipeline
         self._accounts = accounts
-        self._settings = settings
+        self.settings = settings
         self._routes = routes
         self._on_line = on_line
-        self._works: dict[asyncio.Task[None], int] = {}  # with the team of each
+        self.works: dict[asyncio.Task[None], int] = {}  # with the team of each
         self._running = 0
         self._is_stopping = False
         self._paused: dict[int, float] = {}
@@ -223,32 +221,32 @@ class BatchRunner:
                     await asyncio.wait_for(self.woken.wait(), _LOOK_EVERY_S)
 
     def stop(self) -> list[asyncio.Task[None]]:
-        """Begin no more lines; returns what is under way, which releases its lease at its end."""
+        """Begin no more lines. Returns the tasks under way, which release their leases at their end."""
         self._is_stopping = True
-        return list(self._works)
+        return list(self.works)
 
     async def step(self) -> bool:
-        """Lease one thing and begin it. Returns False if there is none, or no room for one."""
-        if not self._settings.concurrency or len(self._works) >= _CHUNKS_MAX or self._is_stopping:
+        """Lease a chunk or a batch and begin its work. Returns False if nothing is free, or this worker is full."""
+        if not self.settings.concurrency or len(self.works) >= _CHUNKS_MAX or self._is_stopping:
             return False
-        teams = list(self._works.values())
+        teams = list(self.works.values())
         work = await self._batches.claim(
-            secrets.token_hex(8), {one for one in teams if teams.count(one) >= _CHUNKS_A_TEAM}
+            secrets.token_hex(8), {team_id for team_id in teams if teams.count(team_id) >= _CHUNKS_A_TEAM}
         )
         if work is None:
             return False
         task = asyncio.create_task(self._do(work))
-        self._works[task] = work.batch.team_id
+        self.works[task] = work.batch.team_id
         task.add_done_callback(self._done)
         return True
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        del self._works[task]
+        del self.works[task]
         self.woken.set()
 
-    async def _do(self, work: Work) -> None:
-        """Do what was leased, and release it on every exit."""
-        lease = _Lease(self._batches, work)
+    async def _do(self, work: BatchLease) -> None:
+        """Do the leased work, and release the lease on every exit."""
+        lease = _HeldLease(self._batches, work)
         keeping = asyncio.create_task(lease.keep())
         try:
             if work.chunk is not None:
@@ -259,19 +257,19 @@ class BatchRunner:
                 await self._end(lease)
         except Exception as error:
             _log.warning("batch_interrupted", batch=work.batch.id, reason=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
         finally:
             keeping.cancel()
             with contextlib.suppress(Exception):  # the lease ends by itself
                 await self._batches.release(work)
 
-    async def _read_input(self, lease: _Lease) -> None:
-        work, settings = lease.work, self._settings
+    async def _read_input(self, lease: _HeldLease) -> None:
+        work, settings = lease.work, self.settings
         path = self._files.path(work.batch.input_file_id)
         try:
             chunks = await asyncio.to_thread(scan, path, settings.lines_max, settings.line_bytes_max)
-        except LineRefused as why:
-            await self._batches.refuse(work, why)
+        except LineRefused as refusal:
+            await self._batches.refuse(work, refusal)
         except OSError as error:
             await self._batches.refuse(work, self._why_unread(lease, error))
         else:
@@ -280,27 +278,27 @@ class BatchRunner:
             except OverQuota as error:
                 await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
-    def _why_unread(self, lease: _Lease, error: OSError) -> LineRefused:
-        """Why an input is not read any more. Raises the error if that may still help."""
-        if (why := lease.why_not()) is not None:
-            return why
+    def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
+        """The reason to give an input up. Raises the error if trying again may help."""
+        if (refusal := lease.why_not()) is not None:
+            return refusal
         if isinstance(error, FileNotFoundError) and self._files.folder.is_dir():
             return LineRefused(*_GONE)
         raise error
 
-    async def _end(self, lease: _Lease) -> None:
+    async def _end(self, lease: _HeldLease) -> None:
         """Write the output and the errors, and end the batch."""
         batch, work = lease.batch, lease.work
         chunks, folder = await self._batches.chunks(work), self._files.folder / batch.id
         uploads = [await self._files.begin(batch.team_id, is_own=True) for _ in range(2)]
-        kept, is_over = [], False
+        files, is_over = [], False
         try:
             counts = await asyncio.to_thread(assemble, folder, chunks, *uploads)
             for upload, kind in zip(uploads, ("output", "error"), strict=True):
                 name = f"{batch.id}_{kind}.jsonl"
-                kept.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
+                files.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
             is_expired = self._batches.clock() >= batch.expires_at_s
-            is_over = await self._batches.end(work, counts, is_expired=is_expired, output=kept[0], errors=kept[1])
+            is_over = await self._batches.end(work, counts, is_expired=is_expired, output=files[0], errors=files[1])
         finally:
             for upload in uploads:
                 if not (is_over and upload.bytes):
@@ -310,15 +308,16 @@ class BatchRunner:
 
     # -- a chunk
 
-    async def _run_chunk(self, lease: _Lease, chunk: LineSpan) -> None:
-        """Run the lines of a chunk that have no outcome yet."""
+    async def _run_chunk(self, lease: _HeldLease, chunk: LineSpan) -> None:
+        """Run the lines of a chunk that have no outcome on disk."""
         folder = self._files.folder / lease.batch.id
         ended = set[int]()
-        for one in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
-            ended.add(one[0])
-            lease.count(LineOutcome(*one, b""))
-        segment, places = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self._settings.concurrency)
-        appending, room = asyncio.Lock(), _Room(self._files, lease.batch)
+        # without their data, which may be large
+        for line, is_ok in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
+            ended.add(line)
+            lease.ended[is_ok] += 1
+        segment, slots = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
+        appending, room = asyncio.Lock(), _OutcomeQuota(self._files, lease.batch)
 
         async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
             try:
@@ -326,14 +325,14 @@ class BatchRunner:
                 if outcome is not None:
                     async with appending:
                         outcome = await self._append(lease, room, segment, outcome)
-                    lease.count(outcome)
+                    lease.ended[outcome.is_ok] += 1
             finally:
-                places.release()
+                slots.release()
 
         try:
             async with asyncio.TaskGroup() as group:
                 async for number, raw in self._lines(lease, chunk, ended):
-                    await places.acquire()
+                    await slots.acquire()
                     if lease.is_lost or self._is_stopping:
                         break
                     group.create_task(run_line(number, raw))
@@ -343,9 +342,11 @@ class BatchRunner:
         if not lease.is_lost and sum(lease.counts) == chunk.lines:
             await self._batches.chunk_done(lease.work, lease.counts)
 
-    async def _append(self, lease: _Lease, room: _Room, segment: Segment, outcome: LineOutcome) -> LineOutcome:
-        """Write an outcome, or that there is no room for it in the team's quota; returns what was
-        written.
+    async def _append(
+        self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
+    ) -> LineOutcome:
+        """Write an outcome, or in its place a refusal if the team's quota has no room. Returns the
+        written outcome.
 
         Waits while the disk is full or the database fails, as a line that is run again is paid
         again.
@@ -359,55 +360,55 @@ class BatchRunner:
                 await asyncio.to_thread(segment.append, outcome)
                 return outcome
             except OverQuota as error:
-                why, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
+                refusal, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
                 line_id = new_object_id("batch_req_", time.time())
-                outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, why))
-                lease.batch = await self._batches.stop(lease.work, why)
+                outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, refusal))
+                lease.batch = await self._batches.stop(lease.work, refusal)
             except (OSError, SQLAlchemyError) as error:
                 _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
 
     async def _lines(
-        self, lease: _Lease, chunk: LineSpan, ended: Collection[int]
+        self, lease: _HeldLease, chunk: LineSpan, ended: Collection[int]
     ) -> AsyncIterator[tuple[int, bytes | LineRefused | None]]:
-        """The lines of a chunk that are not blank nor `ended`, with their numbers; one at a time is
-        in memory. Where the input cannot be read any more, the reason stands for each line that is
-        left.
+        """The numbers and texts of a chunk's lines that are neither blank nor in `ended`, one at a time
+        in memory. Once the input cannot be read, each further line has the reason in place of its
+        text.
         """
-        number, left, why = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
+        number, lines_left, refusal = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:
             file: BinaryIO = await asyncio.to_thread(self._files.path(lease.batch.input_file_id).open, "rb")
             with file:
                 file.seek(chunk.offset)
-                lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self._settings.line_bytes_max)
-                while (found := await asyncio.to_thread(next, lines, None)) is not None:
-                    if found[0] != b"" and number not in ended:
-                        left -= 1
-                        yield number, found[0]
+                lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self.settings.line_bytes_max)
+                while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                    if line[0] != b"" and number not in ended:
+                        lines_left -= 1
+                        yield number, line[0]
                     number += 1
         except OSError as error:
-            why = self._why_unread(lease, error)
-        while left > 0:
+            refusal = self._why_unread(lease, error)
+        while lines_left > 0:
             if number not in ended:
-                left -= 1
-                yield number, why
+                lines_left -= 1
+                yield number, refusal
             number += 1
 
     async def _outcome(
-        self, lease: _Lease, number: int, raw: bytes | LineRefused | None, *, is_repeated: bool
+        self, lease: _HeldLease, number: int, raw: bytes | LineRefused | None, *, is_repeated: bool
     ) -> LineOutcome | None:
-        """The end of one line; None if this worker stops, or lost the chunk, before it ended."""
+        """Run a line and return its outcome; None if this worker stops or loses the chunk before."""
         line_id = new_object_id("batch_req_", time.time())
         try:
             if isinstance(raw, LineRefused):
                 raise raw
-            line, model = parse(raw, lease.batch.endpoint, self._settings.line_bytes_max)
+            line, model = parse(raw, lease.batch.endpoint, self.settings.line_bytes_max)
             if is_repeated:
                 raise LineRefused("duplicate_custom_id", "Another line before has this `custom_id`", line.custom_id)
             reply = await self._reply(lease, line, model)
-        except LineRefused as why:
-            self._on_line(why.code)
-            return LineOutcome(number, False, refused(line_id, number, why))
+        except LineRefused as refusal:
+            self._on_line(refusal.code)
+            return LineOutcome(number, False, refused(line_id, number, refusal))
         if reply is None:
             return None
         self._on_line("ok" if reply.status == 200 else str(reply.status))
@@ -415,16 +416,16 @@ class BatchRunner:
         body = answered(line_id, line.custom_id, reply.status, request_id, reply.body)
         return LineOutcome(number, reply.status == 200, body)
 
-    async def _reply(self, lease: _Lease, line: LineRequest, model: str) -> _Reply | None:
-        """The response to a line, which is asked again while that may help. Raises LineRefused."""
+    async def _reply(self, lease: _HeldLease, line: LineRequest, model: str) -> _LineReply | None:
+        """Ask a line until it has a lasting response. Returns None like `_outcome`. Raises LineRefused."""
         tries = 0
         while True:
             if not await self._room(lease, line, model):
                 return None
             identity = await self._accounts.of_key(lease.batch.key_id)
             if identity is None:
-                words = "The key that made the batch was revoked, or has expired"
-                raise LineRefused("invalid_api_key", words, line.custom_id)
+                message = "The key that made the batch was revoked, or has expired"
+                raise LineRefused("invalid_api_key", message, line.custom_id)
             self._running += 1
             try:
                 reply = await self._call(line, identity, lease.batch.id)
@@ -436,25 +437,25 @@ class BatchRunner:
             if lease.is_lost or reply.code == "shutting_down":
                 return None
             if reply.is_near_a_limit:
-                self._paused[identity.team.id] = time.monotonic() + _PAUSE_S
+                self._paused[identity.team.id] = time.monotonic() + PAUSE_S
             wait_s = reply.wait_s(tries)
             if wait_s is None:
                 return reply
             until = time.monotonic() + wait_s
             while (left_s := until - time.monotonic()) > 0 and not (self._is_stopping or lease.why_not()):  # noqa: ASYNC110
-                await asyncio.sleep(min(left_s, _PAUSE_S))
+                await asyncio.sleep(min(left_s, PAUSE_S))
 
-    async def _room(self, lease: _Lease, line: LineRequest, model: str) -> bool:
-        """Wait until other requests leave room; returns False if this worker stops, or lost the
-        chunk. Raises LineRefused if the batch is over first.
+    async def _room(self, lease: _HeldLease, line: LineRequest, model: str) -> bool:
+        """Wait until other requests leave room. Returns False if this worker stops or loses the chunk.
+        Raises LineRefused if the batch ends before.
         """
         while not (lease.is_lost or self._is_stopping):
-            if (why := lease.why_not()) is not None:
-                raise LineRefused(why.code, why.message, line.custom_id)
-            others = self._pipeline.generations - self._running
-            places = self._settings.concurrency if others <= 0 else max(1, self._settings.concurrency // 4)
+            if (refusal := lease.why_not()) is not None:
+                raise LineRefused(refusal.code, refusal.message, line.custom_id)
+            other_generations = self._pipeline.generations - self._running
+            slots = self.settings.concurrency if other_generations <= 0 else max(1, self.settings.concurrency // 4)
             is_paused = self._paused.get(lease.batch.team_id, 0.0) > time.monotonic()
-            if self._running < places and not is_paused and not self._is_busy(model):
+            if self._running < slots and not is_paused and not self._is_busy(model):
                 return True
             await asyncio.sleep(_ROOM_EVERY_S)
         return False
@@ -466,12 +467,14 @@ class BatchRunner:
         except ApiError:
             return False
         return all(
-            one.places.waiting or 2 * one.places.taken >= max(2, one.places.places_max) or one.backend.load(0).waiting
-            for one in alias.deployments.values()
+            deployment.places.waiting
+            or 2 * deployment.places.taken >= max(2, deployment.places.places_max)
+            or deployment.backend.load(0).waiting
+            for deployment in alias.deployments.values()
         )
 
-    async def _call(self, line: LineRequest, identity: Identity, batch_id: str) -> _Reply:
-        """One request to an endpoint of this worker."""
+    async def _call(self, line: LineRequest, identity: Identity, batch_id: str) -> _LineReply:
+        """Send a line to its endpoint in this process, and collect the response."""
         body: list[bytes] = [bytes(line.body)]
 
         async def receive() -> dict[str, Any]:
@@ -489,6 +492,6 @@ class BatchRunner:
             "extensions": {WHEN_GONE: lambda _: None},
             "caller": Caller(identity, batch_id),
         }
-        reply = _Reply()
+        reply = _LineReply()
         await self._routes[line.url]["POST"](scope, receive, reply.send)
         return reply

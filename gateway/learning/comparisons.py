@@ -372,7 +372,7 @@ class Judging:
             self._report(job, judgement, is_right)
             if not is_nothing or job.source is not Source.MISS or trial.features:
                 verdict = self._verdict(job, trial, judgement, is_right, entry=job.entry)
-                verdict = msgspec.structs.replace(verdict, asked=chance)
+                verdict = msgspec.structs.replace(verdict, judge_chance=chance)
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
                 id = f"{job.record.request.id}:{job.source}{':late' * job.is_late}"

@@ -24,7 +24,7 @@ from gateway.accounts.database import Database
 from gateway.accounts.errors import AccountsError
 from gateway.accounts.rollups import CORRECTION
 from gateway.reconcile.compare import Difference, Report, compare, corrections, id_part, models_of
-from gateway.reconcile.export import Billed, Export, ExportError, read_export
+from gateway.reconcile.export import COUNTS, Billed, Export, ExportError, read_export
 from gateway.settings import Settings
 from policies import Usage
 
@@ -59,12 +59,12 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
             report = await _report(settings, ledger, export, tolerance) if booked else report
     finally:
         await database.close()
-    over = [one for one in report.differences if abs(one.microusd) > tolerance]
+    beyond = [difference for difference in report.differences if abs(difference.microusd) > tolerance]
     if arguments.json:
         print(json.dumps(_as_json(report, booked, tolerance), indent=2))
     else:
-        _print(report, booked, over)
-    return DIFFERS if over else 0
+        _print(report, booked, beyond)
+    return DIFFERS if beyond else 0
 
 
 async def _report(settings: Settings, ledger: Ledger, export: Export, tolerance: int) -> Report:
@@ -75,13 +75,13 @@ async def _report(settings: Settings, ledger: Ledger, export: Export, tolerance:
 
 
 async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[LedgerRow]:
-    """Book what is over the tolerance on days that are over, in proportion to the ledger's own rows."""
+    """Book the differences beyond the tolerance of past days, in proportion to the ledger's own rows."""
     today = datetime.now(UTC).date()
     rows = [
         row
-        for one in report.differences
-        if abs(one.microusd) > tolerance and one.rows and one.day < today
-        for row in _rows(one)
+        for difference in report.differences
+        if abs(difference.microusd) > tolerance and difference.rows and difference.day < today
+        for row in _rows(difference)
     ]
     if not rows:
         return []
@@ -98,14 +98,14 @@ async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[Ledge
     return rows if await ledger.correct(rows, audit) else []
 
 
-def _rows(one: Difference) -> list[LedgerRow]:
+def _rows(difference: Difference) -> list[LedgerRow]:
     # a second run beside this one finds the same sums, and makes rows of the same ids
-    state = f"{one.day}|{one.model}|{one.provider.microusd}|{one.ledger.microusd}"
+    state = f"{difference.day}|{difference.model}|{difference.provider.cost_microusd}|{difference.ledger.cost_microusd}"
     digest = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
-    at_ms = int(datetime(one.day.year, one.day.month, one.day.day, tzinfo=UTC).timestamp() * 1000)
+    at_ms = int(datetime(difference.day.year, difference.day.month, difference.day.day, tzinfo=UTC).timestamp() * 1000)
     return [
         LedgerRow(
-            id=f"reconcile:{one.day}:{id_part(one.model)}:{digest}:{number}",
+            id=f"reconcile:{difference.day}:{id_part(difference.model)}:{digest}:{number}",
             at_ms=at_ms,
             request_id=f"reconcile:{digest}",
             team_id=spend.team_id,
@@ -118,68 +118,64 @@ def _rows(one: Difference) -> list[LedgerRow]:
             baseline_microusd=0,
             mechanism=CORRECTION,
         )
-        for number, (spend, microusd) in enumerate(corrections(one))
+        for number, (spend, microusd) in enumerate(corrections(difference))
     ]
 
 
 def _as_json(report: Report, booked: list[LedgerRow], tolerance: int) -> dict[str, Any]:
-    def billed(one: Billed) -> dict[str, Any]:
-        return {
-            "requests": one.requests,
-            "prompt_tokens": one.prompt,
-            "cached_tokens": one.cached,
-            "cache_write_tokens": one.written,
-            "cache_write_1h_tokens": one.written_1h,
-            "completion_tokens": one.completion,
-            "cost_microusd": one.microusd,
-        }
+    def counts(billed: Billed) -> dict[str, int]:
+        return {name: getattr(billed, name) for name in COUNTS}
 
     return {
-        "provider_microusd": sum(one.provider.microusd for one in report.differences),
-        "ledger_microusd": sum(one.ledger.microusd for one in report.differences),
-        "difference_microusd": sum(one.microusd for one in report.differences),
+        "provider_microusd": sum(difference.provider.cost_microusd for difference in report.differences),
+        "ledger_microusd": sum(difference.ledger.cost_microusd for difference in report.differences),
+        "difference_microusd": sum(difference.microusd for difference in report.differences),
         "tolerance_microusd": tolerance,
         "is_priced_by_us": report.is_priced_by_us,
         "notes": report.notes,
         "days": [
             {
-                "day": one.day.isoformat(),
-                "model": one.model,
-                "names": sorted(one.provider.names),
-                "provider": billed(one.provider),
-                "ledger": billed(one.ledger),
-                "estimated_requests": one.estimated,
-                "difference_microusd": one.microusd,
-                "is_over_tolerance": abs(one.microusd) > tolerance,
+                "day": difference.day.isoformat(),
+                "model": difference.model,
+                "names": sorted(difference.provider.names),
+                "provider": counts(difference.provider),
+                "ledger": counts(difference.ledger),
+                "estimated_requests": difference.total("estimated"),
+                "difference_microusd": difference.microusd,
+                "is_over_tolerance": abs(difference.microusd) > tolerance,
                 "reasons": [
-                    {"reason": reason.name, "microusd": reason.microusd, "words": reason.words}
-                    for reason in one.reasons
+                    {"reason": reason.name, "microusd": reason.microusd, "words": reason.explanation}
+                    for reason in difference.reasons
                 ],
             }
-            for one in report.differences
+            for difference in report.differences
         ],
         "not_in_export": [{"model": name, "ledger_microusd": cost} for name, cost in sorted(report.uncompared.items())],
         "corrections": [{"id": row.id, "team_id": row.team_id, "cost_microusd": row.cost_microusd} for row in booked],
     }
 
 
-def _print(report: Report, booked: list[LedgerRow], over: list[Difference]) -> None:
+def _print(report: Report, booked: list[LedgerRow], beyond: list[Difference]) -> None:
     for note in report.notes:
         print(f"note: {note}")
     print(f"{'day':10}  {'model':32} {'provider':>14} {'ledger':>14} {'difference':>14}")
-    for one in report.differences:
-        print(_line(one.day, one.model, one.provider.microusd, one.ledger.microusd))
-        for reason in one.reasons:
-            print(f"{'':12}{reason.name}: {_usd(reason.microusd)}, {reason.words}")
-        if one.provider.names - {one.model}:
-            print(f"{'':12}names in the file: {', '.join(sorted(one.provider.names))}")
-    theirs = sum(one.provider.microusd for one in report.differences)
-    print(_line("total", "", theirs, sum(one.ledger.microusd for one in report.differences)))
+    for difference in report.differences:
+        print(
+            _line(difference.day, difference.model, difference.provider.cost_microusd, difference.ledger.cost_microusd)
+        )
+        for reason in difference.reasons:
+            print(f"{'':12}{reason.name}: {_usd(reason.microusd)}, {reason.explanation}")
+        if difference.provider.names - {difference.model}:
+            print(f"{'':12}names in the file: {', '.join(sorted(difference.provider.names))}")
+    provider_microusd = sum(difference.provider.cost_microusd for difference in report.differences)
+    print(
+        _line("total", "", provider_microusd, sum(difference.ledger.cost_microusd for difference in report.differences))
+    )
     for model, microusd in sorted(report.uncompared.items()):
         print(f"not in the export: {model}, {_usd(microusd)} in the ledger")
     if booked:
         print(f"booked {len(booked)} correcting rows, {_usd(sum(row.cost_microusd for row in booked))}")
-    print(f"{len(over)} of {len(report.differences)} days and models are over the tolerance")
+    print(f"{len(beyond)} of {len(report.differences)} days and models are over the tolerance")
 
 
 def _line(day: date | str, model: str, provider: int, ledger: int) -> str:

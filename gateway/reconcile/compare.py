@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
+from typing import Any
 
 from gateway.accounts.ledger import DaySpend
 from gateway.deployments.build import describe
 from gateway.deployments.fleet import EMBEDDER
-from gateway.reconcile.export import Billed, Export, normal_model
+from gateway.reconcile.export import COUNTS, Billed, Export, normal_model
 from gateway.settings import Settings, deployment_name, is_pattern
 from policies import Price, Usage
 
@@ -27,7 +28,7 @@ class Reason:
 
     name: str
     microusd: int
-    words: str
+    explanation: str
 
 
 @dataclass(slots=True)
@@ -36,22 +37,27 @@ class Difference:
 
     day: date
     model: str
-    provider: Billed
-    ledger: Billed
-    estimated: int = 0
-    estimated_microusd: int = 0
-    provider_says_microusd: int = 0
+    provider: Billed = field(default_factory=Billed)
     rows: list[DaySpend] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
 
+    def total(self, name: str) -> int:
+        """The sum of a field of the rows, or of their usage."""
+        return sum(getattr(row, name) if hasattr(row, name) else getattr(row.usage, name) or 0 for row in self.rows)
+
+    @property
+    def ledger(self) -> Billed:
+        sums: dict[str, Any] = {name: self.total(name) for name in COUNTS}
+        return Billed(**sums)
+
     @property
     def microusd(self) -> int:
-        return self.provider.microusd - self.ledger.microusd
+        return self.provider.cost_microusd - self.ledger.cost_microusd
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All differences, by day and model, and what could not be compared."""
+    """All differences by day and model, and the models that could not be compared."""
 
     differences: list[Difference]
     uncompared: dict[str, int]  # models and deployments of the ledger that the file has on no day, µUSD
@@ -60,27 +66,30 @@ class Report:
 
 
 def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tuple[str, str], str], dict[str, Price]]:
-    """The model of each alias and deployment in the ledger, and the price of each model where it is
-    known.
+    """The model of each alias and deployment in the ledger, and the known prices by model.
 
     Local engines have none; a deployment that is no longer configured has its own name.
     """
-    known = {deployment_name(alias, one): (alias, one) for alias, m in settings.models.items() for one in m.deployments}
+    configured = {
+        deployment_name(alias, deployment): (alias, deployment)
+        for alias, m in settings.models.items()
+        for deployment in m.deployments
+    }
     models: dict[tuple[str, str], str] = {}
     prices: dict[str, Price] = {}
     for spend in spends:
         key = (spend.alias, spend.deployment)
         if key in models or (spend.kind == "embeddings" and spend.deployment == EMBEDDER):
             continue
-        alias, one = known.get(spend.deployment, ("", None))
-        if one is None:
+        alias, deployment = configured.get(spend.deployment, ("", None))
+        if deployment is None:
             models[key] = normal_model(spend.deployment)
-        elif one.backend != "local" and one.model is not None:
-            name = one.model
+        elif deployment.backend != "local" and deployment.model is not None:
+            name = deployment.model
             if is_pattern(alias):
                 name = name.replace("*", spend.alias.removeprefix(alias[:-1]))
             models[key] = normal_model(name)
-            facts = describe(one.model_copy(update={"model": name}))
+            facts = describe(deployment.model_copy(update={"model": name}))
             if facts.is_price_known:
                 prices.setdefault(models[key], facts.price)
     return models, prices
@@ -94,9 +103,9 @@ def compare(
     *,
     tolerance_microusd: int = _CENT,
 ) -> Report:
-    """The differences of `export` to the ledger's `spends`, the latter of the export's days."""
+    """Compare `export` with the ledger's `spends` on the export's days."""
     named = {model for _, model in export.billed}
-    found = {key: Difference(*key, billed, Billed()) for key, billed in export.billed.items()}
+    differences = {key: Difference(*key, billed) for key, billed in export.billed.items()}
     uncompared: dict[str, int] = {}
     for spend in spends:
         model = models.get((spend.alias, spend.deployment))
@@ -105,30 +114,15 @@ def compare(
         if model not in named:
             uncompared[model] = uncompared.get(model, 0) + spend.cost_microusd
             continue
-        one = found.setdefault((spend.day, model), Difference(spend.day, model, Billed(), Billed()))
-        one.rows.append(spend)
-        one.estimated += spend.estimated
-        one.estimated_microusd += spend.estimated_microusd
-        one.provider_says_microusd += spend.usage.provider_cost_microusd or 0
-        one.ledger.add(
-            Billed(
-                requests=spend.requests,
-                prompt=spend.usage.prompt_tokens,
-                cached=spend.usage.cached_tokens,
-                written=spend.usage.cache_write_tokens,
-                written_1h=spend.usage.cache_write_1h_tokens,
-                completion=spend.usage.completion_tokens,
-                microusd=spend.cost_microusd,
-            )
-        )
+        differences.setdefault((spend.day, model), Difference(spend.day, model)).rows.append(spend)
     if not export.has_cost:
-        for one in found.values():
-            one.provider.microusd = _priced(one.provider, prices.get(one.model))
-    for one in found.values():
-        one.reasons = _reasons(one, export, prices.get(one.model), tolerance_microusd)
-    _shifted(found, tolerance_microusd)
+        for difference in differences.values():
+            difference.provider.cost_microusd = _priced(difference.provider, prices.get(difference.model))
+    for difference in differences.values():
+        difference.reasons = _reasons(difference, export, prices.get(difference.model), tolerance_microusd)
+    _shifted(differences, tolerance_microusd)
     return Report(
-        [found[key] for key in sorted(found)],
+        [differences[key] for key in sorted(differences)],
         uncompared,
         not export.has_cost,
         [*export.notes, *([] if export.has_cost else ["the file has no costs: its tokens are priced by our prices"])],
@@ -138,98 +132,93 @@ def compare(
 def _priced(billed: Billed, price: Price | None) -> int:
     if price is None:
         return 0
-    usage = Usage(
-        billed.prompt,
-        billed.completion,
-        billed.cached,
-        cache_write_tokens=billed.written,
-        cache_write_1h_tokens=billed.written_1h,
-    )
-    return price.cost(usage)
+    return price.cost(Usage(**{name: getattr(billed, name) for name in COUNTS if name.endswith("_tokens")}))
 
 
-def _reasons(one: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
-    """What explains the difference of a day and model, in parts that add up to it."""
-    rest, reasons = one.microusd, list[Reason]()
+def _reasons(difference: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
+    """The reasons of a difference; their amounts add up to it."""
+    rest, reasons = difference.microusd, list[Reason]()
 
-    def explain(name: str, microusd: int, words: str) -> None:
+    def explain(name: str, microusd: int, explanation: str) -> None:
         nonlocal rest
         if microusd:
-            reasons.append(Reason(name, microusd, words))
+            reasons.append(Reason(name, microusd, explanation))
             rest -= microusd
 
-    theirs, ours = one.provider, one.ledger
+    theirs, ours = difference.provider, difference.ledger
     if not ours.requests:
         explain("not_through_sameway", rest, "the ledger has no generation of this model on this day")
         return reasons
-    if not (theirs.requests or theirs.prompt or theirs.completion or theirs.microusd):
+    if not (theirs.requests or theirs.prompt_tokens or theirs.completion_tokens or theirs.cost_microusd):
         explain("not_in_export", rest, "the export has no row of this model for this day")
         return reasons
     if theirs.batch_microusd:
         explain("batch", theirs.batch_microusd, "the provider's own batches, which do not go through Sameway")
     if export.has_tokens and price is not None and not theirs.batch_microusd:
-        cached = Billed(
-            prompt=ours.prompt, completion=ours.completion, cached=theirs.cached, written=ours.written,
-            written_1h=ours.written_1h,
-        )  # fmt: skip
-        if theirs.cached != ours.cached and theirs.cached + ours.written + ours.written_1h <= ours.prompt:
-            words = f"{theirs.cached:,} tokens read from the provider's prompt cache, {ours.cached:,} in the ledger"
-            explain("cached_tokens", _priced(cached, price) - _priced(ours, price), words)
-        more = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
-        explain(*_of_tokens(one, export, more))
-    elif one.estimated and abs(rest) > tolerance:
-        explain("estimated_usages", min(max(rest, -one.estimated_microusd), one.estimated_microusd), _estimated(one))
-    if rest and abs(rest) <= max(one.ledger.requests, tolerance):
+        read, written = theirs.cached_tokens, ours.cache_write_tokens + ours.cache_write_1h_tokens
+        if read != ours.cached_tokens and read + written <= ours.prompt_tokens:
+            text = f"{read:,} tokens read from the provider's prompt cache, {ours.cached_tokens:,} in the ledger"
+            as_read = replace(ours, cached_tokens=read)
+            explain("cached_tokens", _priced(as_read, price) - _priced(ours, price), text)
+        by_tokens = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
+        explain(*_of_tokens(difference, export, by_tokens))
+    elif difference.total("estimated") and abs(rest) > tolerance:
+        estimated_microusd = difference.total("estimated_microusd")
+        explain("estimated_usages", min(max(rest, -estimated_microusd), estimated_microusd), _estimated(difference))
+    if rest and abs(rest) <= max(ours.requests, tolerance):
         explain("rounding", rest, "the ledger rounds each request up to a µUSD, an export to a cent")
     elif rest:
-        says = f"; the provider's own answers said {one.provider_says_microusd / 1e6:.6f} USD"
-        words = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
+        answers_microusd = difference.total("provider_cost_microusd")
+        remark = f"; the provider's own answers said {answers_microusd / 1e6:.6f} USD" if answers_microusd else ""
         is_price = export.has_tokens and price is not None
-        words = words if is_price else "no reason was found"
-        explain("price" if is_price else "unexplained", rest, words + (says if one.provider_says_microusd else ""))
+        text = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
+        text = text if is_price else "no reason was found"
+        explain("price" if is_price else "unexplained", rest, text + remark)
     return reasons
 
 
-def _of_tokens(one: Difference, export: Export, microusd: int) -> tuple[str, int, str]:
-    theirs, ours = one.provider, one.ledger
-    tokens = f"{theirs.prompt:,} + {theirs.completion:,} tokens, {ours.prompt:,} + {ours.completion:,} in the ledger"
+def _of_tokens(difference: Difference, export: Export, microusd: int) -> tuple[str, int, str]:
+    theirs, ours = difference.provider, difference.ledger
+    shown = [f"{billed.prompt_tokens:,} + {billed.completion_tokens:,}" for billed in (theirs, ours)]
+    tokens = f"{shown[0]} tokens, {shown[1]} in the ledger"
     if export.has_requests and theirs.requests > ours.requests:
         return "not_through_sameway", microusd, f"{theirs.requests:,} requests, {ours.requests:,} here; {tokens}"
-    if one.estimated:
-        return "estimated_usages", microusd, f"{_estimated(one)}; {tokens}"
+    if difference.total("estimated"):
+        return "estimated_usages", microusd, f"{_estimated(difference)}; {tokens}"
     name = "not_through_sameway" if microusd > 0 else "fewer_tokens"
     return name, microusd, tokens
 
 
-def _estimated(one: Difference) -> str:
-    return f"{one.estimated:,} generations of the ledger are estimates, for {one.estimated_microusd / 1e6:.6f} USD"
+def _estimated(difference: Difference) -> str:
+    count, microusd = difference.total("estimated"), difference.total("estimated_microusd")
+    return f"{count:,} generations of the ledger are estimates, for {microusd / 1e6:.6f} USD"
 
 
-def _shifted(found: Mapping[tuple[date, str], Difference], tolerance: int) -> None:
+def _shifted(differences: Mapping[tuple[date, str], Difference], tolerance: int) -> None:
     """Name two neighbouring days whose differences cancel each other: days of another time zone."""
-    for (day, model), one in sorted(found.items()):
-        after = found.get((day + timedelta(days=1), model))
-        if after is None or abs(one.microusd) <= tolerance:
+    for (day, model), difference in sorted(differences.items()):
+        after = differences.get((day + timedelta(days=1), model))
+        if after is None or abs(difference.microusd) <= tolerance:
             continue
-        if abs(one.microusd + after.microusd) <= max(tolerance, abs(one.microusd) // 10):
-            for each in (one, after):
-                if not any(reason.name == "time_zone" for reason in each.reasons):
-                    each.reasons = [Reason("time_zone", each.microusd, _SHIFT_WORDS)]
+        if abs(difference.microusd + after.microusd) <= max(tolerance, abs(difference.microusd) // 10):
+            for neighbour in (difference, after):
+                if not any(reason.name == "time_zone" for reason in neighbour.reasons):
+                    neighbour.reasons = [Reason("time_zone", neighbour.microusd, _SHIFTED)]
 
 
-_SHIFT_WORDS = "the days beside each other cancel out: the export's days may be of another time zone than UTC"
+_SHIFTED = "the days beside each other cancel out: the export's days may be of another time zone than UTC"
 
 
-def corrections(one: Difference) -> list[tuple[DaySpend, int]]:
+def corrections(difference: Difference) -> list[tuple[DaySpend, int]]:
     """The difference in whole µUSD for each of the ledger's sums, in proportion to their costs."""
-    rows = one.rows
+    rows = difference.rows
     weights = [max(row.cost_microusd, 0) for row in rows]
     if not any(weights):
         weights = [max(row.requests, 1) for row in rows]
-    whole, rest, parts = sum(weights), one.microusd, list[tuple[DaySpend, int]]()
+    weights_left, rest, parts = sum(weights), difference.microusd, list[tuple[DaySpend, int]]()
     for row, weight in zip(rows, weights, strict=True):
-        part = rest * weight // whole if whole else 0
-        whole -= weight
+        part = rest * weight // weights_left if weights_left else 0
+        weights_left -= weight
         rest -= part
         parts.append((row, part))
     return [(row, part) for row, part in parts if part]
@@ -239,5 +228,5 @@ _UNSAFE = re.compile(r"[^\w.:@/-]")
 
 
 def id_part(text: str) -> str:
-    """A text for a row's id."""
+    """`text` without the characters that an id may not have."""
     return _UNSAFE.sub("_", text)[:80]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from pathlib import Path
 
 _GROUPS_MAX = 100_000
@@ -60,36 +61,41 @@ _BATCH = frozenset({"batch", "true", "1", "yes", "batches"})
 
 
 class ExportError(Exception):
-    """The file cannot be read as an export; says what was found and expected, and where."""
+    """The file cannot be read as an export; the message names the place, the text and the expectation."""
 
 
 @dataclass(slots=True)
 class Billed:
-    """What a provider bills for one UTC day and model, or what the ledger has.
+    """The use and cost of one UTC day and model, on a provider's bill or in the ledger.
 
-    `prompt` are all input tokens; `cached`, `written` and `written_1h` are parts of it.
-    `batch_microusd` is the part of the cost that batches had.
+    `prompt_tokens` are all input tokens; `cached_tokens` and those of `cache_write...` are parts of
+    it. `batch_microusd` is the part of the cost that batches had, `names` are the file's names of
+    the model.
     """
 
     requests: int = 0
-    prompt: int = 0
-    cached: int = 0
-    written: int = 0
-    written_1h: int = 0
-    completion: int = 0
-    microusd: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    completion_tokens: int = 0
+    cost_microusd: int = 0
     batch_microusd: int = 0
     names: set[str] = field(default_factory=set)
 
     def add(self, other: Billed) -> None:
-        for one in fields(Billed)[:-1]:
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-        self.names |= other.names
+        """Add the counts and the cost of `other`."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+COUNTS = tuple(field.name for field in fields(Billed)[:-2])
+"""What a provider's bill and the ledger both have, as the ledger calls it."""
 
 
 @dataclass(slots=True)
 class Export:
-    """The sums of a file, and what it has: tokens, requests, cost. `notes` say what was assumed."""
+    """The sums of a file, and the kinds of columns that it has. `notes` name assumptions."""
 
     billed: dict[tuple[date, str], Billed]
     has_tokens: bool
@@ -124,11 +130,11 @@ def _read(text: Iterable[str], ignored: frozenset[str]) -> Export:
     delimiter = max(",;\t|", key=head.count)
     if not head.strip():
         raise ExportError(f"the file is empty: expected a line of column names, {_expected()}")
-    reader = csv.reader(_chain(head, lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     try:
         names = [_normal(name) for name in next(reader)]
-        places, iso = _places(names, ignored)
-        sums = _Sums(delimiter, places, iso)
+        positions, iso = _positions(names, ignored)
+        sums = _Sums(delimiter, positions, iso)
         for row in reader:
             if any(cell.strip() for cell in row):
                 if len(row) != len(names):
@@ -141,11 +147,6 @@ def _read(text: Iterable[str], ignored: frozenset[str]) -> Export:
     return sums.export()
 
 
-def _chain(head: str, lines: Iterator[str]) -> Iterator[str]:
-    yield head
-    yield from lines
-
-
 def _normal(name: str) -> str:
     return re.sub(r"[\s\-.]+", "_", name.strip().strip("\ufeff'\"").lower())
 
@@ -154,43 +155,43 @@ def _expected() -> str:
     return "; ".join(f"{meaning}: {' or '.join(names)}" for meaning, names in _COLUMNS.items())
 
 
-def _places(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str, int], bool]:
-    """The place of each meaning, and whether dates are texts."""
+def _positions(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str, int], bool]:
+    """The column of each meaning, and whether dates are texts."""
     unknown = [name for name in names if name not in _MEANINGS and name not in _IGNORED and name not in ignored]
     if unknown:
         shown = ", ".join(shown_text(name or "(no name)") for name in unknown[:10])
         raise ExportError(
             f"unknown column: {shown}. Expected {_expected()}. `--ignore COLUMN` leaves a column out of the comparison"
         )
-    places: dict[str, int] = {}
-    for place, name in enumerate(names):
+    positions: dict[str, int] = {}
+    for position, name in enumerate(names):
         meaning = _MEANINGS.get(name)
         if meaning is None or name in ignored:
             continue
-        if meaning in places:
+        if meaning in positions:
             if meaning == "date":  # OpenAI has the moment twice
-                places["date"] = place if name.endswith("_iso") else places["date"]
+                positions["date"] = position if name.endswith("_iso") else positions["date"]
                 continue
-            other = names[places[meaning]]
+            other = names[positions[meaning]]
             raise ExportError(f"two columns are the {meaning}: {other!r} and {name!r}; `--ignore` one of them")
-        places[meaning] = place
+        positions[meaning] = position
     for needed in ("date", "model"):
-        if needed not in places:
+        if needed not in positions:
             raise ExportError(f"no column is the {needed}: expected {' or '.join(_COLUMNS[needed])}")
-    if not places.keys() & {*_TOKENS, "usd", "microusd"}:
+    if not positions.keys() & {*_TOKENS, "usd", "microusd"}:
         raise ExportError(f"no column has tokens or costs: expected {_expected()}")
-    return places, names[places["date"]] != "start_time"
+    return positions, names[positions["date"]] != "start_time"
 
 
 _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in one way alone
 
 
 class _Sums:
-    """The rows so far."""
+    """Adds rows up, by day and model."""
 
-    def __init__(self, delimiter: str, places: Mapping[str, int], is_text_date: bool) -> None:
+    def __init__(self, delimiter: str, positions: Mapping[str, int], is_text_date: bool) -> None:
         self._delimiter = delimiter
-        self._places = places
+        self._positions = positions
         self._is_text_date = is_text_date
         self._exact: dict[tuple[date, str], tuple[Billed, Decimal, Decimal]] = {}
         self._is_zone_assumed = False
@@ -198,7 +199,7 @@ class _Sums:
 
     def add(self, row: Sequence[str], line: int) -> None:
         """Add one row. Raises ExportError."""
-        cells = {meaning: _cell(row[place]) for meaning, place in self._places.items()}
+        cells = {meaning: _cell(row[place]) for meaning, place in self._positions.items()}
         tokens = {name: self._count(cells[name], name, line) for name in (*_TOKENS, "requests") if name in cells}
         usd = self._usd(cells, line)
         if not cells["model"] and not any(tokens.values()) and not usd:
@@ -225,14 +226,14 @@ class _Sums:
         billed.add(
             Billed(
                 requests=tokens.get("requests", 0),
-                prompt=prompt,
-                cached=tokens.get("cached", 0),
-                written=tokens.get("written", 0),
-                written_1h=tokens.get("written_1h", 0),
-                completion=tokens.get("completion", 0),
-                names={cells["model"].partition(", ")[0]},
+                prompt_tokens=prompt,
+                cached_tokens=tokens.get("cached", 0),
+                cache_write_tokens=tokens.get("written", 0),
+                cache_write_1h_tokens=tokens.get("written_1h", 0),
+                completion_tokens=tokens.get("completion", 0),
             )
         )
+        billed.names.add(cells["model"].partition(", ")[0])
         is_batch = any(cells.get(name, "").lower() in _BATCH for name in ("batch", "tier"))
         is_batch = is_batch or "batch" in cells["model"].lower()
         self._exact[day, model] = (billed, cost + usd, batch + (usd if is_batch else 0))
@@ -275,7 +276,7 @@ class _Sums:
         return number
 
     def _with_point(self, plain: str, where: str) -> str:
-        """A number with one sign or two between digits, as Decimal reads it. Raises ExportError."""
+        """Rewrite a number with grouping signs or a decimal comma as Decimal reads it. Raises ExportError."""
         comma, point = plain.rfind(","), plain.rfind(".")
         if comma >= 0 and point >= 0:
             grouping, decimal = (".", ",") if comma > point else (",", ".")
@@ -305,16 +306,16 @@ class _Sums:
 
     def export(self) -> Export:
         billed = {}
-        for key, (one, cost, batch) in self._exact.items():
-            one.microusd, one.batch_microusd = round(cost * 1_000_000), round(batch * 1_000_000)
-            billed[key] = one
+        for key, (billed_sum, cost, batch) in self._exact.items():
+            billed_sum.cost_microusd, billed_sum.batch_microusd = round(cost * 1_000_000), round(batch * 1_000_000)
+            billed[key] = billed_sum
         if not billed:
             raise ExportError("the file has no rows of usage below its column names")
         return Export(
             billed,
-            has_tokens=bool(self._places.keys() & set(_TOKENS)),
-            has_requests="requests" in self._places,
-            has_cost=bool(self._places.keys() & {"usd", "microusd"}),
+            has_tokens=bool(self._positions.keys() & set(_TOKENS)),
+            has_requests="requests" in self._positions,
+            has_cost=bool(self._positions.keys() & {"usd", "microusd"}),
             notes=["times without a zone are taken as UTC"] if self._is_zone_assumed else [],
         )
 

@@ -211,7 +211,7 @@ def _generate(chance: random.Random, record: SimpleNamespace) -> None:
 async def seed_batch(world: World, team_id: int) -> str:
     """A batch that has begun; its id."""
     batches = world.admin.batches
-    upload = await batches._files.begin(team_id)
+    upload = await batches.files.begin(team_id)
     await upload.write(b"{}\n")
     file = await upload.keep("batch", HOSTILE)
     await batches.create(team_id, 1, "/v1/chat/completions", file.id, {"for": HOSTILE}, None)

@@ -43,7 +43,7 @@ async def start(
 ) -> AsyncIterator[Open]:
     """Starts workers of one installation in this process, without their loops."""
     keep_collector(monkeypatch)
-    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    monkeypatch.setattr(app_module, "start_loops", lambda parts, stack: None)
     async with AsyncExitStack() as stack:
 
         async def open_app(**options: Any) -> FastAPI:
@@ -320,7 +320,7 @@ def test_many_addresses_take_bounded_memory() -> None:
     guesses = Guesses(lambda: 0.0)
     for number in range(10_000):
         guesses.add("login", f"2001:db8:{number:x}::1")
-    assert len(guesses._tries) == 4_096
+    assert len(guesses.tries) == 4_096
     for number in range(6):
         guesses.add("login", f"2001:db8:ffff:ff{number:02x}::{number}")
     assert guesses.wait_s("login", "2001:db8:ffff:ff00:1:2:3:4") == 1.0

@@ -11,7 +11,6 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.accounts import LedgerFilter
 from gateway.accounts.conversations import Conversation
 from gateway.accounts.holdings import ROW_BYTES
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
@@ -632,16 +631,16 @@ async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncC
 async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: httpx.AsyncClient) -> None:
     """Each step with its requests and amount, in words and in a bar; the baseline less the steps is what was spent."""
     ids = await seed(world)
-    found = await savings_views.savings(world.admin, LedgerFilter())
+    found = await savings_views.savings(world.admin)
     assert found.baseline_microusd - sum(step.amount_microusd for step in found.steps) == found.spent_microusd
     assert {step.mechanism for step in found.steps if step.amount_microusd < 0} == {"prefix_write", "dearer_route"}
     assert found.unknown_requests == 15 + 1 + 3
     page = (await browser.get("/admin/savings")).text
     table = page[page.index('id="waterfall"') : page.index("</table>")]
     for step in found.steps:
-        assert step.words.replace("'", "&#39;") in table
+        assert step.label.replace("'", "&#39;") in table
     assert table.count("<svg") == table.count('aria-hidden="true"') == len(found.steps) + 2
-    of_team = await savings_views.savings(world.admin, LedgerFilter(team_id=ids["support"]))
+    of_team = await savings_views.savings(world.admin, ids["support"])
     assert [one.team for one in of_team.by_team] == ["support"]
     assert "Exact hits" not in (await browser.get(f"/admin/savings?team_id={ids['support']}")).text
     for query in ("days=1", "days=x", "days=365&model=big", "team_id=999", "model=%3Cb%3E"):

@@ -24,5 +24,5 @@ from gateway.settings import DeploymentSettings
 def test_each_value_has_its_words(table: str, values: Iterable[str]) -> None:
     """A new kind of backend, reason or source of a verdict has a row in parts.html."""
     pages = Pages(lambda: 0.0, "")
-    words: dict[str, str] = getattr(pages._templates.get_template("parts.html").module, table)
+    words: dict[str, str] = getattr(pages.templates.get_template("parts.html").module, table)
     assert set(values) <= words.keys()

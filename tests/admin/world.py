@@ -33,7 +33,7 @@ from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Guard
-from gateway.admin.models import DeploymentOut, EngineOut
+from gateway.admin.models import DeploymentOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_routes
 from gateway.batches.batches import Batches
@@ -48,6 +48,7 @@ from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
+from local_engine import EngineLoad
 from policies import Budgets, Usage
 from policies.holds import LEDGER_LOCK
 
@@ -73,8 +74,7 @@ LOCAL = DeploymentOut(
     capabilities=("json_object", "logprobs"),
     context_tokens_max=8192,
     output_tokens_max=4096,
-    engine=EngineOut(
-        kv_usage=0.25,
+    engine=EngineLoad(
         kv_blocks_used=25,
         kv_blocks_cached=50,
         kv_blocks_total=100,
@@ -263,6 +263,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     )
     await accounts.open()
     world.session = await guard.new_session()
+    world.app.state.parts = admin
     world.app.router.routes.extend(admin_routes(admin))
     while not (await semantic.status()).is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)

@@ -441,13 +441,13 @@ def test_what_is_not_closed(text: str) -> None:
 
 def test_what_another_partition_sent_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memo is shared between partitions: the time of an answer says nothing about another team's prompts."""
-    real, read = volatile._span, list[str]()
+    real, read = volatile.span_of, list[str]()
 
     def counting(match: re.Match[str], kind: SpanKind) -> Span:
         read.append(match[0])
         return real(match, kind)
 
-    monkeypatch.setattr(volatile, "_span", counting)
+    monkeypatch.setattr(volatile, "span_of", counting)
     prompt = body("Where do I park?", CLINIC.format(**{**ANNA, "number": "88-2044"}))
     counts = []
     for tenant in (ACME, OTHER, ACME):

@@ -169,7 +169,7 @@ async def test_a_follower_that_fell_behind_the_log_rebuilds(
 ) -> None:
     """Records that were trimmed away unread are made up for by a scan."""
     monkeypatch.setattr(cache.exact.log, "LOG_LENGTH_MAX", 50)
-    monkeypatch.setattr(cache.exact.log, "_READ_COUNT", 10)
+    monkeypatch.setattr(cache.exact.log, "READ_COUNT", 10)
     host = Host(redis, thread)
     await put(exact, "gone", "kept")
     assert await host.sees("gone", "kept") == [True, True]

@@ -42,7 +42,7 @@ def test_neighbours_of_one_answer_vote_together() -> None:
     """Three that are a little further outvote the nearest; the witness is the nearest of the group."""
     some = [near(0.80, "a", b"1"), near(0.79, "b", b"2"), near(0.78, "c", b"2"), near(0.77, "d", b"2")]
     first, second = candidates(some)
-    assert (first.group, first.place, first.count, first.rival) == (b"2", 1, 3, 0.80)
+    assert (first.group, first.index, first.count, first.rival) == (b"2", 1, 3, 0.80)
     assert (second.group, second.rival) == (b"1", 0.79)
     assert first.share + second.share == pytest.approx(1.0)
 
@@ -141,8 +141,8 @@ def sampled(all_rows: list[Row], share: float, equal: float, seed: int) -> list[
     made = []
     for row in all_rows:
         is_free, is_asked = bool(row.is_right) and rng.random() < equal, rng.random() < share
-        unasked = replace(row, is_right=None, asked=0.0)
-        made.append(row if is_free else replace(row, asked=share) if is_asked else unasked)
+        unasked = replace(row, is_right=None, judge_chance=0.0)
+        made.append(row if is_free else replace(row, judge_chance=share) if is_asked else unasked)
     return made
 
 

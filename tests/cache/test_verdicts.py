@@ -138,7 +138,7 @@ async def test_the_ids_of_taken_verdicts_have_a_bound(
     redis: Redis, exact: ExactCache, verdicts: VerdictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 30 the last ten are known, taken whole or by their ids alone; the oldest give way, and another partition's stay."""
-    monkeypatch.setattr("cache.verdicts.store._TOLD_MAX", 10)
+    monkeypatch.setattr("cache.verdicts.store.TAKEN_MAX", 10)
     one = await put(exact, TEXTS[0])
     await verdicts.take_once(OTHER, "0")
     for number in range(30):
@@ -252,7 +252,7 @@ async def test_a_partitions_replies_have_a_bound(
     redis: Redis, verdicts: VerdictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 30 the last ten are remembered; the oldest give way, and another partition's stay."""
-    monkeypatch.setattr("cache.verdicts.store._REPLIES_MAX", 10)
+    monkeypatch.setattr("cache.verdicts.store.REPLIES_MAX", 10)
     trial = Trial((), b"", 0.9, 1.0, b"rule")
     for number in range(30):
         reply = Reply(

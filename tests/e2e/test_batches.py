@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from gateway.accounts import LedgerFilter
 from gateway.batches import work as work_module
-from gateway.batches.batches import Batches, Work
+from gateway.batches.batches import Batches, BatchLease
 from gateway.batches.files import Files
 from gateway.batches.lines import answered, scan
 from gateway.wire.errors import InUse
@@ -61,7 +61,7 @@ async def run(host: Host) -> None:
     async with asyncio.timeout(60):
         is_idle = False
         while not is_idle:
-            is_idle = not runner._works  # before the look: work that ends meanwhile may leave more
+            is_idle = not runner.works  # before the look: work that ends meanwhile may leave more
             is_idle = not await runner.step() and is_idle
             await asyncio.sleep(0.005)
 
@@ -102,15 +102,15 @@ async def test_a_batch_does_not_end_before_its_chunks(host: Host) -> None:
     made = await begin(host.client, line("a"), line("b"))
     parts = host.parts
     ours, theirs = (Batches(parts.accounts.database, parts.files, parts.settings.batches) for _ in range(2))
-    lease = ours._lease
+    lease = ours.lease
 
-    async def late(*asked: Any) -> Work | None:
+    async def late(*asked: Any) -> BatchLease | None:
         """The lease, after another worker did its part."""
         if (work := await theirs.claim("theirs", ())) is not None:
             await theirs.plan(work, scan(parts.files.path(made.input_file_id), 10, 1_000))
         return await lease(*asked)
 
-    ours._lease = late  # type: ignore[method-assign]
+    ours.lease = late  # type: ignore[method-assign]
     assert await ours.claim("ours", ()) is None
     await run(host)
     batch, output, _ = await results(host.client, made.id)
@@ -195,7 +195,7 @@ async def test_a_poisoned_line_is_an_error_line(host: Host) -> None:
 async def test_inputs_that_are_no_batch_fail(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty file and one of too many lines end as failed, with the reason; a wrong request is a 400."""
     empty = await begin(host.client, b"\xef\xbb\xbf\n\n")
-    monkeypatch.setattr(host.parts.runner, "_settings", host.parts.settings.batches.model_copy(update={"lines_max": 2}))
+    monkeypatch.setattr(host.parts.runner, "settings", host.parts.settings.batches.model_copy(update={"lines_max": 2}))
     long = await begin(host.client, line("a"), line("b"), line("c"))
     await run(host)
     for made, code in ((empty, "empty_file"), (long, "too_many_lines")):
@@ -429,8 +429,8 @@ async def test_a_rate_limit_is_waited_for(host: Host, monkeypatch: pytest.Monkey
     """Lines beyond the team's rate limit wait and are answered; none fails."""
     made = await begin(host.client, *[line(f"l{number}") for number in range(6)])
     await host.parts.accounts.update_team(1, requests_per_min=4)
-    monkeypatch.setattr(work_module, "_WAIT_S_MAX", 0.05)
-    monkeypatch.setattr(work_module, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(work_module, "WAIT_S_MAX", 0.05)
+    monkeypatch.setattr(work_module, "PAUSE_S", 0.05)
     task = asyncio.create_task(run(host))
     async with asyncio.timeout(20):
         while not any(child.name.startswith("0.") for child in host.parts.settings.files_dir.glob("batch_*/*")):  # noqa: ASYNC110
@@ -458,11 +458,11 @@ async def test_a_worker_that_is_killed_loses_no_line_and_doubles_none(host: Host
 
     kept = batches.release
     batches.release = lost  # type: ignore[method-assign,assignment]
-    for one in list(runner._works):
+    for one in list(runner.works):
         one.cancel()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    while runner._works:  # noqa: ASYNC110
+    while runner.works:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     batches.release = kept  # type: ignore[method-assign]
     (segment,) = folder.glob("0.*")

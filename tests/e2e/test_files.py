@@ -170,14 +170,14 @@ async def test_what_is_over_is_swept(host: Host, monkeypatch: pytest.MonkeyPatch
     await other.files.create(file=("a", LINE), purpose="batch")
     upload = await files.begin(1, 10)
     await upload.write(b"half")
-    await upload._flush()
+    await upload.flush()
     (folder / "notes.txt").write_text("of an operator")
     await host.parts.accounts.delete_team(team_id)
     now = kept.created_at
-    monkeypatch.setattr(files, "_clock", lambda: now + 60.0)
+    monkeypatch.setattr(files, "clock", lambda: now + 60.0)
     await files.sweep()
     assert host.names == sorted([kept.id, expired.id, upload.id, "notes.txt"])
-    monkeypatch.setattr(files, "_clock", lambda: now + 90_000.0)
+    monkeypatch.setattr(files, "clock", lambda: now + 90_000.0)
     with pytest.raises(openai.NotFoundError):
         await host.client.files.retrieve(expired.id)
     os.utime(folder / upload.id, (now, now))

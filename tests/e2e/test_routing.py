@@ -72,7 +72,7 @@ async def test_what_has_become_slow_is_waited_for(
 ) -> None:
     """A time that was learned from fast answers is given up where nobody else can answer: a few requests later it suffices."""
     keep_collector(monkeypatch)
-    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    monkeypatch.setattr(app_module, "start_loops", lambda parts, stack: None)
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,
@@ -105,7 +105,7 @@ async def test_a_refused_key_is_marked_and_takes_no_host_out_of_service(
 ) -> None:
     """The deployments page and the problems say that the key is refused; readiness stays, because every host has that key."""
     keep_collector(monkeypatch)
-    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    monkeypatch.setattr(app_module, "start_loops", lambda parts, stack: None)
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,

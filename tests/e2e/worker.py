@@ -41,7 +41,7 @@ def keep_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 async def open_worker(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenWorker]:
     """A worker that serves on a free port."""
     keep_collector(monkeypatch)
-    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    monkeypatch.setattr(app_module, "start_loops", lambda parts, stack: None)
     monkeypatch.setattr(ExactCache, "is_l1_on", True)  # the loop that would say so is off
     app, stop = create_app(settings), asyncio.Event()
     with reserve("127.0.0.1", 0) as reserved:

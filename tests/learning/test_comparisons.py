@@ -52,7 +52,7 @@ class Says:
 
     def __init__(self, ruling: Ruling | None) -> None:
         self._ruling = ruling
-        self.asked: list[tuple[Answered, Sequence[Answered]]] = []
+        self.judge_chance: list[tuple[Answered, Sequence[Answered]]] = []
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         assert self._ruling is not None
@@ -61,7 +61,7 @@ class Says:
     async def compare(
         self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
     ) -> list[Judgement]:
-        self.asked.append((fresh, others))
+        self.judge_chance.append((fresh, others))
         if self._ruling is None:
             raise CacheWorkerUnavailable("no time")
         return [Judgement(self._ruling, "says", "so")] * len(others)
@@ -161,7 +161,7 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     assert one.waiting == 0
     one.recorded(*over(1.0))
     await judged(one)
-    assert [others for _, others in judge.asked] == [[]]
+    assert [others for _, others in judge.judge_chance] == [[]]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -292,7 +292,7 @@ async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
 ) -> None:
     """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
     ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
-    assert (judged.is_right, judged.asked) == row
+    assert (judged.is_right, judged.judge_chance) == row
     assert (judged.flips, judged.alias) == (FLIPS, "m")  # those of the judge that ruled, whether it costs or not
     assert judged.trial.features == b"1234"
 
@@ -389,7 +389,7 @@ async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> 
     assert heard.compares == [(Ruling.SAME, Ruling.DIFFERENT)]
     records, _ = await store.read(found.partition, b"0-0")
     (verdict,) = [one.verdict for one in records if isinstance(one, AnswerJudged)]
-    assert (verdict.is_right, verdict.asked) == (True, None)
+    assert (verdict.is_right, verdict.judge_chance) == (True, None)
 
 
 async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes = WHOLE) -> Heard:
@@ -423,7 +423,7 @@ class Learns(Says):
     async def compare(
         self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
     ) -> list[Judgement]:
-        self.asked.append((fresh, others))
+        self.judge_chance.append((fresh, others))
         said = Judgement(Ruling.SAME, PROSE, "so") if self.can else Judgement(Ruling.UNKNOWN, PROSE, EARLY)
         return [said] * len(others)
 
@@ -529,7 +529,7 @@ async def test_a_late_verdict_follows_the_one_whose_place_it_takes(redis: Redis)
     running = asyncio.create_task(one.run())
     one.recorded(*missed(entries[0], crate))
     async with asyncio.timeout(20):
-        while not judges.asked:  # noqa: ASYNC110
+        while not judges.judge_chance:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     judges.can = True
     one.recorded(*missed(entries[1], crate))
@@ -580,7 +580,7 @@ async def test_the_judges_get_the_answers_with_their_entries(redis: Redis) -> No
     """The fresh one's own entry is named, so that it is kept to compare later ones with."""
     says = Says(Ruling.SAME)
     await judged_with(redis, says, WHOLE)
-    ((fresh, others),) = says.asked
+    ((fresh, others),) = says.judge_chance
     assert (fresh.exact, fresh.created_at, fresh.text) == (ask("open the box").exact, 5.0, "42")
     assert [(one.exact, one.text) for one in others] == [(ask("open the crate").exact, "42")]
 
@@ -591,5 +591,5 @@ async def test_answers_over_the_limit_reach_no_judge(redis: Redis, fresh: int, c
     says = Says(Ruling.SAME)
     long, other = (WHOLE.replace(b"42", b"x" * size) for size in (fresh, cached))
     heard = await judged_with(redis, says, long, other)
-    assert [len(one) for _, one in says.asked] == ([] if others is None else [others])
+    assert [len(one) for _, one in says.judge_chance] == ([] if others is None else [others])
     assert not any(ruling is Ruling.SAME for _, ruling, _ in heard.verdicts)

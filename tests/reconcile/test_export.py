@@ -40,23 +40,29 @@ def test_openais_exports(tmp_path: Path) -> None:
     """Usage by requests and tokens, cost by line item; a dated model is its undated one, an empty day is none."""
     usage = read(tmp_path, OPENAI_USAGE)
     one = usage.billed[DAY, "gpt-4o-mini"]
-    assert (one.requests, one.prompt, one.cached, one.completion) == (4, 1100, 400, 220)
+    assert (one.requests, one.prompt_tokens, one.cached_tokens, one.completion_tokens) == (4, 1100, 400, 220)
     assert (usage.has_cost, usage.has_requests, one.names) == (False, True, {"gpt-4o-mini-2024-07-18"})
     tiers = OPENAI_USAGE.replace("model,batch,", "model,batch,service_tier,").replace(",False,", ",FALSE,default,")
     assert read(tmp_path, tiers).billed[DAY, "gpt-4o-mini"] == one
     cost = read(tmp_path, OPENAI_COST)
-    assert {key: one.microusd for key, one in cost.billed.items()} == {(DAY, "gpt-4o-mini"): 150}
+    assert {key: one.cost_microusd for key, one in cost.billed.items()} == {(DAY, "gpt-4o-mini"): 150}
     assert cost.has_cost
 
 
 def test_anthropics_exports(tmp_path: Path) -> None:
     """The prompt is what was read and written of the cache and the rest; batches are known, and costs of no model."""
     one = read(tmp_path, ANTHROPIC_USAGE).billed[DAY, "claude-sonnet-4-5"]
-    assert (one.prompt, one.cached, one.written, one.written_1h, one.completion) == (200, 70, 20, 10, 50)
+    assert (
+        one.prompt_tokens,
+        one.cached_tokens,
+        one.cache_write_tokens,
+        one.cache_write_1h_tokens,
+        one.completion_tokens,
+    ) == (200, 70, 20, 10, 50)
     billed = read(tmp_path, ANTHROPIC_COST).billed
     one = billed[DAY, "claude-sonnet-4-5"]
-    assert (one.microusd, one.batch_microusd) == (20_000, 7_700)
-    assert billed[DAY, "web_search"].microusd == 30_000
+    assert (one.cost_microusd, one.batch_microusd) == (20_000, 7_700)
+    assert billed[DAY, "web_search"].cost_microusd == 30_000
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,7 @@ def test_anthropics_exports(tmp_path: Path) -> None:
 )
 def test_what_spreadsheets_make_of_it(tmp_path: Path, text: str | bytes) -> None:
     """Byte-order marks, semicolons, decimal commas, thousands, texts in quotes and zones."""
-    assert {key: one.microusd for key, one in read(tmp_path, text).billed.items()} == {(DAY, "m"): 1_234_500_000}
+    assert {key: one.cost_microusd for key, one in read(tmp_path, text).billed.items()} == {(DAY, "m"): 1_234_500_000}
 
 
 @pytest.mark.parametrize(

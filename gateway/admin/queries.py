@@ -1,0 +1,96 @@
+"""The parameters of the admin API's paths and queries, and the filters that they make.
+
+The dashboard's pages make the same filters of their own queries. No storage.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends
+from pydantic import BeforeValidator, Field
+
+from gateway.accounts import Group, LedgerFilter
+from gateway.accounts.ledger import CURSOR
+from gateway.journey.record import Record
+from gateway.telemetry.buckets import kind_of
+
+
+def _digits(text: Any) -> Any:
+    """A whole number of a path or a query, where pydantic would take 1_0 and 10.0 too."""
+    if isinstance(text, str) and not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number, in digits")
+    return text
+
+
+GROUPS = {
+    "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
+    "tag": Group.TAG, "day": Group.DAY,
+}  # fmt: skip
+"""What sums of the ledger can be grouped by, by the names of the API."""
+ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 20 digits may be too many
+
+Whole = BeforeValidator(_digits)
+Id = Annotated[int, Field(ge=0, le=2**31 - 1), Whole]
+Limit = Annotated[int, Field(ge=1, le=500), Whole]
+Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False, description="unix seconds")]
+Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
+# the views check these, with better words
+RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
+LedgerCursor = Annotated[str, Field(json_schema_extra={"pattern": f"^{CURSOR}$"}, description="of an earlier page")]
+_group = f"({'|'.join(GROUPS)})"
+Groups = Annotated[str, Field(pattern=f"^({_group}(,{_group}){{0,6}})?$", description="such as `team,user`")]
+CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
+RouteOutcome = Literal["", "ok", "refused", "failed", "failover"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFilter:
+    """The requests of a team, model or deployment, with an answer or an outcome of one kind, or one
+    by its id; None and empty values select all.
+    """
+
+    team_id: Id | None = None
+    model: Label = ""
+    cache: CacheKind = ""
+    deployment: Label = ""
+    outcome: RouteOutcome = ""
+    request_id: Label = ""
+
+    def matches(self, record: Record) -> bool:
+        return (
+            (self.team_id is None or record.request.team_id == self.team_id)
+            and (not self.model or record.request.alias == self.model)
+            and (not self.cache or record.cache.source == self.cache)
+            and (not self.deployment or any(a.name == self.deployment for a in record.answer.attempts))
+            and (not self.request_id or record.request.id == self.request_id)
+            and (not self.outcome or self.outcome in _outcomes(record))
+        )
+
+
+def _outcomes(record: Record) -> tuple[str, ...]:
+    kind = kind_of(record.cache.source, record.ended.status, record.ended.error)
+    outcome = kind if kind in ("refused", "failed") else "ok"
+    return (outcome, "failover") if len(record.answer.attempts) > 1 else (outcome,)
+
+
+def ledger_filter(
+    team_id: Id | None = None,
+    key_id: Id | None = None,
+    model: Label | None = None,
+    deployment: Label | None = None,
+    from_s: Moment | None = None,
+    until_s: Moment | None = None,
+) -> LedgerFilter:
+    """The rows of a team, key, model or deployment, from `from_s` on and before `until_s`."""
+    return LedgerFilter(
+        team_id=team_id,
+        key_id=key_id,
+        alias=model or None,
+        deployment=deployment or None,
+        from_ms=int(from_s * 1000) if from_s is not None else None,
+        until_ms=int(until_s * 1000) if until_s is not None else None,
+    )
+
+
+Routes = Annotated[RouteFilter, Depends()]
+LedgerRows = Annotated[LedgerFilter, Depends(ledger_filter)]
