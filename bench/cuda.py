@@ -322,14 +322,14 @@ def run_all(names: Sequence[str], given: Given, seconds: float, file: IO[str] | 
         if why is not None:
             failed.append(name)
             emit(Row(name, "the phase", "failed", note=why))
-    for row in _compared(rows):
+    for row in compared(rows):
         emit(row)
     is_wrong = any(row.phase == "kernels" and row.value == 0.0 for row in rows)
     print(f"{seconds - (end - time.monotonic()):.0f} s; failed phases: {', '.join(failed) or 'none'}")
     return int(bool(failed) or is_wrong)
 
 
-def _compared(rows: Iterable[Row]) -> list[Row]:
+def compared(rows: Iterable[Row]) -> list[Row]:
     values = {f"{row.phase} {row.name}": row.value for row in rows}
     return [
         Row("compared", f"{one} / {other}", "times as fast", mine / theirs, target=target)

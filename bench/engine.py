@@ -28,7 +28,7 @@ from bench.lab.native import WORK
 from bench.lab.processes import BenchError
 from local_engine.config import EngineConfig, ModelError
 from local_engine.messages import ModelInfo
-from local_engine.process.options import prepare_environment
+from local_engine.process import prepare_environment
 
 PEERS = ("transformers", "transformers-cb", "llama.cpp", "vllm")
 _MODELS = WORK / "models"

@@ -30,7 +30,7 @@ import jsonschema
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.messages import Grammar, SamplingParams
-from local_engine.process.options import prepare_environment
+from local_engine.process import prepare_environment
 from tests.e2e.gateway import API_KEY, run_gateway
 
 _NAMES = ("name", "id", "tags", "note", "größe", "items", "is_open", "x y", "price", "when")

@@ -47,7 +47,7 @@ from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
-from gateway.api.chat import Chat, Uploads
+from gateway.api.chat import AnswerEndpoint, Uploads
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
@@ -58,7 +58,7 @@ from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.passthrough import Passthrough
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
-from gateway.api.tokens import Detokenize, Tokenize
+from gateway.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from gateway.batches.batches import Batches
 from gateway.batches.files import Files
 from gateway.batches.work import BatchRunner
@@ -105,8 +105,8 @@ _log = get_logger()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Parts(AdminParts):
-    """All parts of a worker: those that the admin plane is given, and the rest."""
+class WorkerParts(AdminParts):
+    """All parts of a worker: those of the admin plane, and the rest."""
 
     link: RedisLink
     writer: LedgerWriter
@@ -161,7 +161,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_extra={"security": [{}, {"adminKey": []}]},
     )
     async def readyz(request: Request) -> JSONResponse:
-        parts: Parts = request.app.state.parts
+        parts: WorkerParts = request.app.state.parts
         report = parts.watch.report()
         shown = report if await parts.guard.may_observe(request, Endpoint.READYZ) else {"is_ready": report["is_ready"]}
         return JSONResponse(shown, status_code=200 if report["is_ready"] else 503)
@@ -175,7 +175,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_extra={"security": [{"adminKey": []}]},
     )
     async def metrics(request: Request) -> Response:
-        parts: Parts = request.app.state.parts
+        parts: WorkerParts = request.app.state.parts
         await parts.guard.check_observer(request, Endpoint.METRICS)
         return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
 
@@ -183,7 +183,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _as_seen(networks: Sequence[str]) -> list[str]:
-    """The networks, and the IPv4 ones again as a socket for both families shows them (::ffff:...)."""
+    """The networks, with each IPv4 network also as an IPv6 socket shows it (::ffff:...)."""
     parsed = [ipaddress.ip_network(network) for network in networks]
     mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in parsed if one.version == 4]
     return [*map(str, parsed), *mapped]
@@ -253,17 +253,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def begin_stop(app: FastAPI, requests: set[asyncio.Task[None]]) -> None:
-    """Begin no more work without a client, and note when what is under way is given up.
+    """Begin no more work without a client, and set the time at which running work is cancelled.
 
-    `requests` are those under way, from now on.
+    `requests` are the running requests.
     """
     app.state.requests = requests
     app.state.stops_by = time.monotonic() + app.state.settings.shutdown_grace_s
     app.state.parts.runner.stop()
 
 
-async def _finish_work(parts: Parts, within_s: float) -> None:
-    """Wait for work without a client, whose leases are kept meanwhile; what is left then is cancelled."""
+async def _finish_work(parts: WorkerParts, within_s: float) -> None:
+    """Wait for work without a client, and cancel what still runs after `within_s`. Leases are kept meanwhile."""
     tasks = [*parts.background.tasks, *parts.runner.stop()]
     for timeout_s in (max(0.0, within_s), _SETTLE_S):
         if tasks:
@@ -292,7 +292,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
     return accounts
 
 
-async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Parts:
+async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> WorkerParts:
     """Open every part, in the order of their dependencies. `routes` are filled later."""
     metrics = Metrics(settings.run_dir / "metrics", VERSION)
     stack.callback(metrics.close)
@@ -330,7 +330,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )
-    return Parts(
+    return WorkerParts(
         settings=settings,
         guard=_guard(settings, accounts, metrics),
         link=link,
@@ -391,7 +391,7 @@ def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, st
 def _batches(
     settings: Settings, accounts: Accounts, pipeline: Pipeline, metrics: Metrics, routes: Routes
 ) -> dict[str, Any]:
-    """The files and batches of `Parts`."""
+    """The files and batches of `WorkerParts`."""
     files = Files(accounts.database, settings.batches, settings.files_dir)
     batches = Batches(accounts.database, files, settings.batches)
     runner = BatchRunner(
@@ -444,7 +444,7 @@ def _cache_limits(settings: Settings) -> CacheLimits:
     )
 
 
-def _routes(settings: Settings, parts: Parts) -> Routes:
+def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     files = FilesEndpoint(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
@@ -456,7 +456,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
             f"/v1{kind.path}": {
                 "POST": Uploads(parts.pipeline, settings, kind)
                 if kind.is_form
-                else Chat(parts.pipeline, settings.body_bytes_max, kind)
+                else AnswerEndpoint(parts.pipeline, settings.body_bytes_max, kind)
             }
             for kind in KINDS
         },
@@ -476,8 +476,8 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
-        "/tokenize": {"POST": Tokenize(parts.pipeline)},
-        "/detokenize": {"POST": Detokenize(parts.pipeline)},
+        "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
+        "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
         "/v1/files": {"GET": files, "POST": files},
         "/v1/files/*": {"GET": files, "DELETE": files},
         "/v1/batches": {"GET": batches, "POST": batches},
@@ -490,7 +490,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def start_loops(parts: Parts, stack: AsyncExitStack) -> None:
+def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
     alerts = parts.settings.alerts
     channels: dict[str, Channel] = {}
     if alerts.webhook_url:
@@ -552,18 +552,17 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
         await act()
 
 
-async def _count_batches(parts: Parts) -> None:
+async def _count_batches(parts: WorkerParts) -> None:
     batches, lines = await parts.batches.left()
     parts.metrics.set(m.BATCHES_LEFT, batches)
     parts.metrics.set(m.BATCH_LINES_LEFT, lines)
 
 
 async def _tidy(pipeline: Pipeline) -> None:
-    """Free the young objects that only cycles keep, unless the worker is generating, and return
-    free pages of the heap to the kernel.
+    """Collect the young objects, unless the worker is generating, and return free pages to the kernel.
 
-    A cycle is a library's or a bug: the young generations are few objects. The pages are returned
-    in a thread, because thousands of scattered ones take longer than a request.
+    Only libraries and bugs make cycles, so the young generations are small. A thread returns the
+    pages, because thousands of scattered ones take longer than a request.
     """
     if not pipeline.generations:
         gc.collect(1)
@@ -572,7 +571,7 @@ async def _tidy(pipeline: Pipeline) -> None:
         await asyncio.to_thread(libc.malloc_trim, 0)
 
 
-async def _follow_accounts(parts: Parts) -> None:
+async def _follow_accounts(parts: WorkerParts) -> None:
     async with parts.link.subscribe(ACCOUNTS_CHANNEL) as subscription:
         await parts.accounts.refresh()
         async for message in subscription.listen():
@@ -587,7 +586,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 
 def _told(chunks: Sequence[Chunk]) -> str:
-    """The answer for the log; chunk by chunk if the chunks cannot be folded, and bytes not at all."""
+    """The answer for the log. Chunks that cannot be folded are shown one by one, and bytes by their size."""
     if chunks[0].media and not chunks[0].media.startswith("text/"):
         return f"({sum(len(chunk.data) for chunk in chunks)} bytes of {chunks[0].media})"
     try:

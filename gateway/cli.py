@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Writes wrong settings to stderr and returns the SettingsError's status.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = command_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a model may have what the locale lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sameway", description="A semantic-caching inference gateway.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -187,8 +187,8 @@ def _run(arguments: argparse.Namespace) -> int:
 _MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")))
 
 
-def _refused(words: str, status: int) -> int:
-    print(f"sameway: {words}", file=sys.stderr)
+def _refused(message: str, status: int) -> int:
+    print(f"sameway: {message}", file=sys.stderr)
     return status
 
 

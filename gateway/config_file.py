@@ -1,13 +1,14 @@
 """Reads the operator's settings: a YAML file, then the environment, then the command line's flags.
 
-Does not know what a setting means; `settings` defines that. Invariant: an error lists every wrong
-setting, with its name, the value found and the value expected.
+Does not know what a setting means; `settings` defines that. Invariant: an error lists every value
+that is wrong by itself, with its name and the value expected; or, where there is none, every name
+that refers to nothing, and all that this host lacks.
 """
 
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -19,18 +20,18 @@ from gateway.settings import (
     CAPABILITIES,
     SECRETS,
     SECTIONS,
+    DeploymentSettings,
     Settings,
     did_you_mean,
     refuse_settings,
     secret_problem,
 )
 
-_ROUNDS_MAX = 10
-_STAND_IN = {"backend": "litellm", "model": "-"}  # for a deployment with errors; it refers to nothing
-_KEPT = ("name", "engine", "api_key_env", "capabilities")  # of such a deployment: they are checked later
 _VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base URLs
 # words of other price lists, for hints
 _OTHER_WORDS = {"prompt": "input", "completion": "output"}
+
+_NAME, _INDEX = "<name>", "[]"  # in paths: any name, any place in a list
 
 _Loc = tuple[int | str, ...]
 
@@ -42,7 +43,7 @@ def load_settings(
     then flags.
 
     `overrides` are the flags; `model` is loaded by the engine named `default`.
-    Raises SettingsError naming every wrong setting.
+    Raises SettingsError with a line for each wrong setting.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     refuse_settings(wrong, weak)
@@ -57,7 +58,7 @@ def check_settings(
 
     Model files must be readable, the data directory writable and the variables of providers' keys
     set, capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Raises
-    SettingsError naming every wrong setting, and with it each of `notes`.
+    SettingsError with a line for each wrong setting, and for each of `notes`.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     noted: list[str] = []
@@ -72,21 +73,25 @@ def check_settings(
 
 
 def notes(settings: Settings) -> list[str]:
-    """What is allowed, and probably not meant: base URLs without a version, or with an endpoint."""
+    """A note for each base URL that is allowed but probably wrong: without a version, or with an endpoint."""
     noted = []
+    for deployment_path, deployment in _deployments(settings):
+        url = deployment.base_url
+        if deployment.backend != "openai" or url is None:
+            continue
+        where, path = f"{deployment_path}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
+        if path.endswith("completions"):
+            noted.append(f"{where} ends in an endpoint; the gateway adds /chat/completions itself")
+        elif not _VERSION.search(path):
+            noted.append(f"{where} has no /v1; most servers' base URL ends in /v1: did you mean {_shown(url, '/v1')}?")
+    return noted
+
+
+def _deployments(settings: Settings) -> Iterator[tuple[str, DeploymentSettings]]:
+    """Each deployment with its path in the file."""
     for alias, model in settings.models.items():
         for index, deployment in enumerate(model.deployments):
-            url = deployment.base_url
-            if deployment.backend != "openai" or url is None:
-                continue
-            where, path = f"models.{alias}.deployments.{index}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
-            if path.endswith("completions"):
-                noted.append(f"{where} ends in an endpoint; the gateway adds /chat/completions itself")
-            elif not _VERSION.search(path):
-                noted.append(
-                    f"{where} has no /v1; most servers' base URL ends in /v1: did you mean {_shown(url, '/v1')}?"
-                )
-    return noted
+            yield f"models.{alias}.deployments.{index}", deployment
 
 
 def _shown(url: str, more: str = "") -> str:
@@ -98,9 +103,8 @@ def _shown(url: str, more: str = "") -> str:
 def _read(
     path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Settings | None, list[str], list[str]]:
-    """The settings and two lists of errors: of all but the secrets, and of secrets that can be
-    guessed. With errors, the settings lack what is wrong, for further checks; None if even that is
-    impossible.
+    """The settings, None where the document is wrong, and two lists of errors: of secrets that can
+    be guessed, and before it of all else.
     """
     values, wrong = ({}, []) if path is None else _read_yaml(path)
     wrong += [
@@ -116,9 +120,11 @@ def _read(
     problems = {name: secret_problem(name, values[name]) for name in SECRETS if name in values}
     weak = [f"SAMEWAY_{name.upper()}: {problem}" for name, problem in problems.items() if problem]
     values.update({name: value for name, value in overrides.items() if value is not None})
-    settings, invalid = _validated(values)
-    wrong += invalid
-    if settings is None or model is None:
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        return None, [*wrong, *dict.fromkeys(line for issue in error.errors() for line in _explain(issue))], weak
+    if model is None:
         return settings, wrong, weak
     if "default" not in settings.engines:
         return settings, [*wrong, "--model: there is no engine named `default` in this configuration"], weak
@@ -164,74 +170,6 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     return loaded, twice
 
 
-# -- all errors in one round -----------------------------------------------------------------------
-
-
-def _validated(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
-    """The settings in `values`, without what is wrong, and a line for each wrong one.
-
-    pydantic checks a whole only if its parts are right. So what is wrong is left out, and the rest
-    is checked again.
-    """
-    wrong: list[str] = []
-    for _ in range(_ROUNDS_MAX):
-        together: list[str] = []
-        try:
-            settings = Settings.model_validate(values, context=together)
-        except ValidationError as error:
-            issues = error.errors()
-            wrong += [line for issue in issues for line in _explain(issue)]
-            try:
-                values = _without(values, [issue["loc"] for issue in issues])
-            except RecursionError:  # YAML can refer to a part from inside of it
-                break
-        else:
-            return settings, list(dict.fromkeys([*wrong, *together]))
-    return None, list(dict.fromkeys(wrong))
-
-
-def _without(values: Mapping[str, Any], locs: Sequence[_Loc]) -> dict[str, Any]:
-    """`values` without those at `locs`; a deployment that lacks something becomes a stand-in."""
-    left: dict[str, Any] = _copied(values)
-    for loc in reversed(locs):  # later elements of a list first: the others keep their places
-        *path, last = loc
-        if last == "[key]":
-            continue  # a key that was no text: it is one in the copy
-        place: Any = left
-        for part in path:
-            place = place[part if isinstance(place, list) else str(part)]
-        if path[-1:] == ["deployments"]:
-            place[last] = _kept(place[last])
-        elif path[2:3] == ["deployments"] and last in ("engine", "model", "base_url"):
-            left["models"][str(loc[1])]["deployments"][loc[3]] = _kept({**place, last: None})
-        elif path in (["models"], ["engines"]):
-            place[str(last)] = {}  # others may refer to it
-        elif isinstance(place, dict):
-            place.pop(str(last), None)
-        else:
-            del place[last]
-    models = left.get("models", {}).values()  # one under `true` has another name in its error: the next round finds it
-    for number, model in enumerate(one for one in models if isinstance(one, dict)):
-        model["deployments"] = [
-            one if "backend" in one else {"name": f"stand-in {number}.{index}", **one, **_STAND_IN}
-            for index, one in enumerate(model.get("deployments") or [{}])
-        ]
-    return left
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a document's value, with texts as keys."""
-    if isinstance(value, Mapping):
-        return {str(key): _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _kept(deployment: Any) -> dict[str, Any]:
-    """Those values of a deployment with errors that are checked later."""
-    values = deployment if isinstance(deployment, dict) else {}
-    return {name: values[name] for name in _KEPT if values.get(name) is not None}
-
-
 # -- this host -------------------------------------------------------------------------------------
 
 
@@ -259,10 +197,9 @@ def _unusable_files(settings: Settings) -> list[str]:
 def _unknown_capabilities(settings: Settings) -> list[str]:
     """An error for each capability that no request asks for."""
     return [
-        f"models.{alias}.deployments.{index}.capabilities: found {name!r}, expected one of "
+        f"{place}.capabilities: found {name!r}, expected one of "
         f"{', '.join(sorted(CAPABILITIES))}{did_you_mean(name, CAPABILITIES)}"
-        for alias, model in settings.models.items()
-        for index, deployment in enumerate(model.deployments)
+        for place, deployment in _deployments(settings)
         for name in deployment.capabilities or ()
         if name not in CAPABILITIES
     ]
@@ -271,9 +208,8 @@ def _unknown_capabilities(settings: Settings) -> list[str]:
 def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     """An error for each provider's key whose variable is not set."""
     return [
-        f"models.{alias}.deployments.{index}.api_key_env: the environment variable {deployment.api_key_env} is not set"
-        for alias, model in settings.models.items()
-        for index, deployment in enumerate(model.deployments)
+        f"{place}.api_key_env: the environment variable {deployment.api_key_env} is not set"
+        for place, deployment in _deployments(settings)
         if deployment.api_key_env and not environ.get(deployment.api_key_env)
     ]
 
@@ -327,43 +263,37 @@ def _nearest(loc: _Loc) -> str:
     name, section = str(loc[-1]), _section_of(loc)
     if hint := did_you_mean(name, section.model_fields):
         return hint
-    words = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
-    shared = {own: sum(len(word) > 3 for word in words.intersection(own.split("_"))) for own in section.model_fields}
+    terms = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
+    shared = {
+        field: sum(len(word) > 3 for word in terms.intersection(field.split("_"))) for field in section.model_fields
+    }
     best = max(shared.values())
     if best:
-        meant = [own for own, count in shared.items() if count == best]
-        return f"; did you mean {' or '.join([own for own in meant if own.split('_')[0] in words] or meant)}?"
-    elsewhere = dict(_places())
+        meant = [field for field, count in shared.items() if count == best]
+        return f"; did you mean {' or '.join([field for field in meant if field.split('_')[0] in terms] or meant)}?"
+    elsewhere = {
+        field: ".".join(path).replace(".[]", "[]") for path, section in _sections() for field in section.model_fields
+    }
     close = difflib.get_close_matches(name, elsewhere, n=1)
-    return f"; did you mean {close[0]} of {elsewhere[close[0]]}?" if close else ""
+    return f"; did you mean {close[0]} of {elsewhere[close[0]] or 'the top level'}?" if close else ""
 
 
 def _section_of(loc: _Loc) -> type[BaseModel]:
     """The section that holds the setting at `loc`."""
-    section: type[BaseModel] = Settings
-    parts = iter(loc[:-1])
-    for part in parts:
-        inner = _inner(section, str(part))
-        if inner is not None:
-            section = inner[0]
-            if inner[1]:
-                next(parts, None)  # a name, or a place in a list
-    return section
+    for path, section in _sections():
+        pairs = zip(path, loc, strict=False)
+        if len(path) == len(loc) - 1 and all(name in (part, _NAME, _INDEX) for name, part in pairs):
+            return section
+    return Settings
 
 
-def _inner(section: type[BaseModel], name: str) -> tuple[type[BaseModel], str] | None:
-    """The section of the setting `name`, if it is one, and how a document writes its many."""
-    kind: Any = section.model_fields[name].annotation if name in section.model_fields else None
-    many = {dict: ".<name>", list: "[]"}.get(get_origin(kind), "")
-    found = [one for one in (kind, *get_args(kind)) if one in SECTIONS]
-    return (found[0], many) if found else None
-
-
-def _places(section: type[BaseModel] = Settings, where: str = "the top level") -> Iterator[tuple[str, str]]:
-    """Each setting of `section` and of those in it, with the section's path."""
-    for name in section.model_fields:
-        yield name, where
-        inner = _inner(section, name)
-        if inner is not None:
-            path = f"{name}{inner[1]}"
-            yield from _places(inner[0], path if section is Settings else f"{where}.{path}")
+def _sections(
+    section: type[BaseModel] = Settings, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """Each section with its path in a document."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        many = {dict: (_NAME,), list: (_INDEX,)}.get(get_origin(kind), ())
+        for inner in {kind, *get_args(kind)}.intersection(SECTIONS):
+            yield from _sections(inner, (*path, name, *many))

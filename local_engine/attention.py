@@ -35,32 +35,16 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a
-    common length.
+class RowGroup:
+    """Rows of a step from `start` on: `rows` consecutive tokens of each of several sequences of similar
+    length, which are padded to a common one.
 
-    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window
-    (`KV.windows`).
+    `blocks` [sequences, blocks each]; `masks` additive, [sequences, queries per KV head * rows,
+    tokens] (one row alone: [sequences, 1, tokens]), one per window (`KV.windows`).
     """
 
     start: int
-    stop: int
-    blocks: torch.Tensor
-    masks: tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """Rows `start .. stop` of a step: consecutive tokens of one sequence, which see `tokens` tokens
-    up to their own.
-
-    `blocks` [blocks of the sequence]; `masks` additive, [queries per KV head * rows, tokens], one
-    per window.
-    """
-
-    start: int
-    stop: int
-    tokens: int
+    rows: int
     blocks: torch.Tensor
     masks: tuple[torch.Tensor, ...]
 
@@ -86,39 +70,39 @@ class StepInput:
     predict from.
 
     `slots`: where each row's KV goes, counted in tokens from the pool's start. Attention also needs
-    `decodes` and `prefills` (torch), `paged` (the native kernels) or `tiles` (the GPU's).
+    `groups` (torch), `paged` (the native kernels) or `tiles` (the GPU's).
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     logit_rows: torch.Tensor
-    decodes: tuple[DecodeGroup, ...] = ()
-    prefills: tuple[PrefillSpan, ...] = ()
+    groups: tuple[RowGroup, ...] = ()
     paged: PagedRows | None = None
     tiles: Tiles | None = None
 
 
 class KV(ABC):
     """Room for the KV of `blocks` blocks of `block_tokens` tokens in every layer, and attention over
-    it. `windows` are the distinct ones of the model's layers."""
+    it. `windows` are the distinct ones of the model's layers; a block has room for whole tiles of
+    `tile_tokens` tokens."""
+
+    tile_tokens = 1
 
     def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        blocks: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored_tokens: int | None = None,
+        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`stored_tokens`: tokens that a block has room for, where it is more than `block_tokens`."""
         self.model, self.blocks, self.block_tokens = model, blocks, block_tokens
-        self.windows = tuple(dict.fromkeys(model.windows))
-        self.window_of = [self.windows.index(window) for window in model.windows]
-        shape = (2 * model.kv_heads, blocks, stored_tokens or block_tokens, model.head_dim)
+        attention = model.attention
+        self.windows = tuple(dict.fromkeys(attention.windows))
+        self.window_of = [self.windows.index(window) for window in attention.windows]
+        shape = (2 * attention.kv_heads, blocks, self.room(block_tokens), attention.head_dim)
         self.pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
+
+    @classmethod
+    def room(cls, block_tokens: int) -> int:
+        """The tokens that a block has room for."""
+        return -(-block_tokens // cls.tile_tokens) * cls.tile_tokens
 
     @property
     def size_bytes(self) -> int:
@@ -147,19 +131,14 @@ class KV(ABC):
 class NativeKV(KV):
     """Pools in the order of the native kernels, which read pages where they lie."""
 
+    tile_tokens = TILE
+
     def __init__(
         self, native: Kernels, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(
-            model,
-            blocks=blocks,
-            block_tokens=block_tokens,
-            dtype=dtype,
-            device=torch.device("cpu"),
-            stored_tokens=_whole_tiles(block_tokens),
-        )
-        self.native = native
-        self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens, blocks)
+        super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=torch.device("cpu"))
+        self.native, shape = native, model.attention
+        self._sizes = (shape.heads, shape.kv_heads, shape.head_dim, block_tokens, blocks)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
@@ -179,7 +158,7 @@ class NativeKV(KV):
             len(qkv),
             *self._sizes,
         )
-        output = torch.empty(len(qkv), model.heads * model.head_dim, dtype=qkv.dtype)
+        output = torch.empty(len(qkv), model.attention.qkv_rows[0], dtype=qkv.dtype)
         self.native.attend(
             kind,
             qkv.data_ptr(),
@@ -187,9 +166,9 @@ class NativeKV(KV):
             rows.blocks.data_ptr(),
             rows.starts.data_ptr(),
             step.positions.data_ptr(),
-            model.windows[layer],
-            model.attention_scale,
-            model.attention_softcap or 0.0,
+            model.attention.windows[layer],
+            model.attention.scale,
+            model.attention.softcap or 0.0,
             output.data_ptr(),
             rows.stop,
             rows.work,
@@ -205,12 +184,13 @@ class TorchKV(KV):
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
-        self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
+        attention = model.attention
+        self._heads, self._kv_heads, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> Angles:
-        """Those of these positions, [rows, 1, head_dim]."""
+        """The rows of the tables at these positions, [rows, 1, head_dim]."""
         return cos[positions], sin[positions]
 
     def attend(
@@ -226,10 +206,8 @@ class TorchKV(KV):
         queries = qk[:, : self._heads]
         self._write(layer, step.slots, qk[:, self._heads :], qkv[:, rotated:])
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        for group in step.decodes:
-            self._decode(layer, queries, output, group)
-        for span in step.prefills:
-            self._prefill(layer, queries, output, span)
+        for group in step.groups:
+            self._attend_group(layer, queries, output, group)
         return output.view(output.shape[0], -1)
 
     def _write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -238,37 +216,25 @@ class TorchKV(KV):
         pool[: self._kv_heads].index_copy_(1, slots, keys.transpose(0, 1))
         pool[self._kv_heads :].index_copy_(1, slots, values.transpose(0, 1))
 
-    def _decode(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
-        count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim
-        kv = self._gather(self.pools[layer], group.blocks).view(2 * heads, count, -1, size)
-        rows = queries[group.start : group.stop].reshape(count, heads, -1, size).transpose(0, 1)
+    def _attend_group(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: RowGroup) -> None:
+        count, heads, size = len(group.blocks), self._kv_heads, self._head_dim
+        kv = self._gather(self.pools[layer], group.blocks.flatten()).view(2 * heads, count, -1, size)
+        stop = group.start + count * group.rows
+        by_head = queries[group.start : stop].view(count, group.rows, heads, -1, size).permute(2, 0, 3, 1, 4)
+        by_head = by_head.reshape(heads, count, -1, size)
         mask = group.masks[self.window_of[layer]]
-        if self._has_slow_sdpa or self.model.attention_softcap is not None:
-            found = self._by_products(rows, kv[:heads], kv[heads:], mask).transpose(0, 1)
+        if self.model.attention.softcap is not None or (self._has_slow_sdpa and group.rows == 1):
+            attended = self._by_products(by_head, kv[:heads], kv[heads:], mask)
         else:
-            found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask.unsqueeze(1))
-        output[group.start : group.stop] = found.reshape(count, self._heads, size)
-
-    def _prefill(self, layer: int, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
-        count, heads, size = span.stop - span.start, self._kv_heads, self._head_dim
-        kv = self._gather(self.pools[layer], span.blocks).view(2 * heads, 1, -1, size)[:, :, : span.tokens]
-        rows = queries[span.start : span.stop].view(count, heads, -1, size).permute(1, 2, 0, 3)
-        rows = rows.reshape(heads, 1, -1, size)
-        mask = span.masks[self.window_of[layer]]
-        if self.model.attention_softcap is not None:
-            found = self._by_products(rows, kv[:heads], kv[heads:], mask)
-        else:
-            found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask)
-        found = found.view(heads, -1, count, size).permute(2, 0, 1, 3)
-        output[span.start : span.stop] = found.reshape(count, self._heads, size)
-
-    def _fused(self, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """torch's own kernel: rows [sequences, kv_heads, queries, head_dim], kv [sequences, 2 *
-        kv_heads, tokens, ...]."""
-        heads = self._kv_heads
-        return functional.scaled_dot_product_attention(
-            rows, kv[:, :heads], kv[:, heads:], attn_mask=mask, scale=self.model.attention_scale
-        )
+            attended = functional.scaled_dot_product_attention(
+                by_head.transpose(0, 1),
+                kv[:heads].transpose(0, 1),
+                kv[heads:].transpose(0, 1),
+                attn_mask=mask.unsqueeze(1),
+                scale=self.model.attention.scale,
+            ).transpose(0, 1)
+        by_row = attended.reshape(heads, count, -1, group.rows, size).permute(1, 3, 0, 2, 4)
+        output[group.start : stop] = by_row.reshape(-1, self._heads, size)
 
     def _by_products(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
@@ -282,9 +248,9 @@ class TorchKV(KV):
         "eager" attention.
         """
         heads, count, rows, size = queries.shape
-        scaled = (queries * self.model.attention_scale).reshape(heads * count, rows, size)
+        scaled = (queries * self.model.attention.scale).reshape(heads * count, rows, size)
         scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2)).view(heads, count, rows, -1)
-        weights = softcap(scores, self.model.attention_softcap).add_(mask).softmax(-1).flatten(0, 1)
+        weights = softcap(scores, self.model.attention.softcap).add_(mask).softmax(-1).flatten(0, 1)
         return torch.bmm(weights, values.flatten(0, 1)).view(heads, count, rows, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -299,19 +265,13 @@ class TorchKV(KV):
 
 def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     """The size of a block in all layers together."""
-    native = attention_kernels(model, dtype, device)
-    tokens = block_tokens if native is None else _whole_tiles(block_tokens)
-    return 2 * model.layers * model.kv_heads * model.head_dim * tokens * torch.empty(0, dtype=dtype).element_size()
+    kind = TorchKV if attention_kernels(model, dtype, device) is None else NativeKV
+    return model.layers * sum(model.attention.qkv_rows[1:]) * kind.room(block_tokens) * dtype.itemsize
 
 
 def attention_kernels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The native kernels, where they serve heads of this size."""
-    return native_for(device, dtype) if model.head_dim <= 256 and model.head_dim % 2 == 0 else None
-
-
-def _whole_tiles(tokens: int) -> int:
-    """Tokens that a block has room for where the native kernels use it."""
-    return -(-tokens // TILE) * TILE
+    return native_for(device, dtype) if model.attention.head_dim <= 256 else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -322,7 +282,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * torch.empty(0, dtype=dtype).element_size())
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages has none to refuse
             pages.madvise(mmap.MADV_NOHUGEPAGE)

@@ -1,10 +1,9 @@
 """The pool of KV blocks: which are held, which can be reused, which is evicted first.
 
 Knows token ids and no tensors. A block is free, held (referenced by sequences), or cached (full,
-unreferenced, its KV still good). Full blocks are found again by a chain key, a keyed hash of the
-parent's key and the block's tokens; a match compares the tokens and the parent as well, so a
-collision costs a hit and never an answer. The chain starts at the caller's cache salt: sequences of
-different salts share nothing.
+unreferenced, its KV still good). Full blocks are found again by a chain key, a digest of the
+parent's key and the block's tokens: of 256 bits, so equal keys mean equal content. The chain starts
+at the caller's cache salt: sequences of different salts share nothing.
 
 Invariants (`check_integrity`): free + cached + held == total; every registered block's parent is
 registered; a sequence that holds a registered block holds its whole chain, hence references never
@@ -21,27 +20,25 @@ from hashlib import blake2b
 
 @dataclass(slots=True)
 class Block:
-    """One block. `key` is set while it is registered for reuse; then `parent` (a chain key) and
-    `tokens` are its content, and `is_first` is True where its chain begins."""
+    """One block. `key` is set while it is registered for reuse, and `parent` where its chain does not
+    begin with it."""
 
     id: int
     references: int = 0
     key: bytes | None = None
-    parent: bytes = b""
-    tokens: tuple[int, ...] = ()
-    is_first: bool = False
+    parent: bytes | None = None
 
 
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The key of a full block from its parent's key (the root is `root_key`) and its token ids."""
-    digest = blake2b(parent, digest_size=16)
+    digest = blake2b(parent, digest_size=32)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
 
 
 def root_key(cache_salt: bytes) -> bytes:
     """The key that stands before the first block: the isolation of salts begins here."""
-    return blake2b(cache_salt, digest_size=16, person=b"sameway-kv-root").digest()
+    return blake2b(cache_salt, digest_size=32, person=b"sameway-kv-root").digest()
 
 
 class BlockPool:
@@ -77,25 +74,19 @@ class BlockPool:
             parent = keys[-1] if keys else root_key(cache_salt)
             keys.append(chain_key(parent, tokens[index * size : (index + 1) * size]))
 
-    def match(self, keys: Sequence[bytes], tokens: Sequence[int], cache_salt: bytes) -> list[int]:
-        """The longest run of registered blocks that hold exactly these tokens, from the start.
-        Changes nothing."""
-        found: list[int] = []
-        parent = root_key(cache_salt)
-        size = self.block_tokens
-        for index, key in enumerate(keys):
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """The longest run of registered blocks with these keys, from the start. Changes nothing."""
+        blocks = []
+        for key in keys:
             id = self._registered.get(key)
             if id is None:
                 break
-            block = self._blocks[id]
-            if block.parent != parent or block.tokens != tuple(tokens[index * size : (index + 1) * size]):
-                break
-            found.append(id)
-            parent = key
-        return found
+            blocks.append(id)
+        return blocks
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of these have no holder: holding them takes that many from `available`."""
+        """The number of these blocks that have no holder: holding them takes that many from
+        `available`."""
         return sum(self._blocks[id].references == 0 for id in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -122,36 +113,23 @@ class BlockPool:
         self._blocks[id].references = 1
         return id
 
-    def register(
-        self,
-        blocks: list[int],
-        index: int,
-        keys: Sequence[bytes],
-        tokens: Sequence[int],
-        cache_salt: bytes,
-        *,
-        is_written: bool,
-    ) -> bool:
-        """Make `blocks[index]`, a sequence's full block, findable; returns whether what is there
-        now is.
+    def register(self, blocks: list[int], index: int, keys: Sequence[bytes], *, is_written: bool) -> bool:
+        """Make `blocks[index]`, a sequence's full block, findable. Returns False where it stays
+        private.
 
         Where the same content is registered already, `blocks[index]` becomes that block and the
         duplicate is freed, but only once it `is_written`: a shared block is never written again.
-        Under a foreign block with the same key (a collision) it stays private. The blocks before it
-        must be registered.
+        The blocks before it must be registered.
         """
-        block = self._blocks[blocks[index]]
+        block, key = self._blocks[blocks[index]], keys[index]
         if block.key is not None:
             return True
-        key, parent = keys[index], keys[index - 1] if index > 0 else root_key(cache_salt)
-        content = tuple(tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
         other_id = self._registered.get(key)
         if other_id is None:
-            block.key, block.parent, block.tokens, block.is_first = key, parent, content, index == 0
+            block.key, block.parent = key, keys[index - 1] if index > 0 else None
             self._registered[key] = block.id
             return True
-        other = self._blocks[other_id]
-        if not is_written or other.parent != parent or other.tokens != content:
+        if not is_written:
             return False
         self.hold([other_id])
         self.release([block.id])
@@ -196,13 +174,12 @@ class BlockPool:
                 assert block.references <= 1, f"unregistered block {block.id} is shared"
                 continue
             assert self._registered.get(block.key) == block.id, f"block {block.id}: its key leads elsewhere"
-            assert len(block.tokens) == self.block_tokens, f"block {block.id} is registered and not full"
-            assert block.key == chain_key(block.parent, block.tokens), f"block {block.id}: its key is not its content's"
         position = {id: index for index, id in enumerate(self._cached)}
         for key, id in self._registered.items():
-            if self._blocks[id].is_first:
+            parent = self._blocks[id].parent
+            if parent is None:
                 continue
-            parent_id = self._registered.get(self._blocks[id].parent)
+            parent_id = self._registered.get(parent)
             assert parent_id is not None, f"block {id}: its parent was forgotten before it"
             assert self._blocks[parent_id].references >= self._blocks[id].references, f"block {id} outlives its parent"
             if parent_id in position:
@@ -211,4 +188,4 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         if block.key is not None:
             del self._registered[block.key]
-        block.key, block.parent, block.tokens = None, b"", ()
+        block.key = block.parent = None

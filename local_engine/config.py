@@ -11,13 +11,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 _SIZE_MAX = 2**31
 _DTYPES, _WEIGHTS = ("auto", "float32", "bfloat16", "float16"), ("auto", "int8", "int4", "fp8")
-_POSITIVE = (
-    "rms_epsilon", "attention_scale", "attention_softcap", "logit_softcap", "embedding_scale", "logit_divisor",
-)  # fmt: skip
+_POSITIVE = ("rms_epsilon", "logit_softcap", "embedding_scale", "logit_divisor")
 
 
 class ModelError(Exception):
@@ -37,47 +35,47 @@ def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
     return content
 
 
-def require_among(found: object, supported: Iterable[object], what: str) -> None:
-    """Raises ModelError with the list where `found`, the value of `what`, is none of those
-    `supported`."""
-    if found not in supported:
-        raise ModelError(f"{what} {found!r} is not supported; supported: {', '.join(map(str, supported))}")
+def require_among(value: object, supported: Iterable[object], what: str) -> None:
+    """Raises ModelError with the list of the `supported` values where `value` is not among them.
+    `what` names it."""
+    if value not in supported:
+        raise ModelError(f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. None means: decided from the machine when the engine starts.
+    """Settings of one engine, which are its command line's options as well (see `ipc.options`). None
+    means: decided from the machine when the engine starts.
 
-    `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default.
-    `draft_model`: a smaller one with the same tokenizer, which guesses for it; None is none.
-    `dtype`: auto, float32, bfloat16 or float16. `weights`: auto (as the checkpoint has them:
-    quantised ones stay so where a kernel serves them), int8, int4 or fp8 (quantised while they are
-    read; with fp8, which is 8-bit floats, inputs are as well). `kv_blocks` overrides `kv_size_mb`.
-    `step_tokens_max` bounds the tokens of one step, decode and prefill together; `sequences_max`
-    those that run at once; `queue_max` those that wait.
-    `draft_tokens_max` bounds the guesses that are verified per sequence and step (see
-    `speculation`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last
-    bits, on what else is in the batch and how a prompt was cut. None: wherever the native kernels
-    do all the work; True: refuse to start where they do not; False: long prompts may be a tenth
-    faster and their last bits differ.
+    `weights`: quantised ones of a checkpoint stay so where a kernel serves them; int8, int4 and fp8
+    are quantised while they are read; with fp8, which is 8-bit floats, inputs are as well.
+    `kv_blocks` overrides `kv_size_mb`. `draft_tokens_max` bounds the guesses that are verified (see
+    `speculation`). `is_batch_invariant`: logits do not depend, not even in their last bits, on what
+    else is in the batch and how a prompt was cut. None: wherever the native kernels do all the work;
+    True: refuse to start where they do not; False: long prompts may be a tenth faster and their last
+    bits differ.
     """
 
-    model: str | None = None
-    draft_model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    weights: str = "auto"
-    threads: int | None = None
-    kv_size_mb: int | None = None
-    kv_blocks: int | None = None
-    block_tokens: int = 16
-    context_tokens_max: int | None = None
-    step_tokens_max: int | None = None
-    sequences_max: int | None = None
-    queue_max: int = 256
-    answer_tokens_default: int = 512
-    draft_tokens_max: int = 8
-    is_batch_invariant: bool | None = None
+    model: Annotated[str | None, "a GGUF file, a checkpoint folder or a hub name; default: the embedded model"] = None
+    draft_model: Annotated[str | None, "a smaller model with the same tokenizer, which guesses for it"] = None
+    device: Annotated[str, "auto, cpu, cuda, cuda:N"] = "auto"
+    dtype: Annotated[str, "auto, float32, bfloat16, float16"] = "auto"
+    weights: Annotated[str, "auto (as the checkpoint has them), int8, int4, fp8"] = "auto"
+    threads: Annotated[int | None, "CPU threads; default: the cores there are"] = None
+    kv_size_mb: Annotated[int | None, "memory for KV; default: by what is free"] = None
+    kv_blocks: Annotated[int | None, "the same, counted in blocks"] = None
+    block_tokens: Annotated[int, "tokens of one KV block"] = 16
+    context_tokens_max: Annotated[int | None, "a shorter context than the model's"] = None
+    step_tokens_max: Annotated[int | None, "tokens of one step, prefill and decode together"] = None
+    sequences_max: Annotated[int | None, "sequences that run at once"] = None
+    queue_max: Annotated[int, "requests that may wait"] = 256
+    answer_tokens_default: Annotated[int, "max_tokens where a request has none"] = 512
+    draft_tokens_max: Annotated[int, "tokens guessed per sequence and step; 0: none"] = 8
+    is_batch_invariant: Annotated[
+        bool | None,
+        "the same logits to the last bit in any batch: by default wherever the native kernels do all the work; "
+        "with --no- long prompts are a tenth faster",
+    ] = None
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -141,25 +139,42 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """The attention of all layers: scores are multiplied by `scale` and bounded as softcap *
+    tanh(score / softcap). `windows`: the number of tokens, itself included, that a token sees in each
+    layer; 0 is all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int, ...]
+    scale: float
+    softcap: float | None = None
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """The outputs of a layer's q, k and v."""
+        kv_rows = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv_rows, kv_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only transformer of the Llama kind, mostly in the words of Hugging Face's
     config.json.
 
-    `ropes`: how each layer rotates. `windows`: how many tokens, itself included, a token sees in
-    each layer; 0 is all. `norms`: whether attention and MLP are normalised before (what they read),
+    `ropes`: the rotation of each layer. `norms`: whether attention and MLP are normalised before (what they read),
     after (what they add), or around, which is both; with `has_wide_qk_norm` a query's and a key's
     norm is over all heads at once. `norm_offset` is added to every norm's weight, `embedding_scale`
-    multiplies embeddings, `logit_divisor` divides logits, softcaps bound scores and logits as cap *
-    tanh(x / cap).
+    multiplies embeddings, `logit_divisor` divides logits, `logit_softcap` bounds them as cap * tanh(x /
+    cap).
     """
 
     architecture: str
     name: str
     hidden_size: int
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: AttentionConfig
     intermediate_size: int
     vocabulary_size: int
     context_tokens: int
@@ -167,13 +182,10 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     has_qk_norm: bool
     has_qkv_bias: bool
-    windows: tuple[int, ...]
-    attention_scale: float
     experts: ExpertsConfig | None = None
     activation: str = "silu"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
-    attention_softcap: float | None = None
     logit_softcap: float | None = None
     logit_divisor: float = 1.0
     norms: Literal["before", "around", "after"] = "before"
@@ -185,27 +197,30 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ModelError for sizes that no model has."""
-        for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "vocabulary_size", "context_tokens"):
-            if not 1 <= getattr(self, name) < _SIZE_MAX:
-                raise ModelError(f"{self.name}: {name} must be from 1 to {_SIZE_MAX}, not {getattr(self, name)}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
+        attention = self.attention
+        sizes = [(self, name) for name in ("hidden_size", "layers", "vocabulary_size", "context_tokens")]
+        for owner, name in (*sizes, *((attention, name) for name in ("heads", "kv_heads", "head_dim"))):
+            if not 1 <= getattr(owner, name) < _SIZE_MAX:
+                raise ModelError(f"{self.name}: {name} must be from 1 to {_SIZE_MAX}, not {getattr(owner, name)}")
+        factors = {name: getattr(self, name) for name in _POSITIVE}
+        factors |= {"attention_scale": attention.scale, "attention_softcap": attention.softcap}
+        for name, value in factors.items():
             if value is not None and not 0 < value < math.inf:
                 raise ModelError(f"{self.name}: {name} must be above 0, not {value}")
-        if self.heads % self.kv_heads:
-            raise ModelError(f"{self.name}: {self.heads} heads are no multiple of {self.kv_heads} KV heads")
-        if self.head_dim % 2:
-            raise ModelError(f"{self.name}: a head of {self.head_dim} has no two halves to rotate")
-        for what, told in (("windows", self.windows), ("ropes", self.ropes)):
+        if attention.heads % attention.kv_heads:
+            raise ModelError(f"{self.name}: {attention.heads} heads are no multiple of {attention.kv_heads} KV heads")
+        if attention.head_dim % 2:
+            raise ModelError(f"{self.name}: a head of {attention.head_dim} has no two halves to rotate")
+        for what, told in (("windows", attention.windows), ("ropes", self.ropes)):
             if len(told) != self.layers:
                 raise ModelError(f"{self.name}: {len(told)} {what} are told for {self.layers} layers")
-        if any(window < 0 for window in self.windows):
-            raise ModelError(f"{self.name}: a window must be of 1 token or more, not {min(self.windows)}")
+        if any(window < 0 for window in attention.windows):
+            raise ModelError(f"{self.name}: a window must be of 1 token or more, not {min(attention.windows)}")
         if self.intermediate_size < 1 and not (self.experts and all(self.experts.is_sparse)):
             raise ModelError(f"{self.name}: intermediate_size must be 1 or more, not {self.intermediate_size}")
         for rope in self.ropes:
-            dims = self.head_dim if rope.dims is None else rope.dims
-            if not 0 < dims <= self.head_dim or dims % 2:
-                raise ModelError(f"{self.name}: {dims} of {self.head_dim} dimensions can't be rotated in pairs")
+            dims = attention.head_dim if rope.dims is None else rope.dims
+            if not 0 < dims <= attention.head_dim or dims % 2:
+                raise ModelError(f"{self.name}: {dims} of {attention.head_dim} dimensions can't be rotated in pairs")
             if rope.divisors and len(rope.divisors) != dims // 2:
                 raise ModelError(f"{self.name}: {len(rope.divisors)} rope factors are told for heads of {dims}")

@@ -22,7 +22,7 @@ from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.runner import ModelRunner, Progress
 from local_engine.sampler import draw
-from local_engine.sequence import Chunk, Place, Sequence
+from local_engine.sequence import Place, Sequence, TokenChunk
 from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.text.tokenizer import Tokenizer
 
@@ -43,10 +43,12 @@ def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> Mo
     `main`. Raises ModelError."""
     if config.draft_model is None:
         return None
-    own = open_checkpoint(config.draft_model)
-    check_tokenizers(own.tokenizer, main.tokenizer, own.config.name, main.config.name)
+    checkpoint = open_checkpoint(config.draft_model)
+    check_tokenizers(checkpoint.tokenizer, main.tokenizer, checkpoint.config.name, main.config.name)
     config = dataclasses.replace(config, is_batch_invariant=False)
-    return ModelRunner(config, own, lambda fraction, stage: progress(0.0, "reading the draft model"), is_draft=True)
+    return ModelRunner(
+        config, checkpoint, lambda fraction, stage: progress(0.0, "reading the draft model"), is_draft=True
+    )
 
 
 class DraftModel:
@@ -67,8 +69,9 @@ class DraftModel:
         self._whole.clear()
         self._runner.kv.clear()
 
-    def fill(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The chunks with their guesses, or with none where it has to catch up first."""
+    def fill(self, chunks: list[TokenChunk]) -> list[TokenChunk]:
+        """The chunks with their guesses. A sequence that the draft model has yet to catch up with
+        gets an empty draft."""
         if not any(chunk.wanted for chunk in chunks):
             return chunks
         guesses = self._guess([chunk for chunk in chunks if chunk.wanted])
@@ -76,12 +79,12 @@ class DraftModel:
             chunk.with_draft(tuple(guesses.get(chunk.sequence.id, ()))) if chunk.wanted else chunk for chunk in chunks
         ]
 
-    def _guess(self, asked: Many[Chunk]) -> dict[int, list[int]]:
+    def _guess(self, wanting: Many[TokenChunk]) -> dict[int, list[int]]:
         """Token after token, all sequences at once; each until it has enough guesses or would
         end."""
         guesses: dict[int, list[int]] = {}
-        wanted = {chunk.sequence.id: chunk.wanted for chunk in asked}
-        chunks = self._catch_up([chunk.sequence for chunk in asked])
+        wanted = {chunk.sequence.id: chunk.wanted for chunk in wanting}
+        chunks = self._catch_up([chunk.sequence for chunk in wanting])
         ahead = 0
         while chunks:
             ready = [chunk.sequence for chunk in chunks if chunk.logit_rows]
@@ -98,10 +101,10 @@ class DraftModel:
                 if id is not None:
                     guesses.setdefault(sequence.id, []).append(id)
                     if ahead < wanted[sequence.id] and id not in sequence.stop_token_ids:
-                        chunks.append(Chunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
+                        chunks.append(TokenChunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
         return guesses
 
-    def _catch_up(self, sequences: Many[Sequence]) -> list[Chunk]:
+    def _catch_up(self, sequences: Many[Sequence]) -> list[TokenChunk]:
         """The sequences' tokens that it has not seen yet, as many as one step takes; logits for
         those that are then even."""
         chunks = []
@@ -110,7 +113,9 @@ class DraftModel:
             self._reuse(sequence)
             count = min(sequence.pending_draft, budget)
             if count > 0:
-                chunks.append(Chunk(sequence, sequence.draft_computed, count, int(count == sequence.pending_draft)))
+                chunks.append(
+                    TokenChunk(sequence, sequence.draft_computed, count, int(count == sequence.pending_draft))
+                )
                 budget -= count
         return chunks
 
@@ -123,7 +128,7 @@ class DraftModel:
                 return
             sequence.draft_computed += size
 
-    def _note(self, chunk: Chunk) -> None:
+    def _note(self, chunk: TokenChunk) -> None:
         """Note the blocks that a chunk has written."""
         sequence, size = chunk.sequence, self._runner.kv.block_tokens
         sequence.draft_computed = chunk.end

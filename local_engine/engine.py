@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from local_engine import messages
 from local_engine.block_pool import BlockPool
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
 from local_engine.draft_model import DraftModel, open_draft
-from local_engine.grammar import Answer, Compiled, Grammars, Masker
+from local_engine.grammar import Compiled, Grammars, GrammarState, Masker
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
-from local_engine.sequence import Chunk, Sampled, Sequence, Status
-from local_engine.speculation.speculator import MATCH_MAX, Lookup, Source, Speculation, Speculator
+from local_engine.sequence import Sampled, Sequence, SequenceStatus, TokenChunk, TokenCounts
+from local_engine.speculation.speculator import MATCH_MAX, DraftSource, PromptLookup, Speculation, Speculator
 from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.step_in_flight import StepInFlight, draw, held
-from local_engine.text.tokenizer import Piece, TextStream
+from local_engine.text.tokenizer import TextStream, joined
 
 _log = logging.getLogger(__name__)
 
@@ -39,19 +40,8 @@ class StepOutput:
 
     id: int
     output: messages.Output
-    usage: messages.Usage | None = None
+    usage: messages.EngineUsage | None = None
     error: messages.EngineError | None = None
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counted since the start."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    drafted: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
 
 
 class Engine:
@@ -75,42 +65,42 @@ class Engine:
         self.tokenizer = checkpoint.tokenizer
         self._eos = frozenset(checkpoint.config.eos_token_ids)
         draft = open_draft(config, checkpoint, progress)
-        self._runner = ModelRunner(config, checkpoint, progress, draft=draft)
-        self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens)
+        self.runner = ModelRunner(config, checkpoint, progress, draft=draft)
+        self._pool = BlockPool(self.runner.kv.blocks, config.block_tokens)
         # a draft model needs the last token, so there the next step waits for it
         self._is_overlapped = draft is None and (
-            self._runner.is_asynchronous if is_overlapped is None else is_overlapped
+            self.runner.is_asynchronous if is_overlapped is None else is_overlapped
         )
         self._in_flight: list[StepInFlight] = []  # launched and not yet landed, the oldest first
         self._landed, self._timing = Moment.now(), StepTiming()
-        step_tokens_max = config.step_tokens_max or default_step_tokens(self._runner.device)
+        step_tokens_max = config.step_tokens_max or default_step_tokens(self.runner.device)
         vocabulary = checkpoint.config.vocabulary_size
-        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._timing) if draft is not None else None
+        self.draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._timing) if draft is not None else None
         draft_context_tokens = draft.context_tokens if draft is not None else 0
-        self._speculator = Speculator(self._timing, config.draft_tokens_max, draft_context_tokens)
+        self.speculator = Speculator(self._timing, config.draft_tokens_max, draft_context_tokens)
         self._scheduler = Scheduler(
             self._pool,
             step_tokens_max=step_tokens_max,
-            sequences_max=config.sequences_max or default_sequences(self._runner.device),
-            speculator=self._speculator,
+            sequences_max=config.sequences_max or default_sequences(self.runner.device),
+            speculator=self.speculator,
         )
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
-        self._totals = Totals()
+        self._totals = TokenCounts()
         model = checkpoint.config
         self.info = messages.ModelInfo(
             name=model.name,
             architecture=model.architecture,
-            context_tokens=self._runner.context_tokens,
+            context_tokens=self.runner.context_tokens,
             vocabulary_size=model.vocabulary_size,
-            parameters=self._runner.decoder.parameters,
-            dtype=str(self._runner.dtype).removeprefix("torch."),
-            device=str(self._runner.device),
-            weights_size_bytes=self._runner.decoder.size_bytes,
-            kv_size_bytes=self._runner.kv.size_bytes,
+            parameters=self.runner.decoder.parameters,
+            dtype=str(self.runner.dtype).removeprefix("torch."),
+            device=str(self.runner.device),
+            weights_size_bytes=self.runner.decoder.size_bytes,
+            kv_size_bytes=self.runner.kv.size_bytes,
             has_chat_template=self.tokenizer.has_chat_template,
             may_think=self.tokenizer.thinking(()) is not None,
-            is_batch_invariant=self._runner.is_batch_invariant,
+            is_batch_invariant=self.runner.is_batch_invariant,
         )
         self.grammars = Grammars(self.tokenizer, model.vocabulary_size, self._eos)
         self._masker = Masker(model.vocabulary_size, self._eos)
@@ -184,18 +174,17 @@ class Engine:
             stop_token_ids=(frozenset() if params.ignore_eos and grammar is None else self._eos).union(stop_token_ids),
             cache_salt=salt,
             priority=priority,
-            arrival=self._submitted,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
             # a grammar reads the first token's space
             text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
             reader=reader,
             prompt_logprobs=known,
-            grammar=Answer(grammar, thinking) if grammar is not None else None,
+            grammar=GrammarState(grammar, thinking) if grammar is not None else None,
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
             text = [*tokens[-MATCH_MAX:], *reference] if reference else []
-            sequence.speculation = Speculation(Lookup(text))
+            sequence.speculation = Speculation(PromptLookup(text))
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         return sequence.id
@@ -269,14 +258,14 @@ class Engine:
                 context_tokens=context,
             )
 
-    def _launch(self, chunks: list[Chunk], began: Moment) -> str | None:
+    def _launch(self, chunks: list[TokenChunk], began: Moment) -> str | None:
         """Have the device compute the chunks and draw after them; returns why where that failed."""
         try:
-            if self._draft_model is not None:
-                chunks = self._draft_model.fill(chunks)
+            if self.draft_model is not None:
+                chunks = self.draft_model.fill(chunks)
                 began = Moment.now()  # those were steps of its own
             masks = self._masker.begin(held(chunks))
-            logits = self._runner.run(chunks, self._in_flight[-1] if self._in_flight else None)
+            logits = self.runner.run(chunks, self._in_flight[-1] if self._in_flight else None)
             step = draw(chunks, logits, self.tokenizer, began, masks)
         except Exception as error:
             _log.exception("a step failed; its sequences end, the engine goes on")
@@ -296,17 +285,17 @@ class Engine:
             _log.exception("a step failed on its way; its sequences end, the engine goes on")
             return self._fail_step([chunk.sequence for chunk in step.chunks], f"the step failed: {error}")
         since, self._landed = max(step.began, self._landed), Moment.now()
-        busy_s = self._landed.busy_s(since, is_device_here=not self._runner.is_asynchronous)
+        busy_s = self._landed.busy_s(since, is_device_here=not self.runner.is_asynchronous)
         is_decode = all(chunk.start >= chunk.sequence.prompt_tokens for chunk in step.chunks)
         counts = [chunk.count for chunk in step.chunks]
         self._timing.observe(counts, self._landed.wall_s - since.wall_s, busy_s, is_decode=is_decode)
         return self._postprocess(step.chunks, sampled)
 
-    def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
+    def _postprocess(self, chunks: Many[TokenChunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
         ending = [
             (chunk, drawn)
             for chunk, drawn in zip(chunks, sampled, strict=True)
-            if drawn and chunk.sequence.status is not Status.FINISHED
+            if drawn and chunk.sequence.status is not SequenceStatus.FINISHED
         ]
         for chunk, _ in ending:
             chunk.sequence.in_flight -= 1
@@ -316,7 +305,7 @@ class Engine:
             outputs += self._fail_step(broken, "the model's output is not finite")
         return outputs
 
-    def _advance(self, chunk: Chunk, drawn: Many[Sampled]) -> StepOutput:
+    def _advance(self, chunk: TokenChunk, drawn: Many[Sampled]) -> StepOutput:
         """Add the drawn tokens as far as the draft was right, and decide whether the answer ends;
         returns the final text."""
         sequence = chunk.sequence
@@ -326,16 +315,18 @@ class Engine:
         prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.answer_tokens == 0 else ()
         accepted = forced = 0
         try:
-            piece, reason = self._add(sequence, drawn[0])
-            while reason is None and accepted < len(chunk.draft) and sequence.tokens[-1] == chunk.draft[accepted]:
+            output = self._add(sequence, drawn[0])
+            while (
+                output.finish_reason is None
+                and accepted < len(chunk.draft)
+                and sequence.tokens[-1] == chunk.draft[accepted]
+            ):
                 accepted += 1
-                more, reason = self._add(sequence, drawn[accepted])
-                piece = piece.joined(more)
-            for token in sequence.forced() if reason is None else ():
-                more, reason = self._add(sequence, Sampled(token))
-                piece = piece.joined(more)
+                output = joined(output, self._add(sequence, drawn[accepted]))
+            for token in sequence.forced() if output.finish_reason is None else ():
+                output = joined(output, self._add(sequence, Sampled(token)))
                 forced += 1
-                if reason is not None:
+                if output.finish_reason is not None:
                     break
         except messages.InvalidRequest as error:
             return self._fail(sequence, error)
@@ -345,29 +336,22 @@ class Engine:
             assert chunk.kind is not None
             assert sequence.speculation is not None
             self._count(sequence, chunk.kind.source, len(chunk.draft), accepted)
-            self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
+            self.speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
         if forced:
-            self._count(sequence, Source.GRAMMAR, forced, forced)
-        output = messages.Output(
-            text=piece.text,
-            reasoning=piece.reasoning,
-            calls=piece.calls,
-            token_ids=piece.token_ids,
-            logprobs=piece.logprobs,
-            prompt_logprobs=prompt_logprobs,
-            stop_token=piece.stop_token,
-            finish_reason=reason,
-        )
-        if reason is not None:
-            self.abort(sequence.id)
-        return StepOutput(sequence.id, output, usage=None if reason is None else sequence.usage)
+            self._count(sequence, DraftSource.GRAMMAR, forced, forced)
+        if prompt_logprobs:
+            output = msgspec.structs.replace(output, prompt_logprobs=prompt_logprobs)
+        if output.finish_reason is None:
+            return StepOutput(sequence.id, output)
+        self.abort(sequence.id)
+        return StepOutput(sequence.id, output, usage=sequence.usage)
 
-    def _count(self, sequence: Sequence, source: Source, drafted: int, accepted: int) -> None:
-        for counted in (sequence, self._totals):
-            counted.drafted[source] += drafted
-            counted.accepted[source] += accepted
+    def _count(self, sequence: Sequence, source: DraftSource, drafted: int, accepted: int) -> None:
+        for counts in (sequence.counted, self._totals):
+            counts.drafted[source] += drafted
+            counts.accepted[source] += accepted
 
-    def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, messages.FinishReason | None]:
+    def _add(self, sequence: Sequence, sampled: Sampled) -> messages.Output:
         assert sampled.token_id is not None
         self._totals.answer_tokens += 1
         return sequence.add(sampled.token_id, sampled.token_logprob(self.tokenizer))
@@ -380,15 +364,17 @@ class Engine:
         """After a failed step any KV may be wrong: end these, recompute all others, forget
         everything."""
         self._in_flight.clear()
-        failed = [self._fail(s, messages.EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
+        failed = [
+            self._fail(s, messages.EngineFailed(why)) for s in sequences if s.status is not SequenceStatus.FINISHED
+        ]
         for sequence in self._sequences.values():
             sequence.in_flight = 0
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence)
         self._pool.forget_all()
-        self._runner.kv.clear()
-        if self._draft_model is not None:
-            self._draft_model.clear()
+        self.runner.kv.clear()
+        if self.draft_model is not None:
+            self.draft_model.clear()
         return failed
 
     def _warm_up(self) -> None:
@@ -398,14 +384,14 @@ class Engine:
         if length < 1 or self._pool.total * self._pool.block_tokens < length + 8:
             return
         params = messages.SamplingParams(
-            temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True
+            temperature=0.0, max_tokens=3 if self.draft_model is None else 6, ignore_eos=True
         )
         for _ in range(2):
             self._timing.forget()
-            self._speculator.forget()
+            self.speculator.forget()
             self.submit(range(length), params, salt=b"warm-up")
             while self.has_work:
                 self.step()
             self._pool.forget_all()
-        self._totals = Totals()
-        self._speculator.forget()
+        self._totals = TokenCounts()
+        self.speculator.forget()

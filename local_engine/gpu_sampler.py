@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from local_engine.grammar import Masks
-from local_engine.kernels.gpu.draw import draw, on_device
-from local_engine.sampler import TEMPERATURE_MIN, ban, held_rows
-from local_engine.sequence import Candidate, Place, Sampled
+from local_engine.kernels.copies import on_device
+from local_engine.kernels.gpu.draw import draw
+from local_engine.sampler import TEMPERATURE_MIN, ban, change_logits, held_rows
+from local_engine.sequence import Place, Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,7 @@ class DeviceDrawn:
         if self.with_logprobs:
             for place, count, chosen, values, tops in zip(self.with_logprobs, self.counts, *others, strict=True):
                 if ids[place] >= 0:
-                    top = tuple(Candidate(*pair) for pair in zip(tops[:count], values[:count], strict=True))
-                    sampled[place] = Sampled(ids[place], Candidate(ids[place], chosen), top)
+                    sampled[place] = Sampled(ids[place], chosen, tuple(zip(tops[:count], values[:count], strict=True)))
         return sampled
 
 
@@ -49,67 +49,34 @@ class DeviceDrawn:
 def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place], masks: Masks | None = None) -> DeviceDrawn:
     """The token at each place from logits[rows[place]]; on the device alone."""
     device = logits.device
-    params = [place.sequence.params for place in places]
-    own = on_device(np.array(rows, np.int64), device)
-    plain, plain_rows = logits, own
-    if masks is not None or any(place.changes_logits for place in places):
-        logits = logits[own].float()
-        _change(logits, places)
+    params = [drawing.sequence.params for drawing in places]
+    row_of = on_device(np.array(rows, np.int64), device)
+    plain, plain_rows = logits, row_of
+    if masks is not None or any(drawing.changes_logits for drawing in places):
+        logits = logits[row_of].float()
+        change_logits(logits, places)
         if masks is not None:
             ban(logits, list(held_rows(places).items()), masks)
-        own = torch.arange(len(places), device=device)
-    keys = [place.sequence.noise_key(place.position) for place in places]
+        row_of = torch.arange(len(places), device=device)
+    keys = [drawing.sequence.noise_key(drawing.position) for drawing in places]
     temperatures = [p.temperature and max(p.temperature, TEMPERATURE_MIN) for p in params]
     settings = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
     ids = draw(
         logits,
-        own,
+        row_of,
         on_device(np.array(keys, np.int64), device),
         on_device(np.array([p.top_k for p in params], np.int64), device),
         on_device(np.array(settings, np.float32), device),
     )
     with_logprobs = [index for index, p in enumerate(params) if p.logprobs is not None]
     counts = [params[index].logprobs or 0 for index in with_logprobs]
-    found: tuple[torch.Tensor, ...] = (ids,)
+    results: tuple[torch.Tensor, ...] = (ids,)
     if with_logprobs:
         at = on_device(np.array(with_logprobs, np.int64), device)
         logprobs = plain[plain_rows[at]].float().log_softmax(-1)
         chosen = logprobs.gather(1, ids[at].clamp_min(0).unsqueeze(1)).squeeze(1)
-        found = (ids, chosen, *logprobs.topk(max(1, *counts), -1))
-    return DeviceDrawn(ids, *_on_their_way(found), with_logprobs, counts)
-
-
-def _change(logits: torch.Tensor, places: Many[Place]) -> None:
-    """Penalties, bias and the ban on stopping too early, in place on float32 [places,
-    vocabulary]."""
-    penalised: list[tuple[int, int, float]] = []  # row, token, factor
-    moved: list[tuple[int, int, float]] = []  # row, token, what is added
-    for row, place in enumerate(places):
-        sequence, params = place.sequence, place.sequence.params
-        if params.repetition_penalty != 1.0:
-            penalised += [(row, token, params.repetition_penalty) for token in set(sequence.tokens)]
-        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-            moved += [
-                (row, token, -params.presence_penalty - params.frequency_penalty * count)
-                for token, count in sequence.counts.items()
-            ]
-        moved += [(row, token, bias) for token, bias in params.logit_bias.items()]
-        if place.position < params.min_tokens and sequence.grammar is None:
-            moved += [(row, token, -np.inf) for token in sequence.stop_token_ids]
-    if penalised:
-        at, factors = _places_of(penalised, logits.device)
-        values = logits[at]
-        logits[at] = torch.where(values > 0, values / factors, values * factors)
-    if moved:
-        at, more = _places_of(moved, logits.device)
-        logits.index_put_(at, more, accumulate=True)
-
-
-def _places_of(
-    edits: list[tuple[int, int, float]], device: torch.device
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    row, token = on_device(np.array([edit[:2] for edit in edits], np.int64).T.copy(), device)
-    return (row, token), on_device(np.array([edit[2] for edit in edits], np.float32), device)
+        results = (ids, chosen, *logprobs.topk(max(1, *counts), -1))
+    return DeviceDrawn(ids, *_on_their_way(results), with_logprobs, counts)
 
 
 def _on_their_way(tensors: Many[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event | None]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from local_engine.apart.process import AT_ONCE, Apart, Refusal
+from local_engine.apart.process import AT_ONCE, Apart, ProgramRefusal
 from local_engine.messages import Grammar, InvalidRequest
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ _AT_ONCE_S = 2e-4  # masks that take less are made before the model runs: a thre
 _FORCED_BYTES = 1 << 9  # made tokens at a time: a literal is read again at each step
 
 
-class Answer:
-    """How far one answer is in its grammar. `thinks`: it is inside a thinking block, which the
+class GrammarState:
+    """The state of one answer in its grammar. `thinks`: it is inside a thinking block, which the
     grammar leaves alone; `may_think`: it may begin with one."""
 
     def __init__(self, compiled: Compiled, thinking: Thinking | None) -> None:
@@ -103,8 +103,8 @@ class Compiled:
 
 
 class Grammars:
-    """The grammars of one model; those of late are kept by their caller's salt. Safe to use from
-    several threads."""
+    """The compiled grammars of one model. It keeps the latest of each caller's salt. Safe to use
+    from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos: frozenset[int]) -> None:
         self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
@@ -118,18 +118,18 @@ class Grammars:
     def compiled(self, wanted: Grammar, salt: bytes) -> Compiled:
         """The grammar, compiled now or lately; takes milliseconds, and up to seconds, in which
         others are compiled too. Raises InvalidRequest where it cannot be held."""
-        found = self.kept(wanted, salt) or self._made(wanted)
+        result = self.kept(wanted, salt) or self._made(wanted)
         if len(wanted.text) <= SIZE_MAX_BYTES:
             with self._lock:
-                self._kept[salt, wanted] = found
+                self._kept[salt, wanted] = result
                 self._kept.move_to_end((salt, wanted))
                 self._make_room()
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(str(found), param=found.param)
-        return found
+        if isinstance(result, InvalidRequest):
+            raise InvalidRequest(str(result), param=result.param)
+        return result
 
     def kept(self, wanted: Grammar, salt: bytes) -> Compiled | InvalidRequest | None:
-        """The grammar, or why it cannot be held, if it was compiled lately."""
+        """The compiled grammar, or the error that refused it, while it is still kept."""
         with self._lock:
             found = self._kept.get((salt, wanted))
         return None if isinstance(found, Compiled) and found.is_spent else found
@@ -152,9 +152,9 @@ class Grammars:
         size_bytes = len(wanted.text.encode())
         try:
             if size_bytes > SIZE_MAX_BYTES:
-                raise Refusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
+                raise ProgramRefusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
             if not self._eos:
-                raise Refusal("the model has no token that ends an answer")
+                raise ProgramRefusal("the model has no token that ends an answer")
             trial = self._trials.get()
             try:
                 grammar = trial.ask({"kind": wanted.kind, "text": wanted.text, "ids": self._tokenizer.marks})
@@ -163,8 +163,8 @@ class Grammars:
             limits = LLParserLimits(**_LIMITS, verbose_errors=False)
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
             if matcher.is_error():
-                raise Refusal(matcher.get_error())
-        except Refusal as error:
+                raise ProgramRefusal(matcher.get_error())
+        except ProgramRefusal as error:
             name = _KINDS.get(wanted.kind, wanted.kind)
             why = f"the {name} cannot be held: {_brief(str(error))}; simplify it, or send the request to another model"
             return InvalidRequest(why, param="grammar")
@@ -226,7 +226,7 @@ class Masker:
         self._threads = ThreadPoolExecutor(1, "masks")
         self._latest_s = 0.0  # of CPU time
 
-    def begin(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> Masks | None:
+    def begin(self, held: Many[tuple[GrammarState, tuple[int, ...]]]) -> Masks | None:
         """Begin on the places after each answer's last token and after each of its draft."""
         if not held:
             return None
@@ -235,7 +235,7 @@ class Masker:
         bits = self._allowed(held)
         return lambda: bits
 
-    def _allowed(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
+    def _allowed(self, held: Many[tuple[GrammarState, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
         began_s = time.thread_time()
         bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)
         at = 0

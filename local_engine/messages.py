@@ -1,9 +1,8 @@
 """The engine's boundary: requests in, outputs out, and every error with a type of its own.
 
-Knows no HTTP, no teams and no torch: this file imports msgspec alone, so that a gateway worker can
-use an engine without loading one. Everything here is a frozen value. The same structs travel over
-the worker's socket (msgpack, in frames with a 4-byte big-endian length) and through `AsyncEngine`
-and `Engine`.
+Knows no HTTP, no teams and no torch, so that a gateway worker can use an engine without loading
+one. Everything here is a frozen value. The same structs travel over the worker's socket, by `ipc`,
+and through `AsyncEngine` and `Engine`.
 
 Errors:
 
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from ipc import CallFrame, ReplyFrame, Wire
 
 _log = logging.getLogger("local_engine.worker")
 
@@ -140,7 +141,7 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
     """One request for `n` answers: of `best_of` candidates (at least n) those with the likeliest
     tokens on average; where best_of is above n nothing is sent until all are done. Exactly one of
     `messages`, `prompt` and `prompt_token_ids` is given.
@@ -190,12 +191,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="output"):
     """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the
-    choice's last piece. Of an answer to `messages`, what the model thinks and the tools that it
-    calls are no part of the text. With log probabilities: `stop_token` is the token that ended the choice and
-    is no part of its text; `prompt_logprobs`, on the first piece, are the prompt's tokens; the
-    first, which nothing predicts, has 0."""
+    choice's last piece, and `usage`, of all choices, on the last piece of all. Of an answer to
+    `messages`, what the model thinks and the tools that it calls are no part of the text. With log
+    probabilities: `stop_token` is the token that ended the choice and is no part of its text;
+    `prompt_logprobs`, on the first piece, are the prompt's tokens; the first, which nothing predicts,
+    has 0."""
 
     index: int = 0
     text: str = ""
@@ -206,9 +208,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     stop_token: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+    usage: EngineUsage | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of tokens over all choices. `cached_tokens`: prompt tokens with reused KV, counted
     once. `drafted_tokens`, `accepted_tokens`: guesses, and those that were right, by their source
     (text, reference, model). `reasoning_tokens`: those of thinking blocks."""
@@ -221,7 +224,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: dict[str, int] = {}
 
 
-def together(usages: Iterable[Usage]) -> Usage:
+def together(usages: Iterable[EngineUsage]) -> EngineUsage:
     """The sum of each count, of one usage at least."""
     total: dict[str, Any] = {}
     for name, count in itertools.chain.from_iterable(msgspec.structs.asdict(usage).items() for usage in usages):
@@ -230,7 +233,7 @@ def together(usages: Iterable[Usage]) -> Usage:
         else:
             before = total.get(name, {})
             total[name] = {**before, **{source: before.get(source, 0) + more for source, more in count.items()}}
-    return Usage(**total)
+    return EngineUsage(**total)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,7 +306,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         return reading_ms + turns * self.answer_tokens_expected * self.decode_ms_per_token
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EngineEnded(msgspec.Struct, frozen=True):
     """Why an engine's process ended, in a file beside its socket (`ended_path`). The process writes
     it where it can't load or gives up, and its supervisor where it was killed; the next process
     removes it. `is_final`: starting again would not help."""
@@ -313,46 +316,34 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 def ended_path(socket_path: str | Path) -> Path:
-    """Where `Ended` lies, as JSON, for the engine of that socket."""
+    """Where `EngineEnded` lies, as JSON, for the engine of that socket."""
     return Path(f"{socket_path}.ended")
 
 
-def write_ended(socket_path: str | Path, ended: Ended) -> None:
-    """Write the reason of an end; the last one counts. Raises OSError."""
-    ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
+def write_ended(socket_path: str | Path, ended: EngineEnded) -> None:
+    """Write the reason of an end; the last one counts. Where it can't be written it is logged."""
+    try:
+        ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
+    except OSError as error:
+        _log.warning("why this engine ended is told here alone: %s: %s", ended.why, error)
 
 
-def read_ended(socket_path: str | Path) -> Ended | None:
+def read_ended(socket_path: str | Path) -> EngineEnded | None:
     """The reason of the last end; None where there is none."""
     try:
-        return msgspec.json.decode(ended_path(socket_path).read_bytes(), type=Ended)
+        return msgspec.json.decode(ended_path(socket_path).read_bytes(), type=EngineEnded)
     except (OSError, msgspec.MsgspecError):  # never ended, or not yet written to its end
         return None
 
 
-# -- over the socket: a frame is a list of these ------------------------------------------------------------------
+# -- over the socket ------------------------------------------------------------------------------
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Client to worker: start a generation under an id that the client chose."""
+class TokenizeCall(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
+    """Asks for the tokens of a prompt, or of a conversation in the model's template. `has_special`:
+    with the tokens that the model puts around a text. `opens_answer`: a conversation up to where the
+    assistant begins. `wants_texts`: with the vocabulary's spelling of each token."""
 
-    id: int
-    request: GenerateRequest
-
-
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Client to worker: stop it and free its blocks; no answer follows."""
-
-    id: int
-
-
-class Tokenize(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
-    """Client to worker: the tokens of a prompt, or of a conversation in the model's template, are
-    asked for. `has_special`: with the tokens that the model puts around a text. `opens_answer`: a
-    conversation up to where the assistant begins. `wants_texts`: with the vocabulary's spelling of
-    each token."""
-
-    id: int = 0
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     has_special: bool = True
@@ -360,73 +351,39 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
     wants_texts: bool = False
 
 
-class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
-    """Client to worker: the text of these tokens is asked for, special ones included."""
+class TokenIds(msgspec.Struct, frozen=True, tag="token_ids", omit_defaults=True):
+    """The answer to `TokenizeCall`."""
 
-    id: int
-    token_ids: list[int]
-
-
-class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    """Worker to client: the answer to `Tokenize`."""
-
-    id: int
     token_ids: list[int]
     texts: list[str] | None = None
 
 
-class Text(msgspec.Struct, frozen=True, tag="text"):
-    """Worker to client: the answer to `Detokenize`."""
+class DetokenizeCall(msgspec.Struct, frozen=True, tag="detokenize"):
+    """Asks for the text of these tokens, special ones included."""
 
-    id: int
+    token_ids: list[int]
+
+
+class TokensText(msgspec.Struct, frozen=True, tag="tokens_text"):
+    """The answer to `DetokenizeCall`."""
+
     text: str
 
 
-class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Worker to client: one step's pieces of one generation; `usage` comes with the last of all
-    choices."""
-
-    id: int
-    outputs: tuple[Output, ...]
-    usage: Usage | None = None
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Worker to client: the request ended in an error. `kind` is the name of an EngineError, whose
-    attributes are the `facts`."""
-
-    id: int
-    kind: str
-    message: str
-    facts: dict[str, Any] = {}
-
-
-class State(msgspec.Struct, frozen=True, tag="state"):
-    """Worker to client: sent on connecting, whenever the load changes (a few times a second), and
-    at least every second: a worker that sends nothing for much longer hangs."""
+class EngineState(msgspec.Struct, frozen=True, tag="state"):
+    """The worker's state, as it tells it whenever the load changes (a few times a second)."""
 
     load: EngineLoad
     info: ModelInfo | None = None
 
 
-ToWorker = Submit | Abort | Tokenize | Detokenize
-ToClient = Outputs | Tokens | Text | Failed | State
+EngineRequest = GenerateRequest | TokenizeCall | DetokenizeCall
+EngineReply = Output | TokenIds | TokensText | EngineState
 
-FRAME_SIZE_MAX_BYTES = 64 * 1024 * 1024
-
-
-def error_to_wire(id: int, error: Exception) -> Failed:
-    """An error as the message that carries it; one that is a bug is logged."""
-    if not isinstance(error, EngineError):
-        _log.error("a request failed", exc_info=error)
-        error = EngineFailed(f"{type(error).__name__}: {error}")
-    return Failed(id, type(error).__name__, str(error), vars(error))
-
-
-def error_from_wire(failed: Failed) -> EngineError:
-    """The error a message carries; a kind this side does not know is EngineFailed."""
-    kinds = (PromptTooLong, InvalidRequest, Overloaded, EngineLoading, EngineUnavailable)
-    kind = next((kind for kind in kinds if kind.__name__ == failed.kind), EngineFailed)
-    error = kind(failed.message)
-    vars(error).update(failed.facts)
-    return error
+WIRE: Wire[EngineRequest, EngineReply] = Wire(
+    calls=msgspec.msgpack.Decoder(CallFrame[EngineRequest]),
+    replies=msgspec.msgpack.Decoder(ReplyFrame[EngineReply]),
+    errors=(EngineFailed, PromptTooLong, InvalidRequest, Overloaded, EngineLoading, EngineUnavailable),
+    unsendable=InvalidRequest,
+    bytes_max=64 << 20,
+)

@@ -23,7 +23,7 @@ from local_engine.executors.torch import TorchExecutor
 from local_engine.kernels.cpu import native_for, why_no_kernels
 from local_engine.kernels.supports import PARTS, has_triton, supports
 from local_engine.models.decoder import Decoder
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.weights import scaled
 from local_engine.weights.linear import LinearOptions
@@ -78,7 +78,7 @@ class ModelRunner:
             # torch has no type of its own for an allocation that fails
             except (RuntimeError, MemoryError) as error:
                 said = str(error).partition("\n")[0]
-                raise ModelError(f"{checkpoint.place}: no memory for the weights that are described: {said}") from None
+                raise ModelError(f"{checkpoint.path}: no memory for the weights that are described: {said}") from None
             self._read(checkpoint, progress)
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
@@ -93,7 +93,7 @@ class ModelRunner:
             draft._open_executor(config, self.kv.blocks)
         self.is_batch_invariant = (
             config.is_batch_invariant is not False
-            and isinstance(self._executor, NativeExecutor)
+            and isinstance(self.executor, NativeExecutor)
             and self.decoder.is_batch_invariant
         )
         if config.is_batch_invariant and not self.is_batch_invariant:
@@ -106,30 +106,31 @@ class ModelRunner:
 
     def _read(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Every weight into its place. Raises ModelError with the file and the tensor."""
+        names = checkpoint.names()
         try:
-            self.decoder.expect(checkpoint.names())
+            self.decoder.expect(names)
         except ModelError as error:
-            raise ModelError(f"{checkpoint.place}: {error}") from None
-        for piece in checkpoint.weights():
+            raise ModelError(f"{checkpoint.path}: {error}") from None
+        for number, piece in enumerate(checkpoint.weights(), 1):
             try:
                 self.decoder.load(piece.name, piece.tensor)
             except ModelError as error:
                 raise ModelError(f"{piece.file}: {error}") from None
-            progress(0.05 + 0.85 * piece.share, "reading weights")
+            progress(0.05 + 0.85 * number / len(names), "reading weights")
 
-    def run(self, chunks: Many[Chunk], before: StepInFlight | None = None) -> torch.Tensor:
+    def run(self, chunks: Many[TokenChunk], before: StepInFlight | None = None) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the
         order of the chunks, valid until the next call. Tokens that are not known yet are taken from
         the draws of the step `before`, on the device."""
-        return self._executor.run(chunks, before)
+        return self.executor.run(chunks, before)
 
     def _open_executor(self, config: EngineConfig, blocks: int) -> None:
         """Finish the weights, make the pools of KV, and choose what runs the steps."""
         self.context_tokens = min(self.context_tokens, blocks * config.block_tokens)
         with torch.inference_mode():
             self.decoder.finish(self.context_tokens)
-            self._executor = self._chosen(config, blocks)
-        self.kv = self._executor.kv
+            self.executor = self._chosen(config, blocks)
+        self.kv = self.executor.kv
 
     def _chosen(self, config: EngineConfig, blocks: int) -> TorchExecutor | NativeExecutor | GpuExecutor:
         """Triton's kernels where they serve the device, else the native ones, else torch."""
@@ -147,8 +148,8 @@ class ModelRunner:
         return TorchExecutor(self.decoder, blocks=blocks, block_tokens=size)
 
     def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:
-        """How many blocks there is memory for, those of the draft model at their side. Raises
-        ModelError."""
+        """The number of blocks that fit in memory, with those of the draft model beside them.
+        Raises ModelError."""
         block_bytes = sum(
             block_size_bytes(one.decoder.config, config.block_tokens, one.dtype, one.device)
             for one in (self, draft)
@@ -171,7 +172,7 @@ class ModelRunner:
         layer's gathered KV."""
         model = self.decoder.config
         rows = config.step_tokens_max or default_step_tokens(self.device)
-        wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.heads * model.head_dim
+        wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.attention.qkv_rows[0]
         logits = (config.sequences_max or default_sequences(self.device)) * model.vocabulary_size * 12
         return rows * wide * 4 + logits + (1 << 29)
 

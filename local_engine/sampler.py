@@ -15,17 +15,22 @@ filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from local_engine.grammar import Masks
+from local_engine.kernels.copies import on_device
 from local_engine.kernels.cpu import native_for
 from local_engine.kernels.noise import noise
 from local_engine.messages import SamplingParams
-from local_engine.sequence import Candidate, Place, Sampled
+from local_engine.sequence import Place, Sampled
 
 _CANDIDATES = (256, 4096)
 TEMPERATURE_MIN = 1e-6  # colder is greedy anyway, and would pass what a float can hold
@@ -44,7 +49,7 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostDrawn:
-    """Drawn and at hand."""
+    """Tokens that the host has drawn; nothing is left to wait for."""
 
     sampled: list[Sampled]
     device: torch.device
@@ -66,15 +71,16 @@ def sample(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None
     with_logprobs = [row for row in with_logprobs if ids[row] is not None]
     if with_logprobs:
         wanted = [places[row].sequence.params.logprobs or 0 for row in with_logprobs]
-        found = candidates(logits[with_logprobs], [ids[row] or 0 for row in with_logprobs], wanted)
-        for row, own in zip(with_logprobs, found, strict=True):
-            sampled[row] = own
+        logprobs = candidates(logits[with_logprobs], [ids[row] or 0 for row in with_logprobs], wanted)
+        for row, token in zip(with_logprobs, logprobs, strict=True):
+            sampled[row] = token
     return sampled
 
 
 @torch.inference_mode()
 def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) -> list[int | None]:
-    """As `sample`, the ids alone; None where the logits were not finite."""
+    """The ids that `sample` would give, without log probabilities; None for a row whose logits are
+    not finite."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
     ids: dict[int, int] = dict(enumerate(best_ids.tolist()))
@@ -83,22 +89,23 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
     held = held_rows(places) if masks is not None else {}
     if changed:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
-        for row in changed:
-            _change(logits[row], places[row])
+        change_logits(logits, places)
     for rows in (drawn, sorted({*changed, *held}.difference(drawn))):
         if rows:
-            own_places = [places[row] for row in rows]
-            temperatures = [place.sequence.params.temperature for place in own_places]
-            own = logits if len(rows) == len(places) else logits[rows]
-            own = own / torch.tensor([[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=own.device)
-            own_held = [(index, held[row]) for index, row in enumerate(rows) if row in held]
-            total = own.new_empty(len(rows), 1) if rows is drawn else None
-            if total is not None and len(own_held) < len(rows):
-                total = own.logsumexp(-1, keepdim=True)
+            row_places = [places[row] for row in rows]
+            temperatures = [drawing.sequence.params.temperature for drawing in row_places]
+            scores = logits if len(rows) == len(places) else logits[rows]
+            scores = scores / torch.tensor(
+                [[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=scores.device
+            )
+            row_masks = [(index, held[row]) for index, row in enumerate(rows) if row in held]
+            total = scores.new_empty(len(rows), 1) if rows is drawn else None
+            if total is not None and len(row_masks) < len(rows):
+                total = scores.logsumexp(-1, keepdim=True)
             if masks is not None:
-                ban(own, own_held, masks, total)
-            found: list[int] = own.argmax(-1).tolist() if total is None else _race(own, own_places, total)
-            ids |= zip(rows, found, strict=True)
+                ban(scores, row_masks, masks, total)
+            tokens: list[int] = scores.argmax(-1).tolist() if total is None else _race(scores, row_places, total)
+            ids |= zip(rows, tokens, strict=True)
     return [id if good else None for id, good in zip(ids.values(), is_finite, strict=True)]
 
 
@@ -124,39 +131,57 @@ def ban(logits: torch.Tensor, held: list[tuple[int, int]], masks: Masks, total: 
         total[rows] = logits[rows].logsumexp(-1, keepdim=True)
 
 
-def _change(row: torch.Tensor, place: Place) -> None:
-    """Penalties, bias and the ban on stopping too early, in place on one row of logits."""
-    sequence = place.sequence
-    params = sequence.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list(set(sequence.tokens)), device=row.device)
-        values = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if sequence.counts and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
-        answered = torch.tensor(list(sequence.counts), device=row.device)
-        counts = torch.tensor(list(sequence.counts.values()), device=row.device, dtype=row.dtype)
-        row[answered] -= params.presence_penalty + params.frequency_penalty * counts
-    if params.logit_bias:
-        biased = torch.tensor(list(params.logit_bias), device=row.device)
-        row[biased] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
-    if place.position < params.min_tokens and sequence.stop_token_ids and sequence.grammar is None:
-        row[list(sequence.stop_token_ids)] = -torch.inf
+Edits = list[tuple[int, Mapping[int, float]]]  # rows, and what is done to the logits of tokens there
+
+
+def change_logits(logits: torch.Tensor, places: Many[Place]) -> None:
+    """Penalties, bias and the ban on stopping too early, in place on float32 [places,
+    vocabulary]."""
+    factors: Edits = []
+    additions: Edits = []
+    for row, drawing in enumerate(places):
+        sequence, params = drawing.sequence, drawing.sequence.params
+        if params.repetition_penalty != 1.0:
+            factors.append((row, dict.fromkeys(sequence.tokens, params.repetition_penalty)))
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            penalties = {
+                token: -params.presence_penalty - params.frequency_penalty * count
+                for token, count in sequence.counts.items()
+            }
+            additions.append((row, penalties))
+        additions.append((row, params.logit_bias))
+        if drawing.position < params.min_tokens and sequence.grammar is None:
+            additions.append((row, dict.fromkeys(sequence.stop_token_ids, -math.inf)))
+    if factors:
+        at, factor = _flat(factors, logits.device)
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / factor, values * factor)
+    at, added = _flat(additions, logits.device)
+    logits.index_put_(at, added, accumulate=True)
+
+
+def _flat(edits: Edits, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The rows and tokens of the edits, and their values."""
+    rows = np.repeat([row for row, _ in edits], [len(values) for _, values in edits])
+    tokens = np.fromiter(itertools.chain.from_iterable(values for _, values in edits), np.int64)
+    values = np.fromiter(itertools.chain.from_iterable(values.values() for _, values in edits), np.float32)
+    return (on_device(rows, device), on_device(tokens, device)), on_device(values, device)
 
 
 def _race(logits: torch.Tensor, places: Many[Place], total: torch.Tensor) -> list[int]:
-    """One random token per row, of logits at its temperature and their log sums of exponentials."""
+    """One random token per row. `logits` are divided by the temperature; `total` are their log sums
+    of exponentials."""
     device, params = logits.device, [place.sequence.params for place in places]
     keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
     ids = [0] * len(places)
     rest = list(range(len(places)))
     for width in (*_CANDIDATES, logits.shape[-1]):
         if rest:
-            own = _Rows(logits[rest], keys[rest], total[rest], [params[row] for row in rest])
-            found = _first(own, min(width, logits.shape[-1]))
-            for row, id in zip(rest, found, strict=True):
+            race = _Rows(logits[rest], keys[rest], total[rest], [params[row] for row in rest])
+            winners = _first(race, min(width, logits.shape[-1]))
+            for row, id in zip(rest, winners, strict=True):
                 ids[row] = id
-            rest = [row for row, id in zip(rest, found, strict=True) if id < 0]
+            rest = [row for row, id in zip(rest, winners, strict=True) if id < 0]
     return ids
 
 
@@ -208,9 +233,9 @@ def _let_tail_win(
     tokens: torch.Tensor,
     winners: torch.Tensor,
 ) -> None:
-    """Where nothing is filtered, all that is not among the likeliest `tokens` races as one, by its
-    share; where it is first, one of its tokens is drawn in proportion, into `winners`. The first of
-    many exponential times is one of the summed rate."""
+    """Where nothing is filtered, the tokens beside the likeliest `tokens` race as one, by their
+    common share. Where that one is first, one of its tokens is drawn in proportion, into
+    `winners`. The minimum of many exponential times is one exponential time of the summed rate."""
     tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
     nobody = torch.full_like(rows.keys, -1)
     for row in (noise(rows.keys, nobody) / tail < times).nonzero()[:, 0].tolist():
@@ -229,14 +254,14 @@ def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids, device=logits.device)].tolist()
     tops = [_likeliest(row, count) for row, count in zip(logprobs, counts, strict=True)]
-    return [Sampled(id, Candidate(id, value), top) for id, value, top in zip(ids, chosen, tops, strict=True)]
+    return [Sampled(*token) for token in zip(ids, chosen, tops, strict=True)]
 
 
-def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[Candidate, ...]:
+def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """Of equal ones the smaller ids first, as greedy decoding has it: logits in 16 bits are often
     equal."""
     if not count:
         return ()
     ids = (logprobs >= logprobs.topk(min(count, len(logprobs))).values[-1]).nonzero()[:, 0]
     values, order = logprobs[ids].sort(descending=True, stable=True)
-    return tuple(Candidate(*pair) for pair in zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))
+    return tuple(zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))

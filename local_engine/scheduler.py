@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import Overloaded
-from local_engine.sequence import Chunk, Sequence, Status
+from local_engine.sequence import Sequence, SequenceStatus, TokenChunk
 from local_engine.speculation.speculator import Draft, DraftRequest, Speculator
 
 
@@ -76,19 +76,19 @@ class Scheduler:
             sequence.turn = max(self._now, self._turn_ends.get(flow, 0.0))
             # decision: fair-by-tokens
             self._turn_ends[flow] = sequence.turn + len(sequence.tokens) + sequence.answer_tokens_max
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: Sequence) -> None:
         """Take it out, wherever it is, and give its blocks back."""
-        if sequence.status is Status.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.status is Status.RUNNING:
+        elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
             known = self.answer_tokens_expected or sequence.answer_tokens
             self.answer_tokens_expected = known + 0.1 * (sequence.answer_tokens - known)
-        sequence.status = Status.FINISHED
+        sequence.status = SequenceStatus.FINISHED
         if not self.has_work:
             self._now, self._turn_ends = 0.0, {}
 
@@ -99,10 +99,10 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> list[TokenChunk]:
         """The chunks of the next step, in order of priority and decodes first; empty when there is
         no work."""
-        chunks: list[Chunk] = []
+        chunks: list[TokenChunk] = []
         budget, has_preempted = self.step_tokens_max, False
         # a sequence that loses its place in this step is none
         candidates = set(map(id, self.waiting))
@@ -139,21 +139,21 @@ class Scheduler:
         assert len(queued) == len(set(map(id, queued))), "a sequence is queued twice"
         assert {sequence.id for sequence in queued} == set(live), "a sequence is lost"
         for sequence in self.waiting:
-            assert sequence.status is Status.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
+            assert sequence.status is SequenceStatus.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
             assert not sequence.blocks, f"sequence {sequence.id} waits and holds blocks"
             assert sequence.computed == sequence.draft_computed == 0, (
                 f"sequence {sequence.id} waits with computed tokens"
             )
         for sequence in self.running:
-            assert sequence.status is Status.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
+            assert sequence.status is SequenceStatus.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
             assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
             assert sequence.draft_computed <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
     def _newcomer(self, candidates: set[int], ready: list[Sequence], has_preempted: bool) -> Sequence | None:
-        """The first that waits, where it is its turn: one of a better priority than all that are
-        `ready` goes before them, any other after them and, so that nothing is admitted to what was
-        just taken away, in steps without a preemption."""
+        """The first sequence that waits, where it may be admitted now. A better priority than that
+        of all `ready` ones goes before them. Any other waits until they are scheduled, and for a
+        step without a preemption: nothing is admitted to blocks that were just taken away."""
         head = self.waiting[0] if self.waiting else None
         if head is None or id(head) not in candidates:
             return None
@@ -172,7 +172,7 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             reusable = 0  # every token is computed
         pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, reusable)
-        reused = pool.match(sequence.keys[:reusable], sequence.tokens, sequence.cache_salt)
+        reused = pool.match(sequence.keys[:reusable])
         wanted = -(-len(sequence.tokens) // size) - len(reused)
         if self.running and wanted + pool.unused(reused) + self._growth() > pool.available:
             return None
@@ -186,7 +186,7 @@ class Scheduler:
         self.pool.hold(reused)
         self.waiting.remove(sequence)
         self._now = max(self._now, sequence.turn)
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         sequence.blocks = reused
         sequence.registered = len(reused)
         sequence.computed = len(reused) * self.pool.block_tokens
@@ -226,8 +226,8 @@ class Scheduler:
         return self._speculator.plan(len(decoding), requests) if requests else {}
 
     def _make_room(self, sequence: Sequence, draft: Draft | None, budget: int) -> Draft | None:
-        """As much of the draft as the budget and free blocks leave room for: a guess must cost no
-        sequence a block."""
+        """The beginning of the draft that the budget and free blocks leave room for: a guess must
+        cost no sequence a block."""
         if draft is None:
             return None
         size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
@@ -241,8 +241,8 @@ class Scheduler:
         return draft
 
     def _find_room(self, sequence: Sequence, count: int, *others: list[Sequence]) -> bool:
-        """Allocate the blocks for `count` more tokens, if need be at the cost of those of `others`
-        that come after it."""
+        """Allocate the blocks for `count` more tokens. Where blocks are short, sequences of
+        `others` that come later in order lose theirs."""
         wanted = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
         while wanted > self.pool.available:
             if not self._make_way(sequence.order, *others):
@@ -252,37 +252,35 @@ class Scheduler:
 
     def _make_way(self, order: tuple[float, ...], *others: list[Sequence]) -> bool:
         """Preempt the last of `others`, if it comes after `order`."""
-        victim = max((s for some in others for s in some if s.order > order), key=lambda s: s.order, default=None)
+        victim = max((s for queue in others for s in queue if s.order > order), key=lambda s: s.order, default=None)
         if victim is None:
             return False
-        for some in others:
-            if victim in some:
-                some.remove(victim)
+        for queue in others:
+            if victim in queue:
+                queue.remove(victim)
         self.preempt(victim)
         return True
 
-    def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> Chunk:
+    def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> TokenChunk:
         pool, start = self.pool, sequence.computed
         written, full = start // pool.block_tokens, min(start + count, len(sequence.tokens)) // pool.block_tokens
         if sequence.registered < full:
             pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, full)
         while sequence.registered < full:
             blocks, index = sequence.blocks, sequence.registered
-            own = blocks[index]
-            if not pool.register(
-                blocks, index, sequence.keys, sequence.tokens, sequence.cache_salt, is_written=index < written
-            ):
+            block = blocks[index]
+            if not pool.register(blocks, index, sequence.keys, is_written=index < written):
                 break
-            if blocks[index] != own:  # another's, where the draft model may lack KV
+            if blocks[index] != block:  # another's, where the draft model may lack KV
                 sequence.draft_computed = min(sequence.draft_computed, index * pool.block_tokens)
             sequence.registered += 1
         logit_rows = 1 if count == sequence.pending else 0
         if sequence.wants_prompt_logprobs:
             logit_rows = count
         if draft is None:
-            return Chunk(sequence, start, count, logit_rows)
+            return TokenChunk(sequence, start, count, logit_rows)
         more = len(draft.tokens)
-        return Chunk(
+        return TokenChunk(
             sequence, start, count + more, logit_rows + more, draft=draft.tokens, kind=draft.kind, wanted=draft.wanted
         )
 

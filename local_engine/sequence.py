@@ -12,17 +12,32 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 
-from local_engine.grammar import Answer
-from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
-from local_engine.speculation.speculator import Kind, Speculation
-from local_engine.text.calls import Reader
-from local_engine.text.tokenizer import Piece, TextStream, Tokenizer
+import msgspec
+
+from local_engine.grammar import GrammarState
+from local_engine.messages import EngineUsage, Output, SamplingParams, TokenLogprob
+from local_engine.speculation.speculator import DraftKind, Speculation
+from local_engine.text.calls import AnswerReader
+from local_engine.text.tokenizer import TextStream, Tokenizer, joined
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Counts of tokens, of one answer or of all since the start; `drafted` and `accepted` guesses by
+    their source."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    reasoning_tokens: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +52,7 @@ class Sequence:
     `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer
     tokens and is kept only where a penalty needs it. `turn` is its place in the fair order of its
     priority, see the scheduler. `speculation` is None where drafts are not allowed;
-    `draft_computed` counts tokens with the draft model's KV in `blocks`. `drafted` and `accepted`
-    count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as
+    `draft_computed` counts tokens with the draft model's KV in `blocks`. `prompt_logprobs` are those of the prompt's tokens, as far as
     they are known, where the parameters have them: at least the first, which nothing predicts.
     `grammar` is how far the answer is in its grammar, `reader` what finds calls and thinking in
     its text.
@@ -52,55 +66,52 @@ class Sequence:
     stop_token_ids: frozenset[int]
     cache_salt: bytes
     priority: int
-    arrival: int
     seed: int
     text: TextStream
     turn: float = -1.0
     speculation: Speculation | None = None
     draft_computed: int = 0
-    drafted: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     registered: int = 0
     computed: int = 0
     in_flight: int = 0
     cached_tokens: int | None = None
+    counted: TokenCounts = field(default_factory=TokenCounts)
     counts: Counter[int] = field(default_factory=Counter)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    grammar: Answer | None = None
-    reader: Reader | None = None
-    reasoning_tokens: int = 0
+    grammar: GrammarState | None = None
+    reader: AnswerReader | None = None
 
     @property
     def answer_tokens(self) -> int:
-        """How many tokens were generated."""
+        """The number of tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def pending(self) -> int:
-        """How many tokens must be computed before the next one can be sampled."""
+        """The number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) + self.in_flight - self.computed
 
     @property
     def pending_draft(self) -> int:
-        """How many tokens the draft model has not computed."""
+        """The number of tokens that the draft model has yet to compute."""
         return len(self.tokens) - self.draft_computed
 
     @property
     def order(self) -> tuple[int, float, int]:
         """Admission order: smaller goes first."""
-        return (self.priority, self.turn, self.arrival)
+        return (self.priority, self.turn, self.id)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log probabilities of the prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens
 
-    def add(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Piece, FinishReason | None]:
-        """Add the answer's next token; returns the text it made final, and why the answer ends with
-        it if it does. Raises InvalidRequest where its grammar cannot go on."""
+    def add(self, token_id: int, logprob: TokenLogprob | None) -> Output:
+        """Add the answer's next token; returns what it made final, with the reason where the answer
+        ends with it. Raises InvalidRequest where its grammar cannot go on."""
         self.tokens.append(token_id)
         if self.grammar is not None:
             self.grammar.take(token_id)
@@ -108,31 +119,35 @@ class Sequence:
             self.counts[token_id] += 1
         reader = self.reader
         if reader is None:
-            return self._text_of(token_id, logprob)
-        self.reasoning_tokens += reader.thinks
-        piece, reason = self._text_of(token_id, logprob, is_framed=reader.is_framed)
-        piece = piece.read(reader, is_last=reason is not None)
-        return (piece, "stop") if reason is None and reader.is_over else (piece, reason)
+            return self._output_of(token_id, logprob)
+        self.counted.reasoning_tokens += reader.thinks
+        output = self._output_of(token_id, logprob, is_framed=reader.is_framed)
+        parts = reader.read(output.text, is_last=output.finish_reason is not None)
+        return msgspec.structs.replace(
+            output,
+            text=parts.text,
+            reasoning=parts.reasoning,
+            calls=tuple(parts.calls),
+            finish_reason=output.finish_reason or ("stop" if reader.is_over else None),
+        )
 
     def forced(self) -> tuple[int, ...]:
-        """The next tokens, as far as its grammar leaves no others; none where log probabilities are
+        """The next tokens, as far as the grammar leaves only one. Empty where log probabilities are
         wanted, which take a row of logits each."""
         return () if self.grammar is None or self.params.logprobs is not None else self.grammar.forced()
 
-    def _text_of(
-        self, token_id: int, logprob: TokenLogprob | None, *, is_framed: bool = False
-    ) -> tuple[Piece, FinishReason | None]:
+    def _output_of(self, token_id: int, logprob: TokenLogprob | None, *, is_framed: bool = False) -> Output:
         if token_id in self.stop_token_ids:
-            return replace(self.text.finish(), stop_token=logprob), "stop"
+            return msgspec.structs.replace(self.text.finish("stop"), stop_token=logprob)
         can_stop = self.answer_tokens >= self.params.min_tokens and not is_framed
-        piece = self.text.push(token_id, logprob, can_stop=can_stop)
-        if piece.is_stopped:
-            return piece, "stop"
+        output = self.text.push(token_id, logprob, can_stop=can_stop)
+        if output.finish_reason is not None:
+            return output
         if self.grammar is not None and self.grammar.is_over:
-            return piece.joined(self.text.finish()), "stop"
+            return joined(output, self.text.finish("stop"))
         if self.answer_tokens >= self.answer_tokens_max:
-            return piece.joined(self.text.finish()), "length"
-        return piece, None
+            return joined(output, self.text.finish("length"))
+        return output
 
     def noise_key(self, position: int) -> int:
         """The key of the noise that draws the answer's token at `position`, a signed 64-bit number:
@@ -142,15 +157,15 @@ class Sequence:
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> EngineUsage:
         """Its counts of tokens."""
-        return Usage(
+        return EngineUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.answer_tokens,
             cached_tokens=self.cached_tokens or 0,
-            reasoning_tokens=self.reasoning_tokens,
-            drafted_tokens=dict(self.drafted),
-            accepted_tokens=dict(self.accepted),
+            reasoning_tokens=self.counted.reasoning_tokens,
+            drafted_tokens=dict(self.counted.drafted),
+            accepted_tokens=dict(self.counted.accepted),
         )
 
     @property
@@ -160,7 +175,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the
     last of them are `draft`, guesses of a `kind` at the next tokens. `wanted`: how many guesses
     there is room for that the draft model is yet to make. `logit_rows`: how many of the last tokens
@@ -171,7 +186,7 @@ class Chunk:
     count: int
     logit_rows: int
     draft: tuple[int, ...] = ()
-    kind: Kind | None = None
+    kind: DraftKind | None = None
     wanted: int = 0
 
     @property
@@ -189,8 +204,8 @@ class Chunk:
         known = self.sequence.tokens[self.start : self.end - len(self.draft)]
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
-    def with_draft(self, draft: tuple[int, ...]) -> Chunk:
-        """The same with the draft model's guesses, as far as its grammar allows them."""
+    def with_draft(self, draft: tuple[int, ...]) -> TokenChunk:
+        """A copy with the draft model's guesses, as far as the grammar allows them."""
         draft = self.sequence.grammar.part(draft) if self.sequence.grammar is not None else draft
         count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
         return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)
@@ -220,25 +235,18 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token with its log probability under the model's own distribution."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sequence's next token; `chosen` and `top` with log probabilities. `token_id` is None when
-    the logits were not finite."""
+    """One sequence's next token; with log probabilities under the model's own distribution its
+    `logprob`, and `top`, the likeliest tokens with theirs. `token_id` is None when the logits were
+    not finite."""
 
     token_id: int | None
-    chosen: Candidate | None = None
-    top: tuple[Candidate, ...] = ()
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
     def token_logprob(self, tokenizer: Tokenizer) -> TokenLogprob | None:
         """Its log probabilities with their tokens' text; None without log probabilities."""
-        if self.chosen is None:
+        if self.token_id is None or self.logprob is None:
             return None
-        top = tuple(tokenizer.token_logprob(candidate.token_id, candidate.logprob) for candidate in self.top)
-        return tokenizer.token_logprob(self.chosen.token_id, self.chosen.logprob, top)
+        top = tuple(tokenizer.token_logprob(*pair) for pair in self.top)
+        return tokenizer.token_logprob(self.token_id, self.logprob, top)

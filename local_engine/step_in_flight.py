@@ -12,11 +12,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from local_engine.grammar import Answer, Masks
+from local_engine.grammar import GrammarState, Masks
 from local_engine.kernels.supports import supports
 from local_engine.messages import TokenLogprob
 from local_engine.sampler import Drawn, HostDrawn, candidates, sample
-from local_engine.sequence import Chunk, Place, Sampled
+from local_engine.sequence import Place, Sampled, TokenChunk
 from local_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class StepInFlight:
     """`chunks` and the draws after each: `counts` places of `drawn`, which may still be under way.
     `began`: when its step began to be scheduled."""
 
-    chunks: Many[Chunk]
+    chunks: Many[TokenChunk]
     counts: Many[int]
     drawn: Drawn
     began: Moment
@@ -44,7 +44,7 @@ class StepInFlight:
         return any(one.has_penalties or one.grammar is not None for one in drawn) or any(c.draft for c in self.chunks)
 
     def places(self) -> dict[int, int]:
-        """Where in `drawn` the next token of each sequence is, by the sequence's id."""
+        """The index of each sequence's next token in `drawn`, by the sequence's id."""
         starts = itertools.accumulate(self.counts, initial=0)
         return {
             chunk.sequence.id: start for (chunk, count), start in zip(self._counted(), starts, strict=False) if count
@@ -55,11 +55,11 @@ class StepInFlight:
         drawn = iter(self.drawn.read())
         return [[next(drawn) for _ in range(count)] for count in self.counts]
 
-    def _counted(self) -> zip[tuple[Chunk, int]]:
+    def _counted(self) -> zip[tuple[TokenChunk, int]]:
         return zip(self.chunks, self.counts, strict=True)
 
 
-def held(chunks: Many[Chunk]) -> list[tuple[Answer, tuple[int, ...]]]:
+def held(chunks: Many[TokenChunk]) -> list[tuple[GrammarState, tuple[int, ...]]]:
     """The places of a step that have a grammar, in the order of `draw`."""
     return [
         (chunk.sequence.grammar, chunk.draft)
@@ -69,7 +69,7 @@ def held(chunks: Many[Chunk]) -> list[tuple[Answer, tuple[int, ...]]]:
 
 
 def draw(
-    chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment, masks: Masks | None = None
+    chunks: Many[TokenChunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment, masks: Masks | None = None
 ) -> StepInFlight:
     """Draw for each chunk at its places: after its last token and after each of its draft. Prompts'
     log probabilities are kept where the parameters have them."""
@@ -81,10 +81,10 @@ def draw(
         stop = at + chunk.logit_rows
         if chunk.sequence.wants_prompt_logprobs:
             chunk.sequence.prompt_logprobs += _prompt_logprobs(chunk, logits[at:stop], tokenizer)
-        own = range(len(chunk.draft) + 1 if chunk.is_last else 0)
-        places += [Place(chunk.sequence, ahead) for ahead in own]
-        rows += range(stop - len(own), stop)
-        counts.append(len(own))
+        ahead_of_last = range(len(chunk.draft) + 1 if chunk.is_last else 0)
+        places += [Place(chunk.sequence, ahead) for ahead in ahead_of_last]
+        rows += range(stop - len(ahead_of_last), stop)
+        counts.append(len(ahead_of_last))
         at = stop
     return StepInFlight(chunks, counts, _drawn(logits, rows, places, masks), began)
 
@@ -98,7 +98,7 @@ def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place], masks: Ma
     return HostDrawn(sampled, logits.device)
 
 
-def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -> list[TokenLogprob]:
+def _prompt_logprobs(chunk: TokenChunk, logits: torch.Tensor, tokenizer: Tokenizer) -> list[TokenLogprob]:
     sequence = chunk.sequence
     # the row at position p predicts token p + 1; known are those up to first
     first = len(sequence.prompt_logprobs) - 1

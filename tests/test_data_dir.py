@@ -123,13 +123,3 @@ def test_a_secret_is_written_into_a_new_file(tmp_path: Path) -> None:
         write_secret(path, "new")
         assert (path.is_symlink(), path.read_text(), mode_of(path)) == (False, "new", 0o600)
     assert elsewhere.read_text() == "another's"
-
-
-def test_the_database_of_an_earlier_version_is_closed(tmp_path: Path) -> None:
-    """The ledger and the digests of keys become readable by their owner alone, SQLite's other files too."""
-    files = [tmp_path / name for name in ("sameway.db", "sameway.db-wal", "sameway.db-shm")]
-    for file in files:
-        file.touch()
-        file.chmod(0o644)
-    prepare(Settings(data_dir=tmp_path))
-    assert [mode_of(file) for file in files] == [0o600] * 3

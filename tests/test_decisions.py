@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("gateway", "cache", "policies", "local_engine")
+PACKAGES = ("gateway", "cache", "policies", "local_engine", "ipc")
 SOURCES = (".py", ".cpp", ".h", ".html")
 LABELS = ("Decision", "Why", "Price", "Where")
 RECORDS_MAX = 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import shlex
@@ -17,10 +18,12 @@ import pytest
 import yaml
 
 from cache.fingerprint import FIELDS, FieldKind
+from cache.worker.options import WorkerOptions
 from gateway.app import VERSION, create_app
-from gateway.cli import _parser, main
-from gateway.settings import SECTIONS, PriceSettings, Settings
+from gateway.cli import command_parser, main
+from gateway.settings import SECTIONS, EngineSettings, PriceSettings, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
+from policies import Price
 from tests.documents import DOCUMENTS, ROOT, admin_paths, generated, with_generated, without_generated
 from tests.golden.source import COLLECTORS, PACKAGES
 
@@ -92,8 +95,12 @@ def test_every_setting_has_a_sentence() -> None:
 
 
 def test_every_setting_is_read() -> None:
-    """A setting that no code reads has no effect. It is read from a name like `settings`, or like its section."""
-    read: set[tuple[str, str]] = set()
+    """A setting that no code reads has no effect. It is read from a name like `settings`, or like its section; handed to a
+    process under its name (tests/processes/test_supervisor.py); or an amount of a price, by the name of the price's field.
+    """
+    read = {("engine", name) for name in EngineSettings.model_fields}
+    read |= {("cache", option.name) for option in dataclasses.fields(WorkerOptions)}
+    read |= {("price", field.name.replace("microusd", "usd")) for field in dataclasses.fields(Price)}
     for node in (*_trees(), *ast.walk(ast.parse((ROOT / "gateway/settings.py").read_text()))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value.value if isinstance(node.value, ast.Subscript) else node.value
@@ -230,7 +237,9 @@ def test_sample_commands_can_run(name: str) -> None:
             case ["./run", "bench", bench, *_]:
                 assert (ROOT / f"bench/{bench}.py").exists(), line
             case ["./run", ("serve" | "sameway") as command, *given]:
-                _parser().parse_args([command, *given] if command == "serve" else given)  # SystemExit where it is wrong
+                command_parser().parse_args(
+                    [command, *given] if command == "serve" else given
+                )  # SystemExit where it is wrong
             case ["./run", command, *_]:
                 assert f"\n  {command}) " in (ROOT / "run").read_text(), line
             case ["curl", url, *options]:
@@ -295,7 +304,7 @@ def test_links_resolve(name: str) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_paths_exist(name: str) -> None:
     """Each file that a document names is there, and so is each test in it."""
-    folders = "gateway|cache|policies|local_engine|tests|bench|deploy|docs"
+    folders = "gateway|cache|policies|local_engine|ipc|tests|bench|deploy|docs"
     for path, test in re.findall(rf"`((?:{folders})/[\w./-]+)(?:::(\w+))?`", TEXTS[name]):
         assert (ROOT / path).exists(), f"{name}: {path}"
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{name}: {path}::{test}"

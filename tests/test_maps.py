@@ -13,7 +13,7 @@ from tests.test_tidy import ROOMS
 ROOT = Path(__file__).parent.parent
 MAP = (ROOT / "ARCHITECTURE.md").read_text()
 LINES_MAX, COLUMNS_MAX = 120, 100
-PACKAGES = ("gateway", "cache", "policies", "local_engine")
+PACKAGES = ("gateway", "cache", "policies", "local_engine", "ipc")
 FOLDERS = "|".join((*PACKAGES, "tests", "docs", "bench", "deploy"))
 
 

@@ -25,7 +25,7 @@ LOCAL = "{backend: local, engine: default}"
         ("cache: {ttl: 5}", ["cache.ttl: found, but there is no such setting; did you mean ttl_s?"]),
         ("workers: 0\nport: -1", ["workers: found 0", "port: found -1"]),
         ("models: {a: {}}", ["models.a.deployments: not found"]),
-        ("models: {yes: 1}", ["models.True: found 1, expected a section"]),
+        ("models: {yes: 1}", ["models.1: found 1, expected a section"]),
         ("models: {a: {deployments: []}}", ["models.a.deployments: found [], expected at least 1\n"]),
         ("models: {a: {deployments: [{backend: openai}]}}", ["needs `base_url` and `model`"]),
         (
@@ -191,30 +191,24 @@ port: eighty
 secret: x
 prot: 1
 redis_url: redis://h:99999/0
-cache: {ttl: 5, judge_model: asistant, embedder: /not/there}
-engines: {gpu: {model: /not/there.gguf, device: tpu}, cpu: {draft_model: UNREADABLE}}
+cache: {ttl: 5}
+engines: {gpu: {device: tpu}}
 models:
   assistant:
     deployments:
-      - {name: o, backend: openai, base_url: "http://u:pw@h:8000", model: m, api_key_env: NOT_SET_A, price: {input: 2}}
       - {name: p, backend: local, engine: gpuu, priority: high}
       - {name: o, backend: openia, base_url: "http://h/v1", model: m}
-      - {backend: openai, engine: gpus, api_key_env: NOT_SET_B}
-      - {backend: openai, base_url: h, model: m, capabilities: [tool]}
-      - {backend: openai, base_url: "http://h/v1/chat/completions", model: 5}
+      - {backend: openai, engine: gpus}
   other: 5
-  last: {deployments: [{backend: local}]}
 """
 
 
-def test_all_kinds_of_errors_are_named_in_one_round(tmp_path: Path) -> None:
-    """Fields, references, the environment, files, URLs and names: an error of one kind hides none of another, and causes none."""
-    path, unreadable = tmp_path / "sameway.yaml", tmp_path / "model.gguf"
-    unreadable.touch(mode=0o000)
-    is_root = os.access(unreadable, os.R_OK)
-    path.write_text(_MUCH_IS_WRONG.replace("UNREADABLE", str(unreadable)))
+def test_all_wrong_values_are_named_in_one_round(tmp_path: Path) -> None:
+    """What is wrong with a value by itself hides nothing of another; references are checked once all values are right."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(_MUCH_IS_WRONG)
     with pytest.raises(SettingsError) as told:
-        check_settings(path, {"SAMEWAY_WORKERS": "0", "SAMEWAY_REDIS_URI": "x"}, data_dir=path)
+        check_settings(path, {"SAMEWAY_WORKERS": "0", "SAMEWAY_REDIS_URI": "x"})
     first = "models.assistant.deployments"
     lines = [
         f"{path}: secret: found in the file",
@@ -223,32 +217,68 @@ def test_all_kinds_of_errors_are_named_in_one_round(tmp_path: Path) -> None:
         "prot: found, but there is no such setting; did you mean port?",
         "redis_url: found a host or port",
         "cache.ttl: found, but there is no such setting; did you mean ttl_s?",
-        "cache.judge_model: found 'asistant', expected one of ['assistant', 'last', 'other']; did you mean assistant?",
-        "cache.embedder: there is no /not/there",
-        "engines.gpu.model: there is no /not/there.gguf",
         "engines.gpu.device: found 'tpu', expected 'auto', 'cpu' or 'cuda'",
-        *([] if is_root else [f"engines.cpu.draft_model: {unreadable} can't be read"]),
-        f"{first}.0.price.input: found, but there is no such setting; did you mean input_usd_per_mtok?",
-        f"{first}.0.api_key_env: the environment variable NOT_SET_A is not set",
-        f"{first}.1.priority: found 'high', expected integer",
-        f"{first}.1.engine: found 'gpuu', expected one of ['cpu', 'gpu']; did you mean gpu?",
-        f"{first}.2.backend: found 'openia', expected 'local', 'openai', 'anthropic' or 'litellm'; did you mean openai?",
-        f"{first}.2.name: 'o' is used twice",
-        f"{first}.3: an openai deployment needs `base_url` and `model`",
-        f"{first}.3.engine: found 'gpus', expected one of ['cpu', 'gpu']; did you mean gpu?",
-        f"{first}.3.api_key_env: the environment variable NOT_SET_B is not set",
-        f"{first}.4: base_url: found 'h', expected http://",
-        f"{first}.4.capabilities: found 'tool', expected one of ",
-        f"{first}.5.model: found 5, expected string",
+        f"{first}.0.priority: found 'high', expected integer",
+        f"{first}.1.backend: found 'openia', expected 'local', 'openai', 'anthropic' or 'litellm'; did you mean openai?",
+        f"{first}.2: an openai deployment needs `base_url` and `model`",
         "models.other: found 5, expected a section",
-        "models.last.deployments.0: a local deployment needs `engine`",
-        f"data_dir: {path}: expected a directory that this user can write",
         "SAMEWAY_REDIS_URI: found in the environment, but there is no such setting",
-        f"note: {first}.0.base_url: http://h:8000 has no /v1; most servers' base URL ends in /v1: did you mean http://h:8000/v1?",
     ]
     found = str(told.value).splitlines()
     assert [line for line in lines if sum(one.startswith(line) for one in found) != 1] == []
     assert [one for one in found if not one.startswith(tuple(lines))] == []
+
+
+_REFERS_WRONG = """
+cache: {judge_model: asistant}
+engines: {gpu: {}, cpu: {}}
+models:
+  assistant:
+    deployments:
+      - {name: p, backend: local, engine: gpuu}
+      - {name: o, backend: openai, base_url: "http://h/v1", model: m}
+      - {name: o, backend: openai, base_url: "http://h/v1", model: n}
+"""
+
+
+def test_all_wrong_references_are_named_in_one_round(tmp_path: Path) -> None:
+    """Where each value is right by itself, every name that refers to nothing has its line."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(_REFERS_WRONG)
+    with pytest.raises(SettingsError) as told:
+        check_settings(path, {})
+    first = "models.assistant.deployments"
+    assert str(told.value).splitlines() == [
+        f"{first}.0.engine: found 'gpuu', expected one of ['cpu', 'gpu']; did you mean gpu?",
+        f"{first}.2.name: 'o' is used twice; give each deployment its own `name`",
+        "cache.judge_model: found 'asistant', expected one of ['assistant']; did you mean assistant?",
+    ]
+
+
+def test_all_that_this_host_lacks_is_named_in_one_round(tmp_path: Path) -> None:
+    """Files, variables, capabilities and the data directory, with the notes on what is allowed."""
+    path, unreadable = tmp_path / "sameway.yaml", tmp_path / "model.gguf"
+    unreadable.touch(mode=0o000)
+    is_root = os.access(unreadable, os.R_OK)
+    path.write_text(
+        f"cache: {{embedder: /not/there}}\nengines: {{gpu: {{model: /not/there.gguf, draft_model: {unreadable}}}}}\n"
+        "models: {a: {deployments: [{backend: openai, base_url: 'http://u:pw@h:8000', model: m, api_key_env: NOT_SET_A, "
+        "capabilities: [tool]}]}}"
+    )
+    with pytest.raises(SettingsError) as told:
+        check_settings(path, {}, data_dir=path)
+    first = "models.a.deployments.0"
+    lines = [
+        "cache.embedder: there is no /not/there",
+        "engines.gpu.model: there is no /not/there.gguf",
+        *([] if is_root else [f"engines.gpu.draft_model: {unreadable} can't be read"]),
+        f"data_dir: {path}: expected a directory that this user can write",
+        f"{first}.api_key_env: the environment variable NOT_SET_A is not set",
+        f"{first}.capabilities: found 'tool', expected one of ",
+        f"note: {first}.base_url: http://h:8000 has no /v1; most servers' base URL ends in /v1: did you mean http://h:8000/v1?",
+    ]
+    found = str(told.value).splitlines()
+    assert all(given.startswith(line) for given, line in zip(found, lines, strict=True)), found
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from tests.marks import MARKERS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("gateway", "cache", "policies", "local_engine")
-LEAVES = ("cache", "policies", "local_engine")
+PACKAGES = ("gateway", "cache", "policies", "local_engine", "ipc")
+LEAVES = {"cache": {"ipc"}, "policies": set(), "local_engine": {"ipc"}, "ipc": set()}  # with what each may import
 LINES_MIN = 80
 FUNCTION_LINES_MAX = 70
 EXPORTS_MAX = 20
@@ -44,29 +44,31 @@ ROOMS = {
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
         "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
+    "ipc": ("ipc", "client", "server", "frames", "options"),
 }
 # fmt: on
 # The most lines of code (no blank line, comment or docstring) that each room may have: who needs more finds what it makes
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2820, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3570,
-    "gateway/backends": 2410, "gateway/batches": 1170, "gateway/deployments": 1240, "gateway/journey": 2610,
+    "gateway": 2750, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3490,
+    "gateway/backends": 2400, "gateway/batches": 1170, "gateway/deployments": 1210, "gateway/journey": 2610,
     "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
-    "gateway/wire": 1720, "cache": 950, "cache/context": 1040, "cache/decision": 2310, "cache/encoder": 410,
-    "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 780, "policies": 2180,
-    "local_engine": 2340, "local_engine/apart": 320, "local_engine/checkpoints": 900, "local_engine/executors": 470,
-    "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 800,
-    "local_engine/speculation": 300, "local_engine/text": 1000, "local_engine/weights": 700,
+    "gateway/wire": 1650, "cache": 950, "cache/context": 1010, "cache/decision": 2310, "cache/encoder": 400,
+    "cache/exact": 1250, "cache/semantic": 1290, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2180,
+    "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
+    "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
+    "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
     "cache/decision/context_prior.py": "written by a program, as the prior is",
-    "cache/worker/options.py": "the command line of the process",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
+    "ipc/options.py": "no part of the calls",
+    "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
 }
 # The same: why this function is one although it is long.
 LONG_FUNCTIONS: dict[str, str] = {
@@ -100,12 +102,12 @@ def imported(path: str) -> set[str]:
 
 
 def test_leaves_know_neither_the_gateway_nor_each_other() -> None:
-    """Imports run from the gateway to the leaves and never otherwise."""
+    """Imports run from the gateway to the leaves, and from two of them to `ipc`, and never otherwise."""
     wrong = {
         path: sorted(others)
         for path in sources()
         for leaf in [path.split("/")[0]]
-        if leaf in LEAVES and (others := imported(path) & (set(PACKAGES) - {leaf}))
+        if leaf in LEAVES and (others := imported(path) & (set(PACKAGES) - {leaf} - LEAVES[leaf]))
     }
     assert not wrong
 

@@ -43,7 +43,7 @@ from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.background import Background
-from gateway.api.chat import Chat
+from gateway.api.chat import AnswerEndpoint
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
@@ -76,6 +76,7 @@ from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.model_judges import ModelJudges
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.types import KINDS, Chunk
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
 from policies.breaker import Asker
@@ -438,15 +439,20 @@ class Client:
 
     def __init__(self, endpoint: Any, path: str, headers: dict[str, str], body: bytes) -> None:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
+        extensions = {WHEN_GONE: self._when_gone}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "extensions": extensions}
         self._to_come = [{"type": "http.request", "body": body, "more_body": False}]
         self._gone = asyncio.Event()
+        self._on_leave: Callable[[], None] | None = None
         self._takes = asyncio.Event()
         self._takes.set()
         self._status = 0
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._task = asyncio.create_task(endpoint(scope, self._receive, self._send))
+
+    def _when_gone(self, callback: Callable[[], None] | None) -> None:
+        self._on_leave = callback
 
     async def _receive(self) -> dict[str, Any]:
         if self._to_come:
@@ -474,6 +480,8 @@ class Client:
     def leave(self) -> None:
         """Go away."""
         self._gone.set()
+        if self._on_leave is not None:
+            self._on_leave()
 
     async def sees(self, text: str) -> None:
         """Wait until this has come."""
@@ -1037,7 +1045,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     background = Background(pipeline, store, memory, link, ended.append)
     conversations = ConversationsEndpoint(pipeline, memory)
     endpoints = {
-        **{f"/v1{kind.path}": Chat(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
+        **{f"/v1{kind.path}": AnswerEndpoint(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
         "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory, background),
         "/v1/responses/input_tokens": InputTokens(pipeline, memory),
         "/v1/responses/*": StoredResponses(pipeline, memory, background),

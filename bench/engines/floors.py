@@ -136,7 +136,7 @@ class Floor:
         read = (self._layer_weights(chosen) + self._head_weights) * self.bits / 8 + kv_tokens * self._kv_bytes
         used = self._layer_weights(0 if experts is None else experts.per_token)
         multiplied = 2 * (used * rows + self._head_weights * logit_rows)
-        attended = 4 * pairs * model.layers * model.heads * model.head_dim
+        attended = 4 * pairs * model.layers * model.attention.heads * model.attention.head_dim
         ceilings = self.ceilings
         rate = ceilings.code_flops_per_s if self.bits < 16 else ceilings.float_flops_per_s
         return max(read / ceilings.bytes_per_s, multiplied / rate + attended / ceilings.float_flops_per_s)
@@ -144,9 +144,11 @@ class Floor:
     def _layer_weights(self, chosen: float) -> float:
         """Of all layers, with so many experts of each mixture."""
         model, experts = self.config, self.config.experts
-        heads = 2 * model.heads + 2 * model.kv_heads  # queries and output, keys and values
+        heads = 2 * model.attention.heads + 2 * model.attention.kv_heads  # queries and output, keys and values
         sparse = 0 if experts is None else sum(experts.is_sparse)
-        weights = model.layers * heads * model.head_dim + (model.layers - sparse) * 3 * model.intermediate_size
+        weights = (
+            model.layers * heads * model.attention.head_dim + (model.layers - sparse) * 3 * model.intermediate_size
+        )
         if experts is not None:
             weights += sparse * (experts.count + chosen * 3 * experts.intermediate_size)
         return float(model.hidden_size * weights)
@@ -158,4 +160,4 @@ class Floor:
     @property
     def _kv_bytes(self) -> int:
         model = self.config
-        return 2 * model.layers * model.kv_heads * model.head_dim * self.kv_value_bytes
+        return 2 * model.layers * model.attention.kv_heads * model.attention.head_dim * self.kv_value_bytes

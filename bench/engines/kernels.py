@@ -33,11 +33,17 @@ def shape_named(name: str) -> Shape:
     """The attention of Qwen3-8B, of SmolLM2-135M, and of a Gemma 2 with its window and cap."""
     from local_engine.kernels.gpu.attention import Shape
 
-    if name == "8b":
-        return Shape(32, 8, 128, 16, 128**-0.5, None, (0,))
-    if name == "135m":
-        return Shape(9, 3, 64, 16, 64**-0.5, None, (0,))
-    return Shape(8, 4, 256, 16, 256**-0.5, 50.0, (0, 24))
+    heads, kv_heads, head_dim = {"8b": (32, 8, 128), "135m": (9, 3, 64)}.get(name, (8, 4, 256))
+    is_gemma = head_dim == 256
+    return Shape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=(0, 24) if is_gemma else (0,),
+        scale=head_dim**-0.5,
+        softcap=50.0 if is_gemma else None,
+        block_tokens=16,
+    )
 
 
 def check(name: str, dtype: torch.dtype, device: torch.device) -> list[Failure]:
@@ -92,15 +98,15 @@ def attention_cases(device: torch.device) -> Iterator[Case]:
     """Decodes of several batches and lengths, 64 sequences over one prefix, and prompts."""
     import torch
 
+    from local_engine.kernels.copies import on_device
     from local_engine.kernels.gpu.attention import attend
-    from local_engine.kernels.gpu.draw import on_device
-    from local_engine.kernels.gpu.plan import Span, plan
+    from local_engine.kernels.gpu.plan import RowSpan, plan
     from local_engine.kernels.shared_prefixes import Prefix
 
     shape, size = shape_named("8b"), 16
     token_bytes = 2 * shape.kv_heads * shape.head_dim * 2
 
-    def case(name: str, spans: list[Span], prefixes: list[Prefix], read_tokens: int, flops: float) -> Case:
+    def case(name: str, spans: list[RowSpan], prefixes: list[Prefix], read_tokens: int, flops: float) -> Case:
         is_short = spans[0].rows == 1
         made = plan(shape, spans if is_short else [], [] if is_short else spans, prefixes)
         tiles = made.on(shape, on_device(made.numbers, device))
@@ -115,14 +121,14 @@ def attention_cases(device: torch.device) -> Iterator[Case]:
     flops_each = 4.0 * shape.heads * shape.head_dim
     for batch, tokens in ((1, 1024), (1, 8192), (8, 8192), (64, 1024), (64, 8192)):
         order = torch.randperm(batch * tokens // size).view(batch, -1).tolist()
-        spans = [Span(row, 1, tokens - 1, blocks) for row, blocks in enumerate(order)]
+        spans = [RowSpan(row, 1, tokens - 1, blocks) for row, blocks in enumerate(order)]
         yield case(f"decode {batch} x {tokens}", spans, [], batch * tokens, flops_each * batch * tokens)
     own, common = 4, list(range(64))
-    spans = [Span(row, 1, 1087, common + list(range(64 + row * own, 68 + row * own))) for row in range(64)]
+    spans = [RowSpan(row, 1, 1087, common + list(range(64 + row * own, 68 + row * own))) for row in range(64)]
     for name, prefixes in (("apart", []), ("at once", [Prefix(tuple(range(64)), 64)])):
         flops = flops_each * 64 * 1088
         yield case(f"decode 64 x (1024 shared {name} + 64)", spans, prefixes, 1024 + 64 * 64, flops)
     for tokens in (2048, 8192):
         blocks = torch.randperm(tokens // size).tolist()
         flops = flops_each * tokens * (tokens + 1) / 2
-        yield case(f"prefill {tokens}", [Span(0, tokens, 0, blocks)], [], tokens, flops)
+        yield case(f"prefill {tokens}", [RowSpan(0, tokens, 0, blocks)], [], tokens, flops)

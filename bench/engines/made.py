@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 from local_engine.checkpoints.checkpoint import WeightPiece
 from local_engine.checkpoints.families import model_config_from_hf
 from local_engine.config import ModelConfig
-from local_engine.text.tokenizer import Tokenizer, Vocabulary
+from local_engine.text.tokenizer import Tokenizer
 
 _QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6, "max_position_embeddings": 40_960}
 _TINY = {"vocab_size": 512, "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "num_hidden_layers": 1}
@@ -71,8 +71,8 @@ class MadeCheckpoint:
         self.config: ModelConfig = model_config_from_hf(config, shape, shape)
         backend = Backend(models.BPE({"a": 0}, []))
         backend.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
-        self.tokenizer = Tokenizer(backend, Vocabulary())
-        self.place = Path(shape)
+        self.tokenizer = Tokenizer(backend)
+        self.path = Path(shape)
         self._device = device
 
     def names(self) -> frozenset[str]:
@@ -81,11 +81,11 @@ class MadeCheckpoint:
     def weights(self) -> Iterator[WeightPiece]:
         for tensor in self._tensors():
             made = torch.randn(tensor.size, dtype=torch.bfloat16, device=self._device).mul_(0.02)
-            yield WeightPiece(tensor.name, made if len(tensor.size) > 1 else torch.ones_like(made), 0.5, self.place)
+            yield WeightPiece(tensor.name, made if len(tensor.size) > 1 else torch.ones_like(made), self.path)
 
     def _tensors(self) -> Iterator[_Tensor]:
         model = self.config
-        hidden, size = model.hidden_size, model.head_dim
+        hidden, size = model.hidden_size, model.attention.head_dim
         yield _Tensor("model.embed_tokens.weight", (model.vocabulary_size, hidden))
         yield _Tensor("lm_head.weight", (model.vocabulary_size, hidden))
         yield _Tensor("model.norm.weight", (hidden,))
@@ -93,11 +93,11 @@ class MadeCheckpoint:
             prefix = f"model.layers.{layer}"
             yield _Tensor(f"{prefix}.input_layernorm.weight", (hidden,))
             yield _Tensor(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-            for part, rows in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
-                yield _Tensor(f"{prefix}.self_attn.{part}_proj.weight", (rows * size, hidden))
+            for part, rows in zip("qkv", model.attention.qkv_rows, strict=True):
+                yield _Tensor(f"{prefix}.self_attn.{part}_proj.weight", (rows, hidden))
             for part in ("q", "k"):
                 yield _Tensor(f"{prefix}.self_attn.{part}_norm.weight", (size,))
-            yield _Tensor(f"{prefix}.self_attn.o_proj.weight", (hidden, model.heads * size))
+            yield _Tensor(f"{prefix}.self_attn.o_proj.weight", (hidden, model.attention.qkv_rows[0]))
             if model.experts is None:
                 yield from _mlp(f"{prefix}.mlp", hidden, model.intermediate_size)
                 continue

@@ -152,7 +152,7 @@ class Kept:
     async def end(self) -> None:
         """Ask it to end, which it must do well, leaving no socket behind."""
         self.is_ending = True
-        await self.engine.close()
+        await self.engine.aclose()
         await asyncio.to_thread(self.child.stop)
         if self.child.process.returncode != 0:
             self._findings.wrong.append(f"{self.name} ended with {self.child.process.returncode} when it was asked to")
@@ -185,7 +185,7 @@ class Soak:
         """Raises TimeoutError where an engine is not ready, or never quiet, in a time that is ample."""
         keepers = [asyncio.create_task(kept.keep()) for kept in (self._steady, self._victim)]
         for kept in (self._steady, self._victim):
-            await kept.engine.connect()
+            kept.engine.start()
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 info = await kept.engine.wait_ready()
         traffic = Traffic(info.vocabulary_size, info.context_tokens, self._draw.getrandbits(32))
@@ -240,17 +240,17 @@ class Soak:
         if not wanted.leaves_client:
             return await ask(kept.engine, wanted)
         own = AsyncEngine(kept.engine.socket_path)
-        await own.connect()
+        own.start()
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2.0):
                     await own.wait_ready()
             running = asyncio.create_task(ask(own, wanted))
             await asyncio.sleep(0.05)
-            await own.close()
+            await own.aclose()
             return await running
         finally:
-            await own.close()
+            await own.aclose()
 
     async def _harm(self) -> None:
         while True:

@@ -130,7 +130,7 @@ async def ask(engine: AsyncEngine, wanted: Ask) -> Outcome:
 
 
 async def _read(engine: AsyncEngine, wanted: Ask) -> Outcome:
-    request, tokens, ended = wanted.request, 0, set()
+    request, tokens, ended, usage = wanted.request, 0, set(), None
     async with engine.generate(request) as generation:
         pieces = 0
         if wanted.leaves_after == 0:
@@ -138,6 +138,7 @@ async def _read(engine: AsyncEngine, wanted: Ask) -> Outcome:
         async for output in generation:
             pieces += 1
             tokens += len(output.token_ids)
+            usage = output.usage
             if output.finish_reason is not None:
                 ended.add(output.index)
             if wanted.leaves_after is not None and pieces >= wanted.leaves_after:
@@ -145,8 +146,8 @@ async def _read(engine: AsyncEngine, wanted: Ask) -> Outcome:
     wrong = None
     if wanted.is_wrong:
         wrong = f"a wrong request was answered: {str(request)[:200]}"
-    elif generation.usage is None or len(ended) != request.n:
+    elif usage is None or len(ended) != request.n:
         wrong = f"an answer without its end: {len(ended)} of {request.n} choices: {str(request)[:200]}"
-    elif generation.usage.prompt_tokens != len(request.prompt_token_ids or ()):
-        wrong = f"usage counts {generation.usage.prompt_tokens} prompt tokens"
+    elif usage.prompt_tokens != len(request.prompt_token_ids or ()):
+        wrong = f"usage counts {usage.prompt_tokens} prompt tokens"
     return Outcome("answered", tokens, wrong)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from re import _parser  # type: ignore[attr-defined]  # it alone shows what a pattern repeats
 from typing import Any
 
 from cache.decision.text_features import remembered
@@ -27,6 +26,7 @@ _SPANS_MAX = 32
 # a text with more of these is read no further and has no spans: they bound the time of any text
 _CUES_MAX = 512
 _FOUND_MAX = 4 * _SPANS_MAX
+_PATTERN_S_MAX = 0.05  # of an operator's pattern in one text
 _LINE_CHARS_MAX = 2_048  # of a line or a sentence
 
 
@@ -288,55 +288,30 @@ _TOOLS = re.compile(
 )
 
 
-_WAYS_MAX = 4_096  # in which a pattern of an operator may match at one place
-
-
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """An operator's pattern, compiled. Raises ValueError for one that is no regular expression,
-    could take long on some text, or matches nothing.
-
-    It may repeat a part only a bounded number of times, and has neither back references nor
-    look-arounds: so the work at one place is bounded, whatever the text.
+    """An operator's pattern, compiled. Raises ValueError for one that is no regular expression or
+    matches an empty text.
     """
+    import regex  # unlike `re`, it can stop a search; few installations have patterns
+
     try:
-        pattern, parsed = re.compile(text), _parser.parse(text)
-    except (re.error, RecursionError, OverflowError) as error:
+        pattern: re.Pattern[str] = regex.compile(text)
+    except (regex.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{text!r} is no regular expression: {error}") from None
-    ways = _ways(parsed)
-    if ways is None:
-        raise ValueError(f"{text!r} repeats without a bound or looks around: write {{1,20}} for + and {{0,20}} for *")
-    if ways > _WAYS_MAX:
-        raise ValueError(
-            f"{text!r} can match in {ways:,} ways at one place, the most is {_WAYS_MAX:,}: use smaller bounds"
-        )
     if pattern.match(""):
         raise ValueError(f"{text!r} matches an empty text: it has to match what is volatile")
     return pattern
 
 
-def _ways(parsed: Iterable[tuple[Any, Any]]) -> int | None:
-    """At most how many ways of matching a search may try at one place; None without a bound."""
-    ways = 1
-    for operation, argument in parsed:
-        name = str(operation)
-        inner: int | None
-        if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY"):
-            inner = 1
-        elif name == "SUBPATTERN":
-            inner = _ways(argument[-1])
-        elif name == "BRANCH":
-            branches = [_ways(one) for one in argument[1]]
-            inner = None if None in branches else sum(one for one in branches if one is not None)
-        elif name in ("MAX_REPEAT", "MIN_REPEAT") and argument[1] < _WAYS_MAX:
-            least, most, repeated = argument
-            each = _ways(repeated)
-            inner = None if each is None or (each > 1 and most > 12) else (most - least + 1) * each**most
-        else:
-            inner = None
-        if inner is None or inner > 1 << 40:
-            return None
-        ways *= inner
-    return ways
+def _operators(pattern: Any, text: str) -> Iterator[Span]:
+    """The spans of an operator's pattern; none where the search takes too long."""
+    try:
+        matches = list(pattern.finditer(text, timeout=_PATTERN_S_MAX))
+    except TimeoutError:
+        return
+    for match in matches:
+        if match.end() > match.start():
+            yield Span(match.start(), match.end(), SpanKind.OTHER, match[0])
 
 
 @remembered(512)
@@ -376,11 +351,7 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     all_spans = [span for span in all_spans if not _CONDITIONAL.search(text, max(0, span.start - 96), span.start)]
     all_spans += (span_of(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
     for pattern in patterns:
-        all_spans += (
-            Span(match.start(), match.end(), SpanKind.OTHER, match[0])
-            for match in pattern.finditer(text)
-            if match.end() > match.start()
-        )
+        all_spans += _operators(pattern, text)
     return apart(all_spans)
 
 

@@ -37,8 +37,8 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class BertPlan:
-    """What a folder's settings say. `is_mean`: pooled over all tokens, else by the first;
-    `tokens_max` counts special tokens.
+    """The settings of a model's folder. `is_mean`: the vector is the mean over all tokens, else the
+    first token's. `tokens_max` counts special tokens.
     """
 
     folder: Path
@@ -51,8 +51,8 @@ class BertPlan:
 
 
 def read_plan(folder: Path) -> BertPlan | None:
-    """How to run the model in `folder`; None where it is not of the plain kind, or not stored as
-    safetensors in float32.
+    """Return how to run the model in `folder`. Returns None if it is no plain BERT, or is not
+    stored as safetensors in float32.
     """
     settings = _read(folder / "config.json")
     modules = _read(folder / "modules.json")
@@ -72,7 +72,7 @@ def read_plan(folder: Path) -> BertPlan | None:
         and not sentence.get("do_lower_case")
         and not prompts.get("default_prompt_name")
         and isinstance(modules, list)
-        and tuple(str(one.get("type")).rsplit(".", 1)[-1] for one in modules) in (_MODULES, _MODULES[:2])
+        and tuple(str(module.get("type")).rsplit(".", 1)[-1] for module in modules) in (_MODULES, _MODULES[:2])
         and len(modes) == 1
         and modes[0] in (*_MEAN, *_CLS)
     )
@@ -91,12 +91,12 @@ def read_plan(folder: Path) -> BertPlan | None:
 
 
 class BertEmbedder:
-    """The model of a plan, loaded: a fraction of a second. `name` is for people; `is_bfloat16`:
-    products in bfloat16, with a name and a key of their own.
+    """The loaded model of a plan; loading takes a fraction of a second. `name` is for people. With
+    `is_bfloat16` products are in bfloat16, and the name and the key say so.
     """
 
     def __init__(self, plan: BertPlan, name: str, threads: int = 1, *, is_bfloat16: bool = False) -> None:
-        """Raises ImportError without OpenVINO, KeyError where the weights are not the settings'."""
+        """Raises ImportError without OpenVINO, and KeyError if a weight is missing."""
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
 
@@ -123,16 +123,20 @@ class BertEmbedder:
         self._tensor = _openvino().Tensor
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and token counts (special tokens included), in order. Safe for several threads."""
-        rows = [one.ids for one in self._tokenizer.encode_batch(list(texts))]
+        """Return vectors and token counts (special tokens included), in order. Safe for several
+        threads.
+        """
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         counts = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
         for pack in _packs(counts, self.info.tokens_max):
-            vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
+            vectors[pack] = self._run([rows[index] for index in pack], counts[pack])
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Vectors of the tokens of a text; None where it does not fit the window. Safe for several threads."""
+        """Return vectors of a text's tokens, or None if the text does not fit the window. Safe for
+        several threads.
+        """
         row = self._tokenizer.encode(text)
         if len(row.ids) > self.info.tokens_max:
             return None
@@ -141,7 +145,7 @@ class BertEmbedder:
     def _run(
         self, rows: Sequence[list[int]], counts: NDArray[np.int32], *, is_by_token: bool = False
     ) -> NDArray[np.float32]:
-        """Vectors of the rows of token ids, or of all their tokens."""
+        """Return a vector for each row of token ids, or for each of their tokens."""
         tokens = int(counts.sum())
         kind = next((size for size in _SIZES if tokens <= size), _ANY_SIZE)
         size = tokens if kind == _ANY_SIZE else kind
@@ -159,36 +163,36 @@ class BertEmbedder:
         with self._lock:
             request = self._requests.get(kind) or self._compiled(kind)
             # handed to `infer` they would cost three times as much
-            for place, values in enumerate(inputs):
-                request.set_input_tensor(place, self._tensor(values, shared_memory=True))
+            for index, values in enumerate(inputs):
+                request.set_input_tensor(index, self._tensor(values, shared_memory=True))
             request.infer()
             vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: tokens if is_by_token else len(rows)]
             unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
     def _compiled(self, kind: int) -> Any:
-        """A request of the graph, compiled for passes of a size."""
+        """Compile the graph for passes of `kind` tokens, and return its inference request."""
         graph = self._graph.clone()
-        graph.reshape({place: [kind] * len(place.partial_shape) for place in graph.inputs})
+        graph.reshape({port: [kind] * len(port.partial_shape) for port in graph.inputs})
         how = {**self._how, "INFERENCE_NUM_THREADS": 1 if kind >= _ALONE_FROM else self._threads}
         self._requests[kind] = _openvino().Core().compile_model(graph, "CPU", how).create_infer_request()
         return self._requests[kind]
 
 
 def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
-    """Places of texts that share a pass: the longest first, so that the last pass is filled with
-    short ones.
+    """Divide texts among passes, by their indexes. The longest come first, so that short ones fill
+    the last pass.
     """
     packs: list[list[int]] = []
     room = 0
-    for place in np.argsort(-counts, kind="stable").tolist():
-        count = max(1, int(counts[place]))  # a pass has as many places for texts as for tokens
+    for index in np.argsort(-counts, kind="stable").tolist():
+        count = max(1, int(counts[index]))  # a pass has as many slots for texts as for tokens
         if count > tokens_max:
             continue
         if count > room:
             packs.append([])
             room = _PACK_TOKENS
-        packs[-1].append(place)
+        packs[-1].append(index)
         room -= count
     return packs
 
@@ -208,7 +212,9 @@ def _openvino() -> Any:
 
 
 def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
-    """The graph: token ids, positions, attention mask (0 or -inf), pooling weights -> pooled vectors."""
+    """Build the graph: token ids, positions, attention mask (0 or -inf) and pooling weights to
+    pooled vectors.
+    """
     openvino = _openvino()
     from openvino import opset13 as op
 
@@ -228,9 +234,9 @@ def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
         x = op.reshape(x, whole(1, -1, plan.heads, plan.dims // plan.heads), False)
         return op.transpose(x, whole(0, 2, 1, 3))
 
-    def embedded(name: str, places: Any) -> Any:
+    def embedded(name: str, rows: Any) -> Any:
         table = op.constant(weights[f"embeddings.{name}_embeddings.weight"])
-        return op.gather(table, places, op.constant(np.int64(0)))
+        return op.gather(table, rows, op.constant(np.int64(0)))
 
     ids, positions = (op.parameter([-1], np.int32) for _ in range(2))
     mask, pooling = (op.parameter([-1, -1], np.float32) for _ in range(2))
@@ -240,7 +246,7 @@ def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
     spread = op.unsqueeze(mask, whole(0, 1))
     for layer in range(plan.layers):
         name = f"encoder.layer.{layer}."
-        query, key, value = (heads(linear(x, f"{name}attention.self.{one}")) for one in ("query", "key", "value"))
+        query, key, value = (heads(linear(x, f"{name}attention.self.{part}")) for part in ("query", "key", "value"))
         seen = op.transpose(op.scaled_dot_product_attention(query, key, value, spread), whole(0, 2, 1, 3))
         seen = linear(op.reshape(seen, whole(-1, plan.dims), False), name + "attention.output.dense")
         x = normed(op.add(x, seen), name + "attention.output.LayerNorm")
@@ -250,12 +256,12 @@ def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
 
 
 def _has_weights(path: Path) -> bool:
-    """Whether the file holds a bare BertModel in float32, by its header
+    """Whether the file's header describes a bare BertModel in float32
     (https://huggingface.co/docs/safetensors).
     """
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    types = {one["dtype"] for name, one in header.items() if name.endswith((".weight", ".bias"))}
+    types = {tensor["dtype"] for name, tensor in header.items() if name.endswith((".weight", ".bias"))}
     return "embeddings.word_embeddings.weight" in header and types == {"F32"}
 
 

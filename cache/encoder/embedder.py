@@ -44,15 +44,15 @@ _NO_BFLOAT16 = "no bfloat16: {}; set `cache.precision` to float32 on all hosts t
 
 
 def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, precision: str = "float32") -> Embedder:
-    """The fastest way here to run a sentence-transformers model by name or path; `default` is the
-    packaged all-MiniLM-L6-v2.
+    """Load a sentence-transformers model, by name or path, for the fastest runtime of this machine.
+    `default` is the packaged all-MiniLM-L6-v2.
 
-    Loads the model: half a second, or several with torch. `device` is auto, cpu or cuda; `threads`
-    are for the CPU, where more than the idle cores make a short text tens of times slower.
-    `precision` is auto, float32 or bfloat16; auto is bfloat16 where the fastest way here has it.
-    Raises PrecisionUnavailable, and what the libraries raise for a model that can't be had.
+    It takes half a second, or several with torch. `device` is auto, cpu or cuda. `threads` are for
+    the CPU; more than the idle cores make a short text tens of times slower. `precision` is auto,
+    float32 or bfloat16; auto is bfloat16 where the runtime has it. Raises PrecisionUnavailable, and
+    what the libraries raise for a missing model.
     """
-    path = _packaged() if name == DEFAULT else Path(name).expanduser()
+    path = packaged_folder() if name == DEFAULT else Path(name).expanduser()
     if path.is_absolute() and not path.exists():
         raise FileNotFoundError(f"no embedder at {path}")
     shown = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
@@ -71,8 +71,8 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, p
 
 
 class SentenceEmbedder:
-    """A model through the library. `path` is a folder or a name that the library knows; `shown` is
-    for people.
+    """A model run by sentence-transformers. `path` is a folder or a name that the library knows;
+    `shown` is for people.
     """
 
     def __init__(self, path: Path, shown: str, device: str, threads: int = 1) -> None:
@@ -91,47 +91,47 @@ class SentenceEmbedder:
         self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and token counts (special tokens included), in order. Safe for several threads."""
+        """Return vectors and token counts (special tokens included), in order. Safe for several
+        threads.
+        """
         with self._lock:
-            return self._encode(texts)
-
-    def _encode(self, texts: Sequence[str]) -> Encoded:
-        rows = self._ids(texts)
-        tokens = np.array([len(row) for row in rows], dtype=np.int32)
-        vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
-        fitting = [place for place, count in enumerate(tokens) if count <= self.info.tokens_max]
-        if fitting:
-            made = self._model.encode(
-                [texts[place] for place in fitting],
-                batch_size=_BATCH,
-                normalize_embeddings=True,
-                convert_to_numpy=True,
-                show_progress_bar=False,
-            )
-            vectors[fitting] = made.astype(np.float32)
+            rows = self._ids(texts)
+            tokens = np.array([len(row) for row in rows], dtype=np.int32)
+            vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
+            fitting = np.flatnonzero(tokens <= self.info.tokens_max).tolist()
+            if fitting:
+                vectors[fitting] = self._model.encode(
+                    [texts[index] for index in fitting],
+                    batch_size=_BATCH,
+                    normalize_embeddings=True,
+                    convert_to_numpy=True,
+                    show_progress_bar=False,
+                )
         return Encoded(vectors, tokens, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """None: the library gives vectors of texts, whatever the model."""
+        """Return None: the library gives vectors of whole texts."""
         return None
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._model.tokenizer
         # a bare tokenizers.Tokenizer, as static models have it
         if hasattr(tokenizer, "encode_batch"):
-            return [one.ids for one in tokenizer.encode_batch(list(texts))]
+            return [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
         ids: list[list[int]] = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
         return ids
 
     def _unknown_id(self) -> int | None:
-        """The id of what is no token; None where the model has none, or one for all else as well."""
+        """Return the id of the unknown token. Returns None if the model has no such token, or uses
+        it for spaces as well.
+        """
         tokenizer = self._model.tokenizer
-        found = unknown_id(tokenizer) if hasattr(tokenizer, "encode_batch") else tokenizer.unk_token_id
-        return None if found in self._ids([" "])[0] else found
+        unknown = unknown_id(tokenizer) if hasattr(tokenizer, "encode_batch") else tokenizer.unk_token_id
+        return None if unknown in self._ids([" "])[0] else unknown
 
 
-def _packaged() -> Path:
-    """The folder of the default model. Raises FileNotFoundError where its package is not
+def packaged_folder() -> Path:
+    """Return the folder of the default model. Raises FileNotFoundError if its package is not
     installed.
     """
     try:
@@ -145,8 +145,8 @@ def _packaged() -> Path:
 
 
 def _weights_key(model: Any) -> bytes:
-    """A digest of the modules, their settings, and a sample of each parameter: any fine-tuning
-    changes some of it.
+    """Return a digest of the modules, their settings and a sample of each parameter. Fine-tuning
+    changes some of the sample.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     digest.update(repr([type(module).__name__ for module in model]).encode())
@@ -161,8 +161,8 @@ def _weights_key(model: Any) -> bytes:
 
 
 class Memo:
-    """An embedder that remembers: a partition's text is embedded once while it stays among the last
-    `texts_max`. A text of one partition costs the same whether another has asked it or not.
+    """An embedder that keeps the last `texts_max` vectors, each for its partition. So a text costs
+    a partition the same, whatever another partition has embedded.
     """
 
     def __init__(self, embedder: Embedder, texts_max: int = 20_000) -> None:
@@ -179,31 +179,33 @@ class Memo:
         return _text_key(partition, text) in self._known
 
     def encode(self, texts: Sequence[tuple[bytes, str]]) -> Encoded:
-        """Vectors and token counts of texts, each beside its partition, in order. A text with what
-        the model has no token for counts as one over the window: its vector does not tell it from
+        """Return vectors and token counts of texts, each given with its partition, in order. A text
+        with an unknown token counts as one token over the window: its vector does not tell it from
         others.
         """
         keys = [_text_key(partition, text) for partition, text in texts]
         # decision: memos-per-partition
         known = {key: self._known.get(key) for key in keys}
         missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if known[key] is None}
-        found = {key: one for key, one in known.items() if one is not None}
+        entries = {key: entry for key, entry in known.items() if entry is not None}
         if missing:
-            made = self._embedder.encode(list(missing.values()))
+            encoded = self._embedder.encode(list(missing.values()))
             over = self.info.tokens_max + 1
-            counts = [over if place in made.unread else int(tokens) for place, tokens in enumerate(made.tokens)]
-            found |= {key: (made.vectors[place], counts[place]) for place, key in enumerate(missing)}
+            for index, key in enumerate(missing):
+                entries[key] = encoded.vectors[index], over if index in encoded.unread else int(encoded.tokens[index])
         with self._lock:
-            for key, value in found.items():
-                self._known[key] = value
+            for key, entry in entries.items():
+                self._known[key] = entry
                 self._known.move_to_end(key)
             while len(self._known) > self._texts_max:
                 self._known.popitem(last=False)
-        vectors = np.stack([found[key][0] for key in keys]) if keys else np.zeros((0, self.info.dims), np.float32)
-        return Encoded(vectors, np.array([found[key][1] for key in keys], dtype=np.int32))
+        vectors = np.stack([entries[key][0] for key in keys]) if keys else np.zeros((0, self.info.dims), np.float32)
+        return Encoded(vectors, np.array([entries[key][1] for key in keys], dtype=np.int32))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Vectors of the tokens of a text, which are not remembered; None where the model shows none."""
+        """Return vectors of a text's tokens, or None if the model has no such vectors. They are not
+        kept.
+        """
         return self._embedder.encode_tokens(text)
 
 

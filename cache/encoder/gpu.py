@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 
 def has_cuda() -> bool:
-    """Whether there is a GPU that torch can use; torch is asked only where the driver's device
-    is.
-    """
+    """Whether torch can use a GPU. torch is imported only if the driver's device exists."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
         return False
     import torch
@@ -25,9 +23,9 @@ def has_cuda() -> bool:
 
 
 class TorchFlat:
-    """Exact search by inner product as one matrix product and a top-k, on any torch device. The
-    methods are those of FAISS' flat indexes that `cache.semantic.index` uses; rows are float32, so
-    cosines are those of the CPU to within rounding.
+    """Exact search by inner product, as one matrix product and a top-k, on any torch device. It has
+    the methods of FAISS' flat indexes that `cache.semantic.index` uses. Rows are float32; cosines
+    equal those of the CPU to within rounding.
     """
 
     def __init__(self, dims: int, device: str = "cuda") -> None:
@@ -48,11 +46,13 @@ class TorchFlat:
         self.ntotal = end
 
     def search(self, queries: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Similarities and places (n, count), the nearest first. `count` is at most `ntotal`."""
-        asked = self._torch.from_numpy(queries).to(self._rows.device)
-        similarities, places = (asked @ self._rows[: self.ntotal].T).topk(count, dim=1)
-        return similarities.cpu().numpy(), places.cpu().numpy()
+        """Return similarities and row numbers (n, count), the nearest first. `count` is at most
+        `ntotal`.
+        """
+        rows = self._torch.from_numpy(queries).to(self._rows.device)
+        similarities, indexes = (rows @ self._rows[: self.ntotal].T).topk(count, dim=1)
+        return similarities.cpu().numpy(), indexes.cpu().numpy()
 
     def reset(self) -> None:
-        """Forget all rows; the memory stays."""
+        """Remove all rows, and keep the memory."""
         self.ntotal = 0

@@ -23,8 +23,8 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class EmbedderInfo:
-    """Which model makes the vectors. `key` (8 bytes) differs wherever vectors may differ: weights,
-    pooling, window, precision.
+    """A model that makes vectors. `key` (8 bytes) changes with all that can change vectors:
+    weights, pooling, window, precision.
     """
 
     name: str
@@ -34,17 +34,17 @@ class EmbedderInfo:
 
     @property
     def chars_max(self) -> int:
-        """A longer text is refused before the tokenizer reads it: to that, a word of megabytes is
-        one token, after seconds.
+        """The longest text, in characters, that the tokenizer may read. A word of megabytes is one
+        token for it, after seconds.
         """
         return self.tokens_max * _TOKEN_CHARS
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window
-    has a vector of zeros. `unread`: the places of texts of which some is no token of the model, so
-    that texts which differ there may have one vector.
+    """`vectors` is float32 (n, dims), of unit length; `tokens` is int32 (n,). A text over the
+    window has a vector of zeros. `unread` are the indexes of texts with an unknown token: texts
+    that differ only there can have one vector.
     """
 
     vectors: NDArray[np.float32]
@@ -59,7 +59,7 @@ the tokens in that text.
 
 
 class PrecisionUnavailable(OSError):
-    """The precision that was asked for can't be had here; the message says why and what to do."""
+    """This machine cannot run the model in that precision. The message says why and what to do."""
 
 
 class Embedder(Protocol):
@@ -72,18 +72,18 @@ class Embedder(Protocol):
 
 
 def unknown_id(tokenizer: Any) -> int | None:
-    """The id that a `tokenizers.Tokenizer` gives to what is no token; None where it has none."""
-    found: int | None = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
-    return found
+    """Return the id of a `tokenizers.Tokenizer`'s unknown token, or None if it has no such token."""
+    id: int | None = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
+    return id
 
 
 def unread_among(rows: Sequence[Sequence[int]], unknown: int | None) -> frozenset[int]:
-    """The places of rows of token ids that have `unknown`, the id for what is no token."""
+    """Return the indexes of the rows of token ids that contain `unknown`."""
     return frozenset(place for place, row in enumerate(rows) if unknown is not None and unknown in row)
 
 
 def folder_key(folder: Path) -> bytes:
-    """A digest of a model's files. Every runtime gives the same vectors to within float32's
+    """Return a digest of a model's files. All runtimes give the same vectors to within float32's
     rounding.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)

@@ -5,14 +5,14 @@
 nothing heavy.
 """
 
-from cache.worker.client import SemanticClient, TextTooLong
-from cache.worker.messages import Answered, Embedded, Status, WorkerState
+from cache.worker.client import SemanticClient
+from cache.worker.messages import Answered, Embedded, TextTooLong, WorkerState, WorkerStatus
 
 __all__ = [
     "Answered",
     "Embedded",
     "SemanticClient",
-    "Status",
     "TextTooLong",
     "WorkerState",
+    "WorkerStatus",
 ]

@@ -30,39 +30,42 @@ T = TypeVar("T")
 
 class BetweenLookups(Protocol):
     async def __call__(self, work: Callable[[], T], /) -> T:
-        """The result of a small piece of work on the cache."""
+        """Do a small piece of work on the cache between lookups, and return its result."""
 
 
 class AnswerJudging:
-    """Judges answers by what `cache` keeps of others."""
+    """Compares answers by the sketches that `cache` keeps."""
 
     def __init__(self, cache: SemanticCache) -> None:
         self._cache = cache
 
     async def judge(self, ask: AskJudge, between_lookups: BetweenLookups) -> Judged:
-        """The rulings on the others of `ask`. Raises what `between_lookups` raises."""
+        """Return the rulings on the others of `ask`. Raises what `between_lookups` raises."""
         cache, partition = self._cache, ask.partition
         judgements = [await between_lookups(partial(self._agree, partition, ask.fresh, other)) for other in ask.others]
-        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
+        unknown = [index for index, judgement in enumerate(judgements) if judgement.ruling is Ruling.UNKNOWN]
+        left = [ask.others[index] for index in unknown]
         fresh = await self._sketched(partition, ask.fresh, between_lookups)
         # the first of a namespace has none, nor has one of an earlier version
-        without = (one for one in (ask.others[place] for place in left) if self._is_wanted(partition, one))
+        without = (other for other in left if self._is_wanted(partition, other))
         for other in itertools.islice(without, _OTHERS_SKETCHED_MAX):
             await self._sketched(partition, other, between_lookups)
         namespace = partition + ask.compat
         while await between_lookups(partial(cache.settle_prose, namespace)):
             pass
-        own, *names = (answer_name(one.exact, one.created_at) for one in (ask.fresh, *(ask.others[at] for at in left)))
-        rulings = await between_lookups(partial(cache.judge_prose, namespace, fresh, own, names))
-        for place, ruling in zip(left, rulings, strict=True):
-            judgements[place] = ruling
+        name, *names = (answer_name(answer.exact, answer.created_at) for answer in (ask.fresh, *left))
+        rulings = await between_lookups(partial(cache.judge_prose, namespace, fresh, name, names))
+        for index, ruling in zip(unknown, rulings, strict=True):
+            judgements[index] = ruling
         return Judged(tuple(judgements))
 
     def _is_wanted(self, partition: Partition, answer: Answered) -> bool:
         return self._cache.wants_sketch(partition, answer.exact, answer.created_at)
 
     async def _sketched(self, partition: Partition, answer: Answered, between_lookups: BetweenLookups) -> Sketch:
-        """The sketch of an answer, kept with its entry if that is there."""
+        """Return the sketch of an answer. It is kept with the answer's entry, if that is still
+        stored.
+        """
         texts = await between_lookups(partial(pieces, answer.text))
         while texts:
             count = fitting(map(len, texts), EMBED_TEXTS, EMBED_CHARS)
@@ -81,8 +84,8 @@ class AnswerJudging:
 
     def _sketch(self, partition: Partition, answer: Answered) -> Sketch:
         with read_for(partition):
-            made = sketch(answer.text, partial(self._embed, partition))
+            fresh = sketch(answer.text, partial(self._embed, partition))
         if self._is_wanted(partition, answer):
-            added = SketchAdded(partition, answer.exact, answer.created_at, made.encode(), is_saved=False)
+            added = SketchAdded(partition, answer.exact, answer.created_at, fresh.encode(), is_saved=False)
             self._cache.fold([added])
-        return made
+        return fresh

@@ -1,8 +1,7 @@
-"""The requests that wait in the cache worker, their connections, and how many are answered
-together, and when other work has its turn.
+"""How many of the texts that wait in the cache worker go together, and when work that is no lookup's
+has its turn.
 
-Knows the messages, no cache and no encoder. Invariant: no request is answered twice, or after its
-client left.
+Knows no messages, no cache and no encoder.
 """
 
 from __future__ import annotations
@@ -12,60 +11,22 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TypeVar
-
-from cache.worker.messages import Answer, AnswerPayload, AskEmbed, AskJudge, AskLookup, AskNear, frame
 
 EMBED_TEXTS, EMBED_CHARS = 8, 500
 """Of a piece of work that is no lookup's: one pass of the encoder, for which a lookup may have to wait."""
-_UNSENT_BYTES_MAX = 64 << 20
 _SPARE_S = 0.25
 _LOOKUPS_ABOUT_S = 1.0
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class Connection:
-    """One client of the worker."""
-
-    writer: asyncio.StreamWriter
-    waiting: set[int] = field(default_factory=set)  # ids whose answer is still wanted
-
-    def answer(self, id: int, reply: AnswerPayload) -> None:
-        """Send the reply to the ask `id`, unless the client has left."""
-        self.waiting.discard(id)
-        if self.writer.is_closing():  # before the reader of its asks has seen it; uvloop's transport would raise
-            return
-        self.writer.write(frame(Answer(id, reply)))
-        if self.writer.transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
-            self.writer.transport.abort()  # it asks and does not read
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One ask that takes time. `chars` is the length of a lookup's text."""
-
-    connection: Connection
-    ask: AskLookup | AskNear | AskEmbed | AskJudge
-    deadline: float  # on the monotonic clock
-    chars: int = 0
-
-    def is_wanted(self) -> bool:
-        return self.ask.id in self.connection.waiting and time.monotonic() < self.deadline
-
-    def answer(self, reply: AnswerPayload) -> None:
-        if self.ask.id in self.connection.waiting:
-            self.connection.answer(self.ask.id, reply)
-
-
 class SpareTime:
-    """The time for work that is no lookup's: one piece at a time, when no lookup is in hand, or after
-    the piece has waited for that. So a lookup waits for one piece at most.
+    """Gives turns to work that is no lookup's: one piece at a time, when no lookup is under way or
+    the piece has waited long enough. So a lookup waits for one piece at most.
 
-    While lookups are about, the work rests after a piece for twice as long as that took: it has a
-    third of the time at most.
+    While lookups come, the work rests after each piece for twice the piece's time: it gets a third
+    of the time at most.
     """
 
     def __init__(self) -> None:
@@ -76,12 +37,12 @@ class SpareTime:
         self._rests_until = 0.0
 
     def lookup(self) -> None:
-        """A lookup came; `has_no_lookup` is set after its answer."""
+        """Note that a lookup came. The caller sets `has_no_lookup` after its answer."""
         self.has_no_lookup.clear()
         self._looked_up_at = time.monotonic()
 
     async def do(self, piece: Callable[[], Awaitable[T]]) -> T:
-        """The result of a piece, in its turn."""
+        """Do a piece of work in its turn, and return its result."""
         async with self._turn:
             if time.monotonic() - self._looked_up_at < _LOOKUPS_ABOUT_S:
                 await asyncio.sleep(self._rests_until - time.monotonic())
@@ -96,6 +57,6 @@ class SpareTime:
 
 
 def fitting(lengths: Iterable[int], count_max: int, chars_max: int) -> int:
-    """How many of these texts make a batch: one at least."""
+    """Return how many of these texts make one batch; at least 1."""
     sums = itertools.accumulate(itertools.islice(lengths, count_max))
     return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= chars_max, sums)))

@@ -15,6 +15,7 @@ its parent.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -25,7 +26,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,13 +34,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import uvloop
 
+from cache.entry import CacheWorkerUnavailable
 from cache.event_loop import Loop
 from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_link import RedisLink
 from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
-from cache.worker.options import Options, read_options
-from cache.worker.queue import Connection, Job, SpareTime, fitting
+from cache.worker.options import WorkerOptions
+from cache.worker.queue import SpareTime, fitting
+from ipc import IncomingCall, RpcServer, add_options, options_from
 
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from cache.worker.judging import AnswerJudging
 
 T = TypeVar("T")
+Job = IncomingCall[wire.Ask]
+Lookup = tuple[Job, wire.AskLookup]
 
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
@@ -55,14 +60,15 @@ _LOOKUPS, _LOOKUP_CHARS = 8, 4_000
 _JUDGINGS_MAX = 64
 _FOLLOW_S = 0.25
 _RETRIES_S = (1.0, 2.0, 5.0, 15.0)
-_PARENT_S = 0.5
+_STATE_PERIOD_S = 0.25
 _REDIS_TIMEOUT_S = 1.0
+_THREADS = 2  # a short text takes two thirds of the time on two, and a tenth more of the processor
 
 
 class Worker:
-    """One worker; `run` is its whole life."""
+    """One cache worker, from its start to its end."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoder")
@@ -70,48 +76,33 @@ class Worker:
         self._batches = 0  # that are being answered
         self._cache: SemanticCache | None = None
         self._follower: Follower | None = None
-        self._lookups: deque[Job] = deque()
-        self._embeds: asyncio.Queue[Job] = asyncio.Queue()
+        self._lookups: deque[Lookup] = deque()
         self._has_lookups = asyncio.Event()
         self._spare = SpareTime()
         self._judging: AnswerJudging | None = None
-        self._judgings: asyncio.Queue[Job] = asyncio.Queue()
+        self._judging_turn = asyncio.Lock()
+        self._judgings = 0  # that wait, or are under way
         self._failure = ""
         self._counts = [0, 0]  # lookups, batches
-        self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't
-        be had.
+        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError if it cannot listen on
+        the socket.
         """
-        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        path = self._options.socket_path
-        path.unlink(missing_ok=True)
-        mask = os.umask(0o177)  # the socket is its user's alone
-        try:
-            server = await asyncio.start_unix_server(self._serve, str(path))
-        finally:
-            os.umask(mask)
-        _log.info("listening on %s", path)
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        server = RpcServer(wire.WIRE, state=self._status, on_call=self._take)
+        serving = server.serve(self._options.socket, stop.is_set, _STATE_PERIOD_S)
         lanes = (self._answer_lookups(), self._answer_lookups())  # one embeds while the other decides
-        works = (self._load_and_follow(), *lanes, self._answer_embeds(), self._judge_answers())
-        tasks = [asyncio.create_task(work) for work in (*works, self._until_stopped())]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        server.close()
-        for task in tasks:
+        tasks = [asyncio.create_task(work) for work in (serving, self._load_and_follow(), *lanes)]
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        _log.info("stopping")
+        for task in left:
             task.cancel()
-        path.unlink(missing_ok=True)
+        await asyncio.wait(tasks)
         for task in done:
             task.result()  # a task that ended by itself ended by a bug: say it
-
-    async def _until_stopped(self) -> None:
-        while not self._stop.is_set() and os.getppid() == self._options.parent_pid:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PARENT_S):
-                    await self._stop.wait()
-        _log.info("stopping")
 
     # --- loading and following
 
@@ -131,14 +122,14 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis = RedisLink(self._options.redis_url, _REDIS_TIMEOUT_S)
+        redis = RedisLink(self._options.redis, _REDIS_TIMEOUT_S)
         self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max)
         self._judging = AnswerJudging(cache)
         self._cache = cache
         await self._follow(cache)
 
     def _report_failure(self, error: Exception) -> None:
-        """Keep why the embedder can't be loaded, and log it in a line the first time. It's tried
+        """Keep why the embedder cannot be loaded, and log each new reason once. The worker tries
         again: a package may be installed, and a hub come back.
         """
         failure = _why_not_loaded(error)
@@ -180,181 +171,132 @@ class Worker:
             async with self._preparing:
                 await self._has_lookups.wait()
                 self._batches += 1
-                jobs = await self._prepare(self._next_batch())
-            if jobs:
-                await self._answer_batch(jobs)
+                lookups = await self._prepare(self._next_batch())
+            if lookups:
+                await self._answer_batch(lookups)
             self._batches -= 1
             if not self._lookups and not self._batches:
                 self._spare.has_no_lookup.set()
 
-    def _next_batch(self) -> list[Job]:
-        count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
-        jobs = [self._lookups.popleft() for _ in range(count)]
+    def _next_batch(self) -> list[Lookup]:
+        count = fitting((len(ask.query.text) for _, ask in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
+        lookups = [self._lookups.popleft() for _ in range(count)]
         if not self._lookups:
             self._has_lookups.clear()
-        return [job for job in jobs if job.is_wanted()]
+        return [(job, ask) for job, ask in lookups if job.is_open]
 
-    async def _prepare(self, jobs: list[Job]) -> list[Job]:
-        """Embed the prompts while Redis is asked for new records: neither needs the other. Returns
-        the jobs that are wanted still.
+    async def _prepare(self, lookups: list[Lookup]) -> list[Lookup]:
+        """Embed the prompts while Redis is asked for new records. Returns the lookups whose clients
+        still wait.
 
-        If embedding fails, the lookup that follows fails too and reports it.
+        If embedding fails, the lookup that follows fails too, and reports it.
         """
         cache, follower = self._cache, self._follower
         assert cache is not None
         assert follower is not None
-        if not jobs:
-            return jobs
+        if not lookups:
+            return lookups
         loop = asyncio.get_running_loop()
-        queries = [job.ask.query for job in jobs if isinstance(job.ask, wire.AskLookup | wire.AskNear)]
-        known = [query for query in queries if cache.has_neighbours(query)]
+        known = [ask.query for _, ask in lookups if cache.has_neighbours(ask.query)]
         embedding = loop.run_in_executor(self._encoding, cache.prepare, known) if known else None
         await follower.catch_up()
         if embedding is not None:
             with contextlib.suppress(Exception):
                 await embedding
-        return [job for job in jobs if job.is_wanted()]
+        return [(job, ask) for job, ask in lookups if job.is_open]
 
-    async def _answer_batch(self, jobs: list[Job]) -> None:
+    async def _answer_batch(self, lookups: list[Lookup]) -> None:
         assert self._cache is not None
-        self._counts[0] += len(jobs)
+        self._counts[0] += len(lookups)
         self._counts[1] += 1
-        asks, loop = [job.ask for job in jobs], asyncio.get_running_loop()
         try:
-            near = await loop.run_in_executor(self._thread, _find, self._cache, asks)
+            near = await asyncio.get_running_loop().run_in_executor(self._thread, _find, self._cache, lookups)
         except Exception as error:
-            _log.exception("a batch of %d lookups failed", len(jobs))
-            self._fail(jobs, error)
+            for job, _ in lookups:
+                job.fail(error)
             return
-        for job, found in zip(jobs, near, strict=True):
-            job.answer(found if isinstance(job.ask, wire.AskNear) else found.decision)
+        for (job, _), neighbourhood in zip(lookups, near, strict=True):
+            job.reply(neighbourhood)
 
-    async def _answer_embeds(self) -> None:
-        while True:
-            job = await self._embeds.get()
-            assert self._cache is not None
-            try:
-                if isinstance(job.ask, wire.AskEmbed) and job.is_wanted():
-                    job.answer(await self._embed(self._cache, job.ask))
-            except Exception as error:
-                _log.exception("embedding failed")
-                self._fail([job], error)
-
-    async def _embed(self, cache: SemanticCache, ask: wire.AskEmbed) -> wire.Embedded | wire.TooLong:
-        """The vectors of a few texts: the client sends many in several asks."""
-        info = cache.embedder
-        for place, text in enumerate(ask.texts):
+    async def _embed(self, job: Job, ask: wire.AskEmbed) -> None:
+        """Answer with the vectors of a few texts. Raises TextTooLong."""
+        assert self._cache is not None
+        info = self._cache.embedder
+        for index, text in enumerate(ask.texts):
             if len(text) > info.chars_max:
-                return wire.TooLong(place, len(text), info.chars_max, "characters")
-        encoded = await self._between_lookups(cache.embed, ask.texts)
+                raise wire.TextTooLong(index, len(text), info.chars_max, "characters")
+        encoded = await self._piece_of(job, partial(self._cache.embed, ask.texts))
         counts = encoded.tokens.tolist()
-        for place, tokens in enumerate(counts):
+        for index, tokens in enumerate(counts):
             if tokens > info.tokens_max:
-                return wire.TooLong(place, tokens, info.tokens_max)
+                raise wire.TextTooLong(index, tokens, info.tokens_max)
         vectors = tuple(vector.astype("<f4").tobytes() for vector in encoded.vectors)
-        return wire.Embedded(vectors, tuple(counts), info.dims)
+        job.reply(wire.Embedded(vectors, tuple(counts), info.dims))
 
-    async def _judge_answers(self) -> None:
-        while True:
-            job = await self._judgings.get()
-            if isinstance(job.ask, wire.AskJudge) and job.is_wanted():
-                job.answer(await self._judge(job, job.ask))
-
-    async def _judge(self, job: Job, ask: wire.AskJudge) -> wire.Judged | wire.Failed:
+    async def _judge(self, job: Job, ask: wire.AskJudge) -> None:
+        """Answer with rulings. Raises CacheWorkerUnavailable if too many answers wait."""
         assert self._judging is not None
         assert self._follower is not None
+        if self._judgings == _JUDGINGS_MAX:
+            raise CacheWorkerUnavailable("too many answers wait to be judged")
+        self._judgings += 1
         try:
-            await self._follower.catch_up()  # its entry was stored before
-            return await self._judging.judge(ask, partial(self._piece_of, job))
-        except TimeoutError:
-            return wire.Failed("there was no time for it between lookups")
+            async with self._judging_turn:
+                await self._follower.catch_up()  # its entry was stored before
+                job.reply(await self._judging.judge(ask, partial(self._piece_of, job)))
+        except CacheWorkerUnavailable:
+            raise
         except Exception:
             _log.exception("an answer could not be judged")
-            return wire.Judged((Judgement(Ruling.UNKNOWN, "", "the cache worker failed"),) * len(ask.others))
+            unknown = Judgement(Ruling.UNKNOWN, "", "the cache worker failed")
+            job.reply(wire.Judged((unknown,) * len(ask.others)))
+        finally:
+            self._judgings -= 1
 
     async def _piece_of(self, job: Job, work: Callable[[], T]) -> T:
-        """Do a small piece of a job between lookups. Raises TimeoutError if it is not wanted any more."""
-        if not job.is_wanted():
-            raise TimeoutError
+        """Do a small piece of a job between lookups. Raises CacheWorkerUnavailable if its client
+        has left.
+        """
+        if not job.is_open:
+            raise CacheWorkerUnavailable("its client does not wait any more")
         return await self._between_lookups(work)
 
     async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do in the cache's thread what is no lookup's."""
+        """Do a piece of work in the cache's thread, between lookups."""
         loop = asyncio.get_running_loop()
         return await self._spare.do(lambda: loop.run_in_executor(self._thread, work, *arguments))
 
-    def _fail(self, jobs: list[Job], error: Exception) -> None:
-        for job in jobs:
-            is_lookup = isinstance(job.ask, wire.AskLookup)
-            job.answer(Miss(MissReason.UNAVAILABLE) if is_lookup else wire.Failed(f"{type(error).__name__}: {error}"))
-
     # --- connections
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(writer)
-        try:
-            while True:
-                length = int.from_bytes(await reader.readexactly(wire.LENGTH_BYTES), "big")
-                if length > wire.FRAME_BYTES_MAX:
-                    _log.warning("a frame of %d bytes: connection closed", length)
-                    return
-                self._take(connection, wire.read_ask(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, OSError):
-            pass  # the client left
-        except asyncio.CancelledError:
-            pass  # the worker stops; Python 3.11 logs the traceback of a handler that was cancelled
-        except msgspec.DecodeError as error:
-            _log.warning("not a message: %s: connection closed", error)
-        finally:
-            connection.waiting.clear()
-            writer.close()
-
-    def _take(self, connection: Connection, ask: wire.Ask) -> None:
-        if isinstance(ask, wire.AskStatus):
-            connection.answer(ask.id, self._status())
-        elif isinstance(ask, wire.Cancel):
-            connection.waiting.discard(ask.id)
-        elif self._cache is None:
-            connection.answer(ask.id, self._not_ready(ask))
-        else:
-            connection.waiting.add(ask.id)
-            deadline = time.monotonic() + ask.timeout_s
-            if isinstance(ask, wire.AskEmbed):
-                self._embeds.put_nowait(Job(connection, ask, deadline))
-            elif isinstance(ask, wire.AskJudge):
-                if self._judgings.qsize() >= _JUDGINGS_MAX:
-                    connection.answer(ask.id, wire.Failed("too many answers wait to be judged"))
-                    return
-                self._judgings.put_nowait(Job(connection, ask, deadline))
+    def _take(self, job: Job) -> Coroutine[Any, Any, None] | None:
+        ask = job.body
+        if self._cache is None:
+            if isinstance(ask, wire.AskLookup):
+                job.reply(Neighbourhood(Miss(MissReason.LOADING), ()))
             else:
-                self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
-                self._has_lookups.set()
-                self._spare.lookup()
+                job.fail(CacheWorkerUnavailable(self._failure or "the embedder is still loading"))
+        elif isinstance(ask, wire.AskEmbed):
+            return self._embed(job, ask)
+        elif isinstance(ask, wire.AskJudge):
+            return self._judge(job, ask)
+        else:
+            self._lookups.append((job, ask))
+            self._has_lookups.set()
+            self._spare.lookup()
+        return None
 
-    def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskJudge) -> wire.AnswerPayload:
-        miss = Miss(MissReason.LOADING)
-        if isinstance(ask, wire.AskLookup):
-            return miss
-        if isinstance(ask, wire.AskNear):
-            return Neighbourhood(miss, ())
-        return wire.Failed(self._failure or "the embedder is still loading")
-
-    def _status(self) -> wire.Status:
+    def _status(self) -> wire.WorkerStatus:
         cache, follower = self._cache, self._follower
         if cache is None or follower is None:
             state = wire.WorkerState.FAILED if self._failure else wire.WorkerState.LOADING
-            return wire.Status(state, detail=self._failure, embedder=self._options.embedder)
+            return wire.WorkerStatus(state, detail=self._failure, embedder=self._options.embedder)
         state = wire.WorkerState.READY if follower.is_following else wire.WorkerState.REBUILDING
-        return wire.Status(
+        return wire.WorkerStatus(
             state,
             progress=1.0 if follower.is_following else follower.progress.share,
             detail=_describe(follower.is_following, follower.is_up),
             entries=len(cache),
-            namespaces=cache.namespaces,
             embedder=cache.embedder.name,
-            dims=cache.embedder.dims,
-            tokens_max=cache.embedder.tokens_max,
-            is_redis_up=follower.is_up,
             lookups=self._counts[0],
             batches=self._counts[1],
             rule=cache.rule_name.hex(),
@@ -362,14 +304,16 @@ class Worker:
 
 
 def _why_not_loaded(error: Exception) -> str:
-    """In one line, with what to do."""
+    """Say in one line why the embedder cannot be loaded and what to do."""
     from cache.encoder.types import PrecisionUnavailable
 
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = "faiss-cpu" if error.name == "faiss" else error.name
         return f"the package {package} is not installed (pip install {package})"
-    words = " ".join(str(error).split())
-    return words if isinstance(error, FileNotFoundError | PrecisionUnavailable) else f"{type(error).__name__}: {words}"
+    message = " ".join(str(error).split())
+    return (
+        message if isinstance(error, FileNotFoundError | PrecisionUnavailable) else f"{type(error).__name__}: {message}"
+    )
 
 
 def _describe(is_following: bool, is_up: bool) -> str:
@@ -378,9 +322,9 @@ def _describe(is_following: bool, is_up: bool) -> str:
     return "rebuilding the index" if is_up else "waiting for Redis to rebuild the index"
 
 
-def _load(options: Options) -> tuple[SemanticCache, bytes]:
-    """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's
-    thread.
+def _load(options: WorkerOptions) -> tuple[SemanticCache, bytes]:
+    """Load the embedder, which imports OpenVINO or torch, and an empty index, which imports FAISS.
+    Runs in the cache's thread.
     """
     from cache.decision.model import beside
     from cache.decision.prior import PRIOR
@@ -389,7 +333,9 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     from cache.semantic.cache import SemanticCache
     from cache.semantic.index import VectorIndex, on_gpu
 
-    embedder = open_embedder(options.embedder, options.device, options.threads, options.precision)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = options.threads or min(_THREADS, cores)
+    embedder = open_embedder(options.embedder, options.device, threads, options.precision)
     for words in (8, 20, 50, 100):
         embedder.encode(["word " * words])  # the first pass of a size compiles for it, and allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
@@ -397,17 +343,21 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 
-def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
-    count = max((ask.count for ask in asks if isinstance(ask, wire.AskNear)), default=0)
-    found = cache.near([ask.query for ask in asks], count)
+def _find(cache: SemanticCache, lookups: list[Lookup]) -> list[Neighbourhood]:
+    asks = [ask for _, ask in lookups]
+    near = cache.near([ask.query for ask in asks], max(ask.count for ask in asks))
     return [
-        msgspec.structs.replace(one, neighbours=one.neighbours[: ask.count] if isinstance(ask, wire.AskNear) else ())
-        for ask, one in zip(asks, found, strict=True)
+        msgspec.structs.replace(neighbourhood, neighbours=neighbourhood.neighbours[: ask.count])
+        for ask, neighbourhood in zip(asks, near, strict=True)
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = read_options(argv)
+    parser = argparse.ArgumentParser(prog="python -m cache.worker", description="The semantic cache of this host.")
+    add_options(parser, WorkerOptions)
+    options = options_from(WorkerOptions, parser.parse_args(argv))
+    if not options.redis:
+        parser.error("--redis or SAMEWAY_REDIS_URL is needed")
     for name, value in (
         ("OMP_NUM_THREADS", "1"),  # FAISS': a search is too short to share
         ("OMP_WAIT_POLICY", "PASSIVE"),

@@ -35,7 +35,7 @@ _WRONG_MAX = 200
 
 async def cache(parts: WorkerParts) -> models.CacheOut:
     """How much is cached, by team, and the semantic index."""
-    sizes, worker = await parts.exact.stats(), await parts.semantic.status()
+    sizes, worker = await parts.exact.stats(), parts.semantic.status
     owners, size_bytes_max = await _owners(parts), parts.exact.limits.size_bytes_max
     partitions = [
         models.PartitionOut.of(sums, size_bytes_max=size_bytes_max, **owners.get(sums.partition, _DELETED))

@@ -1,6 +1,6 @@
 """The parts of a worker that the admin plane reads and changes.
 
-Must not import the application, whose `Parts` extends this class.
+Must not import the application, whose `WorkerParts` extends this class.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ the client may know.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
 import msgspec
 
 from gateway.accounts.database import is_down, name_of
-from gateway.api.headers import JSON, Headers, base_headers
+from gateway.api.headers import Headers, error_headers
 from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
 from gateway.journey.bodies import BodyBroken, ClientGone
@@ -56,9 +56,9 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """The API key in `Authorization: Bearer ...`, `api-key` or `x-api-key`; None if there is none.
+    """The API key in `Authorization: Bearer ...`, `api-key` or `x-api-key`; None without a key.
 
-    Raises Unauthenticated if two of them differ: which one is meant cannot be known.
+    Raises Unauthenticated if two headers have different keys.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else ""
@@ -87,23 +87,35 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
     if status != 204:
         headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send_body(send, body)
+    if len(body) > _PIECE_BYTES:
+        await send_body(send, body)
+    else:
+        await send({"type": "http.response.body", "body": body})
 
 
 async def send_body(send: Send, body: bytes) -> None:
-    """Send all of a body, a large one as its client takes it: no copy of the whole is made."""
+    """Send a body. A large one leaves in pieces as its client takes them, without a copy of the whole."""
     left = memoryview(body)
     while len(left) > _PIECE_BYTES:
         await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
         left = left[_PIECE_BYTES:]
-    await send({"type": "http.response.body", "body": bytes(left) if len(body) > _PIECE_BYTES else body})
+    await send({"type": "http.response.body", "body": bytes(left)})
+
+
+def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
+    """Wrap `send`: it adds the headers that `more_of` gives for the start of a response."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *more_of(message)]}
+        await send(message)
+
+    return sent
 
 
 async def send_error(send: Send, request_id: str, error: ApiError) -> None:
     """Send an error in OpenAI's shape."""
-    headers = [JSON, *base_headers(request_id)]
-    headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
-    await send_whole(send, error.http_status, headers, error.body())
+    await send_whole(send, error.http_status, error_headers(request_id, error), error.body())
 
 
 async def fail(

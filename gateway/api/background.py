@@ -6,14 +6,12 @@ each has one record, as any request; a stream has every event once, in order, or
 and its last event is what the row says, which its end or a cancellation writes, the first of them;
 the streams of a team have so many bytes of Redis at most, which is kept where they are written.
 
-    sameway:{background:TEAM}:ID      list   the events of a streamed response, by their number; those
-                                             of a cached answer are the last element, packed
+    sameway:{background:TEAM}:ID      list   the events of a streamed response, by their number
     sameway:{background:TEAM}:bytes   hash   the bytes of each stream by its id, and of all
     sameway:{background:TEAM}:ends    zset   when each of them goes
 """
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -27,7 +25,7 @@ from gateway.accounts.stored_responses import LIVE, ResponseStore
 from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, Headers
 from gateway.api.memory import Memory
-from gateway.api.response_events import Response, framed
+from gateway.api.response_events import ResponseRenderer, framed
 from gateway.journey.bodies import ClientGone
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, Turn
@@ -39,8 +37,6 @@ from gateway.wire.errors import ApiError, Unavailable
 _AT_ONCE = 1_000  # in a worker
 _RENEW_EVERY_S = 1.0
 _EVENTS_KEPT_MS = 600_000
-_PACKED = b"\0"  # how no event begins
-_PACKED_BYTES_MAX = 4 << 20  # which a follower unpacks at once
 _READ_AT_ONCE = 500
 _LOOK_EVERY_S, _LOOKS_A_STATUS = 0.05, 20
 _ENDS = tuple(b"event: response.%b\n" % status for status in (b"completed", b"incomplete", b"failed"))
@@ -70,9 +66,9 @@ _log = get_logger()
 
 
 class _Work:
-    """A response that is generated. `begun` has its reply once it may be left."""
+    """A response that is being generated. `begun` gets its reply as soon as readers can leave it."""
 
-    def __init__(self, response: Response, team_id: int) -> None:
+    def __init__(self, response: ResponseRenderer, team_id: int) -> None:
         self.response = response
         self.team_id = team_id
         self.answering: asyncio.Task[Reply] | None = None
@@ -103,10 +99,10 @@ class Background:
         self._beginning = 0
         self._bytes_max = pipeline.settings.responses.team_stream_bytes_max
 
-    async def begin(self, turn: Turn, response: Response, identity: Identity) -> bytes:
-        """Generate a response from now on, once it is kept; returns it as it is then.
+    async def begin(self, turn: Turn, response: ResponseRenderer, identity: Identity) -> bytes:
+        """Store a response and start its generation; returns its body as stored.
 
-        What is refused before a deployment is asked raises. Raises ApiError.
+        Raises ApiError, also for a refusal that comes before a deployment is asked.
         """
         if len(self._works) + self._beginning >= _AT_ONCE:
             raise Unavailable("Too many responses are generated in the background: try again later", code="busy")
@@ -158,7 +154,7 @@ class Background:
                 served = reply.served
                 events = response.replay(served) if served is not None else response.events(chunks) + response.end()
             await response.keep()
-            await self._tell(work, events, is_replay=reply.served is not None)
+            await self._tell(work, events)
             self._count("completed")
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, ClientGone):
@@ -172,13 +168,13 @@ class Background:
             await self._memory.conversations.release(arrival.request_id)
 
     def leave(self, id: str) -> None:
-        """Stop to generate a response, which was cancelled, given up or deleted, if it is this worker's."""
+        """Stop the generation of a response that was cancelled or deleted, if this worker runs it."""
         work = self._works.get(id)
         if work is not None and work.reply is not None and work.reply.reader is not None:
             work.reply.reader.leave(ClientGone())
 
     async def renew(self) -> None:
-        """Keep the leases and locks, and stop what is not to be generated any more."""
+        """Renew the leases and locks, and stop generations that lost their row."""
         await self._memory.conversations.renew()
         ids = list(self._works)
         if ids:
@@ -195,20 +191,19 @@ class Background:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What is under way; one that is cancelled has failed."""
+        """The running generations. One that is cancelled fails."""
         return [work.task for work in self._works.values() if work.task is not None]
 
     # -- events
 
-    async def _tell(self, work: _Work, events: bytes, *, is_replay: bool = False) -> bool:
-        """Add events to a stream, until that fails once: it has no gaps. Returns whether there was
-        room for them; `is_replay`: they are its last ones, all at once.
+    async def _tell(self, work: _Work, events: bytes) -> bool:
+        """Append events to a stream. After one failure nothing more is appended, so that it has no gaps.
+
+        Returns whether the team's streams had room.
         """
         if not events or work.is_cut:
             return True
         parts = [one + b"\n\n" for one in events.split(b"\n\n") if one]
-        if is_replay and len(events) <= _PACKED_BYTES_MAX:
-            parts = [_PACKED + await asyncio.to_thread(zlib.compress, events, 1)]
         id = work.response.id
         keys = [_key(work.team_id, name) for name in (id, "bytes", "ends")]
         reason = "its team's streams have no room"
@@ -230,33 +225,25 @@ class Background:
             raise Unavailable("Redis does not answer; try again shortly", code="redis_unavailable") from None
 
     async def events(self, team: Team, id: str, after: int) -> AsyncIterator[bytes]:
-        """The events of a response after the one of this number, to its end; between them empty
-        ones.
+        """The events of a response after the one with the number `after`, until its end. Empty ones
+        show that it waits.
 
-        Where they break off, the last one says how the response ended. Never raises.
+        If the stream breaks off, the last event says how the response ended. Never raises.
         """
         key, looks, is_over = _key(team.id, id), 0, False
         try:
             while True:
                 start = after + 1
-                found = await self._link.execute_command("LRANGE", key, start, start + _READ_AT_ONCE - 1)
-                if found and found[-1].startswith(_PACKED):
-                    found[-1:] = await _unpacked(found[-1])
-                after += len(found)
-                yield b"".join(found)
-                if found and found[-1].startswith(_ENDS):
+                batch = await self._link.execute_command("LRANGE", key, start, start + _READ_AT_ONCE - 1)
+                after += len(batch)
+                yield b"".join(batch)
+                last = batch or (await self._link.execute_command("LRANGE", key, -1, -1) if is_over else [])
+                if last and last[-1].startswith(_ENDS):
                     return
-                if found:
+                if batch:
                     looks = 0
                     continue
                 if is_over:
-                    last = await self._link.execute_command("LRANGE", key, -1, -1)
-                    if last and last[-1].startswith(_PACKED):
-                        first = await self._link.execute_command("LLEN", key) - 1
-                        last = await _unpacked(last[-1])
-                        yield b"".join(last[start - first :])
-                    if last and last[-1].startswith(_ENDS):
-                        return
                     break
                 looks += 1
                 if looks % _LOOKS_A_STATUS == 0:
@@ -274,12 +261,6 @@ class Background:
 
 def _key(team_id: int, name: str) -> str:
     return f"sameway:{{background:{team_id}}}:{name}"
-
-
-async def _unpacked(packed: bytes) -> list[bytes]:
-    """The events of an element that holds several."""
-    events = await asyncio.to_thread(zlib.decompress, packed[len(_PACKED) :])
-    return [one + b"\n\n" for one in events.split(b"\n\n") if one]
 
 
 async def send_events(scope: asgi.Scope, send: asgi.Send, headers: Headers, events: AsyncIterator[bytes]) -> None:

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.api.endpoint import Call, ObjectEndpoint
-from gateway.api.stored import listed, no_such_action, paging
+from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed
 from gateway.batches.batches import Batches
 from gateway.batches.files import check_expiry
 from gateway.batches.work import ENDPOINTS
@@ -59,15 +58,15 @@ class BatchesEndpoint(ObjectEndpoint):
             case "POST", "", "":
                 return await self._create(call)
             case "GET", "", "":
-                asked = paging(call.query, _LIST_USUAL, _LIST_MAX)
-                found = await self._batches.page(team_id, asked.after, asked.limit)
-                return listed([batch.as_json() for batch in found], asked.limit)
+                limit = limit_of(call.query, _LIST_USUAL, _LIST_MAX)
+                page = await self._batches.page(team_id, after_of(call.query), limit)
+                return listed([batch.as_json() for batch in page], limit)
             case "GET", batch_id, "":
                 return (await self._batches.get(team_id, batch_id)).as_json()
             case "POST", batch_id, "cancel":
                 await self._batches.cancel(team_id, batch_id)
                 return (await self._batches.get(team_id, batch_id)).as_json()
-        raise no_such_action(self.path, call)
+        raise self.no_such_action(call)
 
     async def _create(self, call: Call) -> dict[str, Any]:
         request: BatchRequest = convert((await self.body(call))[1], BatchRequest)
@@ -79,8 +78,8 @@ class BatchesEndpoint(ObjectEndpoint):
             )
         expiry, key = request.output_expires_after, call.identity.key
         kept_s = check_expiry(expiry.anchor, expiry.seconds) if expiry is not None else None
-        made = await self._batches.create(
+        batch = await self._batches.create(
             key.team_id, key.id, request.endpoint, request.input_file_id, request.metadata, kept_s
         )
         self._wake()
-        return made.as_json()
+        return batch.as_json()

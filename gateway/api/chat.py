@@ -16,13 +16,14 @@ import msgspec
 from cache import Entry, ExactCache
 from gateway.accounts import Identity
 from gateway.api import asgi
+from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
 from gateway.api.provider_ids import NamedObjects
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
-from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn, turn_of
+from gateway.journey.turn import Caller, Ended, Turn, arrive, read_turn, turn_of
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.http_server import WHEN_GONE
@@ -44,12 +45,13 @@ class Renderer(Protocol):
     Where it `is_kept`, `keep` is called when it is complete, before its last byte leaves.
     """
 
-    @property
-    def is_kept(self) -> bool: ...
+    __slots__ = ()
+    is_kept: bool = False
+    is_background: bool = False  # it outlives its request
 
-    is_background: bool  # it outlives its request
-
-    async def keep(self) -> None: ...
+    async def keep(self) -> None:
+        """Keep the answer."""
+        return
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         """The body of a whole answer, from `entry` if it was recorded, else from `chunks`."""
@@ -67,8 +69,8 @@ class Renderer(Protocol):
         """The event that ends a stream which is not complete."""
 
 
-class Chat:
-    """The endpoint for requests of one `kind`. One instance per worker.
+class AnswerEndpoint:
+    """The endpoint for requests of one `kind`, which deployments answer. One instance per worker.
 
     `body_bytes_max` bounds a request's body. An endpoint with another shape of the same request
     overrides `operation`, its name in records, and `read`; one with another shape of errors,
@@ -85,32 +87,24 @@ class Chat:
         self._kind = kind
         self._objects = NamedObjects(pipeline)
 
-    async def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
-    ) -> tuple[Turn, Renderer]:
-        """The turn of a request, and the renderer of its answer.
-
-        `model` is the alias in the path, if it has one. Raises ApiError with the invalid field.
-        """
-        turn = read_turn(raw, headers, arrival, self._kind, model)
-        return turn, Plain() if self._kind.is_plain else _Completion(self._pipeline.exact, turn.wants_usage)
-
-    async def take(
-        self,
-        scope: asgi.Scope,
-        incoming: Body,
-        headers: Mapping[str, str],
-        arrival: Arrival,
-        identity: Identity,
-    ) -> tuple[Turn, Renderer]:
-        """The same, with the body that arrives. Raises ApiError."""
-        raw = await incoming.whole(self._body_bytes_max)
-        await self._objects.check(raw, identity.team.id)
-        return await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
-
-    def own(self, turn: Turn) -> Alias | None:
-        """An alias of the endpoint's own that answers `turn`; None: the alias that it names. Raises ApiError."""
+    @property
+    def alias(self) -> Alias | None:
+        """The endpoint's own alias, for a request; None: the alias that the request names."""
         return None
+
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        """The turn of a request, and the renderer of its answer. Raises ApiError."""
+        turn = read_turn(await self.body(call), call.headers, call.arrival, self._kind, asgi.model_of(call.scope))
+        return turn, PlainRenderer() if self._kind.is_plain else _CompletionRenderer(
+            self._pipeline.exact, turn.wants_usage
+        )
+
+    async def body(self, call: Call) -> bytes:
+        """The body, which names no object of another team. Raises ApiError."""
+        raw = await call.body.whole(self._body_bytes_max)
+        if self._objects.have_owners:
+            await self._objects.check(raw, call.identity.team.id)
+        return raw
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
@@ -119,7 +113,7 @@ class Chat:
         identity: Identity | None = None
         turn: Turn | None = None
         ended = Ended()
-        watcher = DisconnectWatcher(scope, receive)
+        watcher = DisconnectWatcher(scope)
         reply: Reply | None = None
         is_apart = False
         try:
@@ -127,14 +121,14 @@ class Chat:
             identity = (
                 caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
             )
-            incoming = self._pipeline.bodies.of(receive, headers, identity)
-            turn, renderer = await self.take(scope, incoming, headers, arrival, identity)
+            body = self._pipeline.bodies.of(receive, headers, identity)
+            turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True
                 await respond_to(scope, send)
                 return
-            reply = await self._pipeline.answer(turn, identity, watcher.attend, self.own(turn), incoming.taken)
+            reply = await self._pipeline.answer(turn, identity, watcher.attend, self.alias, body.taken)
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
             else:
@@ -187,14 +181,13 @@ class Chat:
         await send(start)
         watcher.first_chunk_left()
         try:
-            while batch := await reader.next():
-                body = renderer.events(batch)
-                if is_last := reader.is_at_end:
+            is_last = False
+            while not is_last:
+                batch = await reader.next()
+                body = renderer.events(batch) if batch else b""
+                if is_last := not batch or reader.is_at_end:
                     body += await _end(renderer)
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-                if is_last:
-                    return Ended()
-            await send({"type": "http.response.body", "body": await _end(renderer)})
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
 
@@ -213,18 +206,7 @@ async def _end(renderer: Renderer) -> bytes:
     return events
 
 
-class NotKept:
-    """The part of a renderer whose answers are not kept."""
-
-    __slots__ = ()
-    is_kept = False
-    is_background = False
-
-    async def keep(self) -> None:
-        """Nothing to keep."""
-
-
-class EventRenderer(NotKept):
+class EventRenderer(Renderer):
     """The part of a renderer that answers by typed events: `_take` reads one chunk and tells its events."""
 
     def __init__(self, is_stream: bool) -> None:
@@ -271,7 +253,7 @@ def call_index(call: Mapping[str, Any], known: Collection[int], last_id: Any) ->
     return max(0, max(known, default=-1) + (call.get("id") not in (None, "", last_id)))
 
 
-class _Completion(NotKept):
+class _CompletionRenderer(Renderer):
     """A `chat.completion`, or its chunks and `[DONE]`. A recorded answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")
@@ -300,7 +282,7 @@ class _Completion(NotKept):
         return frame(error.body())
 
 
-class Plain(NotKept):
+class PlainRenderer(Renderer):
     """A plain answer, as it came. One of bytes that fails is cut: they have no place for an error."""
 
     __slots__ = ("media",)
@@ -325,31 +307,24 @@ class Plain(NotKept):
         return frame(error.body()) if self.media.startswith("text/event-stream") else b""
 
 
-class Uploads(Chat):
+class Uploads(AnswerEndpoint):
     """The endpoint for requests of a `kind` whose files come in a form, which is kept on the disk meanwhile."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings, kind: Kind) -> None:
         super().__init__(pipeline, settings.body_bytes_max, kind)
         self._settings = settings
 
-    async def take(
-        self,
-        scope: asgi.Scope,
-        incoming: Body,
-        headers: Mapping[str, str],
-        arrival: Arrival,
-        identity: Identity,
-    ) -> tuple[Turn, Renderer]:
-        boundary = boundary_of(headers.get("content-type", ""))
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        boundary = boundary_of(call.headers.get("content-type", ""))
         if not boundary and self._kind is not IMAGE_EDIT:
             raise BadRequest("Expected a multipart/form-data body with a file", code="invalid_type")
         if not boundary:
-            return await super().take(scope, incoming, headers, arrival, identity)
-        upload, body = await read_form(incoming, boundary, self._settings)
-        model = asgi.model_of(scope)
+            return await super().read(call)
+        upload, body = await read_form(call.body, boundary, self._settings)
+        model = asgi.model_of(call.scope)
         with upload:
             body = body if model is None else {**body, "model": model}
-            return turn_of(body, b"", headers, arrival, self._kind, upload=upload), Plain()
+            return turn_of(body, b"", call.headers, call.arrival, self._kind, upload=upload), PlainRenderer()
 
 
 async def read_form(incoming: Body, boundary: bytes, settings: Settings) -> tuple[FormFiles, dict[str, Any]]:
@@ -392,20 +367,16 @@ class DisconnectWatcher:
 
     reply: Reply | None = None  # a reply that waits for a flight
     _reader: Reader | None = None
-    _task: asyncio.Task[None] | None = None  # under a server without WHEN_GONE
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, scope: asgi.Scope, receive: asgi.Receive) -> None:
+    def __init__(self, scope: asgi.Scope) -> None:
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
-        self._receive = receive
 
     def attend(self, reply: Reply) -> None:
         """Watch the client of `reply`."""
         self.reply, self._reader = reply, reply.reader
         if self._when_gone is not None:
             self._when_gone(self._gone)
-        else:
-            self._task = asyncio.create_task(self._until_gone())
         remaining_ms = reply.turn.remaining_ms()
         if remaining_ms is not None:
             self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, self._late)
@@ -419,11 +390,6 @@ class DisconnectWatcher:
         """Note the end of a reply that was not complete."""
         if self._reader is not None:
             self._reader.ended(ended)
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            continue
-        self._gone()
 
     def _gone(self) -> None:
         self._leave(ClientGone())
@@ -439,9 +405,7 @@ class DisconnectWatcher:
         """Stop watching, and close the reader."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        elif self._when_gone is not None:
+        if self._when_gone is not None:
             self._when_gone(None)
         if self._reader is not None:
             self._reader.close()

@@ -1,12 +1,14 @@
-"""The base of endpoints without a generation: of what a team keeps here, and of JSON objects.
+"""The base of endpoints without a generation: of what a team keeps here, with its queries and lists,
+and of JSON objects.
 
 It contains the wire and no shapes. Invariants: every request gets one response and one record;
 below an endpoint's path stand an id and the name of an action.
 """
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
@@ -21,7 +23,7 @@ from gateway.journey.bodies import Body
 from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline, may_use
-from gateway.wire.errors import BadRequest, shown
+from gateway.wire.errors import BadRequest, NotFound, shown
 from gateway.wire.requests import decode_object
 
 _FIELDS_MAX = 50
@@ -29,21 +31,21 @@ _FIELDS_MAX = 50
 
 class Call(msgspec.Struct):
     """An authenticated request. `object_id` and `action` are the parts of its path, or empty; `out`
-    are the first headers of its response. `alias` is for its record, and the model that it `asked`.
+    are the first headers of its response. `alias` is for its record, and so is the `named_model` where it has none.
     """
 
     identity: Identity
     arrival: Arrival
-    method: str
-    object_id: str
-    action: str
     headers: Mapping[str, str]
-    out: Headers
     scope: asgi.Scope
     body: Body
     send: asgi.Send
+    method: str = ""
+    object_id: str = ""
+    action: str = ""
+    out: Headers = []
     alias: str = ""
-    asked: str = ""
+    named_model: str = ""
 
     @property
     def query(self) -> dict[str, str]:
@@ -76,11 +78,16 @@ class ObjectEndpoint(ABC):
     async def answer(self, call: Call) -> Any:
         """The reply; None if it has been sent. Limits of requests are checked before. Raises ApiError."""
 
+    def no_such_action(self, call: Call) -> NotFound:
+        """The error for a path or a method that the endpoint does not have."""
+        path = "/".join(filter(None, (self.path, call.object_id and "{id}", shown(call.action))))
+        return NotFound(f"There is no {call.method} {path} here", code="unknown_url")
+
     async def body(self, call: Call) -> tuple[bytes, dict[str, Any]]:
         """The body, and its object; without a body, an empty one. Raises ApiError."""
         raw = await call.body.whole(self._pipeline.settings.body_bytes_max)
         body = decode_object(raw or b"{}", asgi.model_of(call.scope))
-        call.asked = shown(model) if isinstance(model := body.get("model"), str) else ""
+        call.named_model = shown(model) if isinstance(model := body.get("model"), str) else ""
         return raw, body
 
     def alias(self, call: Call, name: str) -> Alias:
@@ -121,5 +128,46 @@ class ObjectEndpoint(ABC):
         finally:
             facts: dict[str, Any] = {}
             if call is not None:
-                facts = {"identity": call.identity, "alias": call.alias, "model": "" if call.alias else call.asked}
+                named = "" if call.alias else call.named_model
+                facts = {"identity": call.identity, "alias": call.alias, "model": named}
             self._pipeline.emit(record_of(arrival, ended, elapsed_ms_since(arrival.at_s), source="bypass", **facts))
+
+
+# -- what a team keeps here: files, batches, responses, conversations
+
+_ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
+
+
+def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
+    """The size of the page that `query` asks for. Raises BadRequest."""
+    limit = query.get("limit", str(usual))
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
+        raise _wrong("limit", limit, f"a number from 1 to {most:,}")
+    return int(limit)
+
+
+def after_of(query: Mapping[str, str]) -> str:
+    """The id before the page that `query` asks for; empty: the first page. Raises BadRequest."""
+    after = query.get("after", "")
+    if after and not _ID.fullmatch(after):
+        raise _wrong("after", after, "an id of the list")
+    return after
+
+
+def one_of(query: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:
+    """A field of `query` that has one of a few values, or is missing: then empty. Raises BadRequest."""
+    value = query.get(name, "")
+    if value and value not in allowed:
+        raise _wrong(name, value, f"one of {', '.join(allowed)}")
+    return value
+
+
+def _wrong(name: str, value: str, expected: str) -> BadRequest:
+    return BadRequest(f"Invalid {name}: expected {expected}, got {shown(value)}", param=name, code="invalid_value")
+
+
+def listed(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """OpenAI's list of the first `limit` of `objects`."""
+    data = objects[:limit]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(objects) > limit}

@@ -36,9 +36,9 @@ class Feedback(ObjectEndpoint):
     async def answer(self, call: Call) -> Any:
         request: FeedbackRequest = convert((await self.body(call))[1], FeedbackRequest)
         team = call.identity.team
-        own = partition_of(self._pipeline.settings.secret, team.id)
+        partition = partition_of(self._pipeline.settings.secret, team.id)
         try:
             is_right = request.verdict == "right"
-            return await self._reports.report(own, team.id, request.id, is_right, "caller")
+            return await self._reports.report(partition, team.id, request.id, is_right, "caller")
         except (RedisError, CacheUnavailable) as error:
             raise Unavailable("The report can't be kept at the moment; try again shortly") from error

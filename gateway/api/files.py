@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gateway.api.endpoint import Call, ObjectEndpoint
-from gateway.api.stored import listed, no_such_action, one_of, paging
+from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed, one_of
 from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
@@ -51,15 +50,13 @@ class FilesEndpoint(ObjectEndpoint):
                 found = await self._files.get(team_id, file_id)
                 await self._send_content(call, self._files.path(found.id), found.bytes)
                 return None
-        raise no_such_action(self.path, call)
+        raise self.no_such_action(call)
 
     async def _list(self, call: Call) -> dict[str, Any]:
-        asked = paging(call.query, _LIST_MAX, _LIST_MAX)
+        limit, after = limit_of(call.query, _LIST_MAX, _LIST_MAX), after_of(call.query)
         purpose, order = one_of(call.query, "purpose", PURPOSES), one_of(call.query, "order", ("asc", "desc"))
-        found = await self._files.page(
-            call.identity.team.id, asked.after, asked.limit, purpose, is_newest_first=order != "asc"
-        )
-        return listed([file.as_json() for file in found], asked.limit)
+        page = await self._files.page(call.identity.team.id, after, limit, purpose, is_newest_first=order != "asc")
+        return listed([file.as_json() for file in page], limit)
 
     async def _upload(self, call: Call) -> dict[str, Any]:
         """The file of a multipart body, which is read until the client leaves or it is complete."""

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error
+from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error, with_headers
 from gateway.journey.bodies import Bodies, Body, ClientGone
 from gateway.journey.turn import arrive
 from gateway.wire.errors import ApiError, MethodNotAllowed, NotFound
@@ -160,16 +160,10 @@ def _readable_anywhere(send: Send) -> Send:
     A browser adds no credentials to such a request, so a page without a key gets no answer.
     The admin plane, which uses cookies, does not get these headers.
     """
-
-    async def readable(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            shared = [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*")]
-            message = {**message, "headers": [*message["headers"], *shared]}
-        await send(message)
-
-    return readable
+    return with_headers(send, lambda _: _SHARED)
 
 
+_SHARED = ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*"))
 _KEPT_CLOSE = (
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
@@ -180,14 +174,11 @@ _KEPT_CLOSE = (
 def _kept_close(send: Send) -> Send:
     """`send` with headers that keep a response out of caches and frames, where it does not say."""
 
-    async def kept(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            given = set(map(_NAME, message["headers"]))
-            more = [header for header in _KEPT_CLOSE if header[0] not in given]
-            message = {**message, "headers": [*message["headers"], *more]}
-        await send(message)
+    def lacking(start: Message) -> list[tuple[bytes, bytes]]:
+        given = set(map(_NAME, start["headers"]))
+        return [header for header in _KEPT_CLOSE if header[0] not in given]
 
-    return kept
+    return with_headers(send, lacking)
 
 
 def _bounded(body: Body, receive: Receive) -> Receive:

@@ -10,6 +10,7 @@ import time
 from cache import Entry
 from gateway.journey.flight import Reply
 from gateway.journey.storing import deployment_of
+from gateway.wire.errors import ApiError
 from policies.prices import dollars
 
 Headers = list[tuple[bytes, bytes]]
@@ -36,6 +37,12 @@ def media_headers(media: str) -> Headers:
 def base_headers(request_id: str) -> Headers:
     """The headers of every response."""
     return [(b"x-request-id", request_id.encode())]
+
+
+def error_headers(request_id: str, error: ApiError) -> Headers:
+    """The headers of an error."""
+    own = ((name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items())
+    return [JSON, *base_headers(request_id), *own]
 
 
 def answer_headers(reply: Reply) -> Headers:

@@ -54,9 +54,9 @@ class Memory:
         self.conversations = store.conversations
         self._settings = settings
 
-    def is_kept(self, asked: bool | None, team: Team) -> bool:
-        """Whether a response of `team` is kept; `asked` is the request's `store`, which OpenAI takes for true."""
-        return asked is not False and self._settings.responses.store and team.is_store_enabled
+    def is_kept(self, is_wanted: bool | None, team: Team) -> bool:
+        """Whether a response of `team` is kept; `is_wanted` is the request's `store`, which OpenAI takes for true."""
+        return is_wanted is not False and self._settings.responses.store and team.is_store_enabled
 
     # -- conversations
 
@@ -71,10 +71,10 @@ class Memory:
 
     async def conversation(self, team: Team, id: str) -> Conversation:
         """The team's conversation. Raises NotFound."""
-        found = await self.conversations.find(team.id, id) if _CONVERSATION_ID.fullmatch(id) else None
-        if found is None:
+        row = await self.conversations.find(team.id, id) if _CONVERSATION_ID.fullmatch(id) else None
+        if row is None:
             raise NotFound(f"Conversation with id '{shown(id)}' not found.")
-        return found
+        return row
 
     async def add(self, team: Team, id: str, items: Sequence[Item]) -> list[Item]:
         """Add items to a conversation; returns them as they are listed. Raises Forbidden, NotFound, ConversationLocked."""
@@ -90,7 +90,7 @@ class Memory:
             raise await self._locked(team, id)
 
     async def _locked(self, team: Team, id: str) -> ConversationLocked:
-        """Why a conversation could not be changed. Raises NotFound."""
+        """The error for a conversation that could not be changed. Raises NotFound if it does not exist."""
         await self.conversation(team, id)
         return ConversationLocked(id)
 
@@ -123,15 +123,15 @@ class Memory:
 
     async def find(self, team: Team, id: str) -> StoredResponse:
         """The team's response, its body as it is now. Raises NotFound."""
-        found = await self._store.find(team.id, id) if _ID.fullmatch(id) else None
-        if found is None:
+        response = await self._store.find(team.id, id) if _ID.fullmatch(id) else None
+        if response is None:
             raise no_such_response(id)
-        if found.status is None:
-            return found
-        body = msgspec.json.decode(found.body) | {"status": found.status}
-        if found.status == "failed":
+        if response.status is None:
+            return response
+        body = msgspec.json.decode(response.body) | {"status": response.status}
+        if response.status == "failed":
             body["error"] = body["error"] or {"code": "server_error", "message": _LOST}
-        return replace(found, body=msgspec.json.encode(body))
+        return replace(response, body=msgspec.json.encode(body))
 
     async def cancel(self, team: Team, id: str) -> None:
         """Cancel a response that is generated in the background; one that has ended stays. Raises NotFound, BadRequest."""
@@ -140,7 +140,7 @@ class Memory:
         await self._store.change(id, status="cancelled")
 
     async def delete(self, team: Team, id: str) -> None:
-        """Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         if not (_ID.fullmatch(id) and await self._store.delete(team.id, id)):
             raise no_such_response(id)
 
@@ -167,16 +167,17 @@ class Memory:
         return items
 
     async def resolved(self, team: Team, items: list[Item]) -> list[Item]:
-        """`items` with the items that references among them stand for, each as often as it is named.
+        """`items`, with each reference replaced by the item that it names.
 
-        Raises NotFound, and BadRequest where all of them have more bytes than a request may have.
+        Raises NotFound, and BadRequest if all of them together have more bytes than a request may
+        have.
         """
-        asked = {str(item["id"]) for item in items if _is_reference(item)}
-        if not asked:
+        references = {str(item["id"]) for item in items if _is_reference(item)}
+        if not references:
             return items
         known: dict[str, Item] = {}
         for is_input in (False, True):
-            parts = [found for found in map(ITEM_ID.fullmatch, asked) if found and bool(found[3]) is is_input]
+            parts = [found for found in map(ITEM_ID.fullmatch, references) if found and bool(found[3]) is is_input]
             owners = {found[0]: f"resp_{found[2]}" for found in parts}
             with self._bounded("input") as bytes_max:
                 ids = set(owners.values())
@@ -188,17 +189,17 @@ class Memory:
                     for item in (listed if is_input else listed["output"])
                     if owners.get(item["id"]) == owner
                 }
-        if others := [id for id in asked if id not in known and ITEM_ID.fullmatch(id)]:
+        if others := [id for id in references if id not in known and ITEM_ID.fullmatch(id)]:
             with self._bounded("input") as bytes_max:
                 added = await self.conversations.items(team.id, bytes_max, item_ids=others)
             known |= {item["id"]: item for item in map(msgspec.json.decode, added)}
-        if lacking := [id for id in asked if id not in known]:
+        if lacking := [id for id in references if id not in known]:
             raise NotFound(
                 f"Item with id '{shown(lacking[0])}' not found. Items are not persisted when `store` is set to false. Try "
                 "again with `store` set to true, or remove this item from your input.",
                 param="input",
             )
-        sizes = {id: len(msgspec.json.encode(item)) for id, item in known.items() if id in asked}
+        sizes = {id: len(msgspec.json.encode(item)) for id, item in known.items() if id in references}
         with self._bounded("input") as left:
             for item in items:
                 left -= sizes[str(item["id"])] if _is_reference(item) else len(msgspec.json.encode(item))
@@ -208,7 +209,7 @@ class Memory:
 
     @contextmanager
     def _bounded(self, param: str) -> Iterator[int]:
-        """The bytes that a history may have. Raises BadRequest where the one that `param` names has more."""
+        """The bytes that a history may have. Raises BadRequest if the history that `param` names has more."""
         bytes_max = self._settings.body_bytes_max
         try:
             yield bytes_max
@@ -219,15 +220,15 @@ class Memory:
                 code="context_length_exceeded",
             ) from None
 
-    async def put(self, identity: Identity, keeping: Keeping, own: Sequence[Item], response: Item) -> None:
-        """Keep a response; `own` are its input's items.
+    async def put(self, identity: Identity, keeping: Keeping, input_items: Sequence[Item], response: Item) -> None:
+        """Keep a response; `input_items` are its input's items.
 
-        Raises, of one in the background alone, what the database raises where it is queued, and
-        ClientGone at its end where it was cancelled, given up or deleted before.
+        For a response in the background, raises the database's error when it is queued, and
+        ClientGone at its end if it was cancelled or deleted before.
         """
         id, status, added = response["id"], response["status"], keeping.conversation_id
         digits = id.removeprefix("resp_")
-        items = [_kept(item, digits, number, is_new=added is not None) for number, item in enumerate(own)]
+        items = [_kept(item, digits, number, is_new=added is not None) for number, item in enumerate(input_items)]
         row = StoredResponse(
             id=id,
             team_id=identity.team.id,
@@ -260,10 +261,10 @@ def sendable(items: Sequence[Item]) -> list[Item]:
 
 def _sendable(item: Item) -> Item:
     for name in ("id", "approval_request_id"):
-        found = ITEM_ID.fullmatch(str(item.get(name)))
-        if found and found[4]:
-            item = {**item, name: found[1] + found[4]}
-        elif found and item.get("type") != "local_shell_call_output":  # its id is its call's
+        match = ITEM_ID.fullmatch(str(item.get(name)))
+        if match and match[4]:
+            item = {**item, name: match[1] + match[4]}
+        elif match and item.get("type") != "local_shell_call_output":  # its id is its call's
             item = {field: value for field, value in item.items() if field != name}
     return item
 

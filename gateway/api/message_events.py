@@ -39,11 +39,11 @@ _ERRORS = {
 }
 
 
-class _Block:
-    """One content block.
+class _ContentBlock:
+    """One content block. `fields` are its fields at the start; `parts` are pieces of its text or of
+    a call's arguments.
 
-    `fields` are those it begins with; `parts` are pieces of its text, or of a call's arguments. A
-    block of another type than the three that grow is whole from the start.
+    Blocks of other types than text, thinking and tool_use are whole from the start.
     """
 
     __slots__ = ("call", "citations", "fields", "parts", "signature")
@@ -95,9 +95,9 @@ class _Block:
 
 
 class MessageRenderer(EventRenderer):
-    """The renderer of one message. `model` is the request's, for chunks that name none.
+    """The renderer of one message. `model` stands in for chunks that name no model.
 
-    `prompt_tokens` are estimated, until the deployment counts them.
+    `prompt_tokens` is an estimate, until the deployment counts them.
     """
 
     def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
@@ -105,7 +105,7 @@ class MessageRenderer(EventRenderer):
         self._model = model
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
-        self._blocks: list[_Block] = []
+        self._blocks: list[_ContentBlock] = []
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
         self._is_begun = False
@@ -181,18 +181,18 @@ class MessageRenderer(EventRenderer):
         """Add what `backends.anthropic.answer` carries beside a chat completion's fields."""
         for thought in delta.get("thinking_blocks") or ():
             if thought.get("type") == "redacted_thinking":
-                self._begin(_Block(_plain(thought)))
+                self._begin(_ContentBlock(_plain(thought)))
             elif thought.get("signature"):
                 self._last("thinking").signature += thought["signature"]
         for block in delta.get("content_blocks") or ():
-            self._begin(_Block(_plain(block)))
+            self._begin(_ContentBlock(_plain(block)))
         if citations := delta.get("citations"):
             self._last("text").citations += map(_plain, citations)
 
-    def _last(self, kind: str) -> _Block:
-        """The last block, of this kind; begun where it is of another."""
+    def _last(self, kind: str) -> _ContentBlock:
+        """The last block if it is of this kind, else a new one."""
         if not self._blocks or self._blocks[-1].kind != kind:
-            self._begin(_Block({"type": kind}))
+            self._begin(_ContentBlock({"type": kind}))
         return self._blocks[-1]
 
     def _call(self, call: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ class MessageRenderer(EventRenderer):
         index = call_index(call, known, self._blocks[-1].fields.get("id") if self._blocks else None)
         if index not in known:
             fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
-            self._begin(_Block({**fields, "name": (function or {}).get("name") or ""}, call=index))
+            self._begin(_ContentBlock({**fields, "name": (function or {}).get("name") or ""}, call=index))
             known[index] = len(self._blocks) - 1
         arguments = (function or {}).get("arguments")
         if isinstance(arguments, str) and arguments:
@@ -210,7 +210,7 @@ class MessageRenderer(EventRenderer):
 
     # --- blocks
 
-    def _begin(self, block: _Block) -> None:
+    def _begin(self, block: _ContentBlock) -> None:
         """Add a block. It begins on the wire unless a call is open: calls may grow side by side."""
         self._blocks.append(block)
         if self._open is not None and self._blocks[self._open].call is not None:
@@ -253,8 +253,8 @@ def _plain(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are no object stand under the name that Anthropic's
-    guide gives to them ("Fine-grained tool streaming").
+    """The input of a call. Arguments that are not an object get the name that Anthropic's guide
+    gives to them ("Fine-grained tool streaming").
     """
     try:
         given = decoded(arguments.encode() or b"{}")
@@ -264,7 +264,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic counts the parts of the prompt's cache beside the rest of the prompt."""
+    """The usage in Anthropic's shape, which counts the cached parts of a prompt beside the rest."""
     written = usage.cache_write_tokens + usage.cache_write_1h_tokens
     lives = (usage.cache_write_tokens, usage.cache_write_1h_tokens)
     return {

@@ -15,18 +15,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.accounts import Identity
 from gateway.api import asgi
-from gateway.api.chat import Chat, Renderer
+from gateway.api.chat import AnswerEndpoint, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
-from gateway.api.headers import JSON, base_headers
+from gateway.api.headers import Headers, error_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
 from gateway.api.provider_ids import NamedObjects
 from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
-from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import ApiError, BadRequest, BeyondChat
 from gateway.wire.requests import (
@@ -37,7 +36,7 @@ from gateway.wire.requests import (
     has_long_writes,
     prompt_tokens_max,
 )
-from gateway.wire.types import opened
+from gateway.wire.types import CHAT, opened
 
 _Content = str | list[dict[str, Any]]
 
@@ -102,8 +101,7 @@ class InAnthropicsShape:
 
     @staticmethod
     async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
-        headers = [JSON, *base_headers(request_id), (b"request-id", request_id.encode())]
-        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
+        headers = [*error_headers(request_id, error), (b"request-id", request_id.encode())]
         told = {**error_fields_of(error), "request_id": request_id}
         status = _OVERLOADED if told["error"]["type"] == "overloaded_error" else error.http_status
         await asgi.send_whole(send, status, headers, msgspec.json.encode(told))
@@ -111,40 +109,41 @@ class InAnthropicsShape:
     @staticmethod
     def named(send: asgi.Send) -> asgi.Send:
         """`send` that repeats the id of an answered request in the header that Anthropic's clients read."""
+        return asgi.with_headers(send, _anthropics_id)
 
-        async def sent(message: asgi.Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
-                message = {**message, "headers": [*message["headers"], *ids]}
-            await send(message)
 
-        return sent
+def _anthropics_id(start: asgi.Message) -> Headers:
+    if start["status"] != 200:
+        return []
+    return [(b"request-id", value) for name, value in start["headers"] if name == b"x-request-id"]
 
 
 _OVERLOADED = 529
 
 
-class Messages(InAnthropicsShape, Chat):
+class Messages(InAnthropicsShape, AnswerEndpoint):
     """The endpoint. One instance per worker."""
 
     operation = "messages"
 
-    async def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
-    ) -> tuple[Turn, Renderer]:
-        body = decode_object(raw, model)
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        raw = await self.body(call)
+        body = decode_object(raw, asgi.model_of(call.scope))
         request: MessageRequest = convert(body, MessageRequest)
         answer = {
             "max_completion_tokens": request.max_tokens,
             "stop": request.stop_sequences or None,
             "user": request.metadata.user_id if request.metadata else None,
         }
-        marked, native = _translated(self._pipeline.fleet, request, body, raw, headers)
-        marked |= {name: value for name, value in answer.items() if value is not None}
+        native = _native(self._pipeline.fleet, request, body, raw, call.headers)
+        answer = {name: value for name, value in answer.items() if value is not None}
         has_marks = b'"cache_control"' in raw or b"\\u00" in raw  # a name may have escapes
         # decision: one-shape-on-the-journey
-        unmarked = _unmarked(marked) if has_marks else marked
-        turn = read_turn(msgspec.json.encode(unmarked), headers, arrival)
+        marked, native = _translated(request, body, native)
+        unmarked = _translated(convert(bare := _bare(body), MessageRequest), bare, native)[0] if has_marks else marked
+        is_marked = marked != unmarked
+        unmarked |= answer
+        turn = turn_of(unmarked, msgspec.json.encode(unmarked), call.headers, call.arrival, CHAT)
         needs = turn.demand.needs
         if native is not None and (native.is_needed or opened(turn.body)[1]):
             needs |= {"messages"}
@@ -161,10 +160,10 @@ class Messages(InAnthropicsShape, Chat):
                 prompt_tokens_max=bound,
                 compacts=b"compact" in msgspec.json.encode(body.get("context_management")),
             )
-        kept = {**marked, "model": turn.alias} if marked != unmarked else None
+        kept = {**marked, **answer, "model": turn.alias} if is_marked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
-        return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id, estimated)
+        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated)
 
 
 class CountTokens(InAnthropicsShape, ObjectEndpoint):
@@ -184,22 +183,23 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
         raw, body = await self.body(call)
         await self._objects.check(raw, call.identity.team.id)
         request: PromptRequest = convert(body, PromptRequest)
-        marked, native = _translated(self._pipeline.fleet, request, body, raw, call.headers)
+        native = _native(self._pipeline.fleet, request, body, raw, call.headers)
+        chat, _ = _translated(convert(bare := _bare(body), PromptRequest), bare, native)
         alias = self.alias(call, request.model)
-        for one in alias.deployments.values():
-            is_up = not one.absence
-            if native is not None and is_up and isinstance(one.backend, AnthropicBackend):
-                name = one.model if alias.is_pattern else ""
+        for deployment in alias.deployments.values():
+            is_up = not deployment.absence
+            if native is not None and is_up and isinstance(deployment.backend, AnthropicBackend):
+                name = deployment.model if alias.is_pattern else ""
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server
-                    tokens = await one.backend.count_tokens(native, call.arrival.request_id, name)
+                    tokens = await deployment.backend.count_tokens(native, call.arrival.request_id, name)
                     return {"input_tokens": tokens}
-        return {"input_tokens": await counted(alias, _unmarked(marked))}
+        return {"input_tokens": await counted(alias, chat)}
 
 
 def _native(
     fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
 ) -> Native | None:
-    """The request as it came, where a deployment of its alias can take it so."""
+    """The request for Anthropic's own API, if a deployment of its alias speaks that API; else None."""
     alias = fleet.aliases.get(fleet.configured(request.model))
     if alias is None or not any("messages" in one.capabilities for one in alias.deployments.values()):
         return None
@@ -220,10 +220,9 @@ def _native(
 
 
 def _translated(
-    fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
+    request: PromptRequest, body: dict[str, Any], native: Native | None
 ) -> tuple[dict[str, Any], Native | None]:
     """The chat completion for a request, with its marks, and how it goes to Anthropic's API. Raises BadRequest."""
-    native = _native(fleet, request, body, raw, headers)
     try:
         return _chat(request, body), native
     except BeyondChat:
@@ -273,9 +272,9 @@ def _no_such_field(where: str, name: str) -> BeyondChat:
 
 
 def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
-    """A chat completion for the demand and the limits of a request that only Anthropic's API takes.
+    """A chat completion with the demand of a request that only Anthropic's API takes.
 
-    It has no user's text, so the semantic cache leaves it alone; `apart` holds the whole prompt.
+    It has no user's text, so the semantic cache ignores it; `apart` holds the whole prompt.
     """
     known = _DROPPED.union(PromptRequest.__struct_fields__) - {"model", "tools"}
     prompt = {name: value for name, value in body.items() if name not in ("cache", "metadata", "stream")}
@@ -286,16 +285,18 @@ def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -
     return chat, msgspec.structs.replace(native, apart=[native.apart, _bare(prompt)], is_needed=True)
 
 
-def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
-    """What a chat completion does not say of a content, with its place: all of a block but a plain
-    text, a call or a result, and the order where a chat completion has another.
+def _unsaid(content: _Content | None, *path: str | int) -> list[Any]:
+    """The parts of a content that its chat completion lacks, each with its path.
+
+    These are all fields of a block but a plain text, call or result, and the order where a chat
+    completion has another.
     """
     if not isinstance(content, list):
         return []
     unsaid: list[Any] = []
     before: Any = None
     for number, block in enumerate(content):
-        at, kind = (*place, number), block.get("type") if isinstance(block, dict) else None
+        at, kind = (*path, number), block.get("type") if isinstance(block, dict) else None
         match kind:
             case "text":
                 unsaid += _further(block, ("type", "text"), *at)
@@ -315,8 +316,8 @@ def _unsaid(content: _Content | None, *place: str | int) -> list[Any]:
 
 
 def _media(value: Any, name: str = "") -> int:
-    """The parts of `value`, the field `name`, that may have more tokens than bytes: what a URL or
-    an id stands for, and what is compressed.
+    """Count the parts of `value`, the field `name`, that may have more tokens than bytes: URLs, ids
+    and compressed data.
     """
     if isinstance(value, list):
         return sum(_media(item, name) for item in value)
@@ -326,9 +327,9 @@ def _media(value: Any, name: str = "") -> int:
     return own + sum(_media(item, name) for name, item in value.items())
 
 
-def _further(given: Mapping[str, Any], known: Collection[str], *place: str | int) -> list[Any]:
+def _further(given: Mapping[str, Any], known: Collection[str], *path: str | int) -> list[Any]:
     further = {name: value for name, value in given.items() if name not in known and value is not None}
-    return [[*place, bare]] if (bare := _bare(further)) else []
+    return [[*path, bare]] if (bare := _bare(further)) else []
 
 
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict"})
@@ -368,22 +369,6 @@ def _mark(block: Mapping[str, Any]) -> dict[str, Any]:
     """The mark of a provider's prompt cache, as litellm and OpenRouter take it in chat completions."""
     mark = block.get("cache_control")
     return {"cache_control": mark} if mark else {}
-
-
-def _unmarked(chat: dict[str, Any]) -> dict[str, Any]:
-    """A translated chat completion without marks: they change no answer."""
-    messages = [_without_mark(message) for message in chat["messages"]]
-    for message in messages:
-        if isinstance(message["content"], list):
-            message["content"] = _joined([_without_mark(part) for part in message["content"]])
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_without_mark(call) for call in message["tool_calls"]]
-    tools = {"tools": [_without_mark(tool) for tool in chat["tools"]]} if chat.get("tools") else {}
-    return {**chat, "messages": messages, **tools}
-
-
-def _without_mark(one: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name != "cache_control"}
 
 
 def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
@@ -427,23 +412,23 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[dict[str, Any]]:
-    """The results of tools, each a message, and then the rest as one.
+    """Translate a user's blocks: a message for each tool's result, then one with the rest.
 
-    Media in a result follow in the user's message, because a tool's message has text alone, which
-    refers to them.
+    A tool's message can hold text alone, so media in a result follow in the user's message, and the
+    text refers to them.
     """
     results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):
-        place = f"{where}[{number}]"
+        block_where = f"{where}[{number}]"
         if block.get("type") != "tool_result":
-            parts.append(_part(block, place) | _mark(block))
+            parts.append(_part(block, block_where) | _mark(block))
             continue
-        result: _Result = convert(block, _Result, place)
+        result: _Result = convert(block, _Result, block_where)
         if result.tool_use_id not in calls:
             words = f"No tool_use block with the id {result.tool_use_id[:100]} is before this tool_result"
-            raise BadRequest(words, param=f"{place}.tool_use_id", code="invalid_value")
+            raise BadRequest(words, param=f"{block_where}.tool_use_id", code="invalid_value")
         given = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content or []
-        translated = [_part(part, f"{place}.content[{i}]") for i, part in enumerate(given)]
+        translated = [_part(part, f"{block_where}.content[{i}]") for i, part in enumerate(given)]
         texts = list[str]()
         for part in translated:
             if part["type"] == "text":
@@ -501,10 +486,10 @@ def _no_such_block(block: Any, where: str, expected: str) -> BadRequest:
     return BeyondChat(where, words)
 
 
-class _Tool(msgspec.Struct):
+class _ClientTool(msgspec.Struct, kw_only=True):
     name: str
-    input_schema: dict[str, Any]
     description: str | None = None
+    parameters: dict[str, Any] = msgspec.field(name="input_schema")
     strict: bool | None = None
 
 
@@ -512,12 +497,11 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool of the client as a function. A tool of another type stays as it is: it is reserved."""
     if tool.get("type") not in (None, "custom"):
         return tool
-    own: _Tool = convert(tool, _Tool, where)
+    client_tool: _ClientTool = convert(tool, _ClientTool, where)
     told = {name for name, value in tool.items() if value is not None and (name, value) != _BY_MODELS}
     if further := told - _TOOL_FIELDS - _TOOL_HINTS:
         raise _no_such_field(where, min(further))
-    fields = {"name": own.name, "description": own.description, "parameters": own.input_schema, "strict": own.strict}
-    function = {name: value for name, value in fields.items() if value is not None}
+    function = {name: value for name, value in msgspec.structs.asdict(client_tool).items() if value is not None}
     return {"type": "function", "function": function, **_mark(tool)}
 
 

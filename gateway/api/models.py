@@ -14,10 +14,9 @@ import msgspec
 
 from gateway.accounts import Identity
 from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_error, send_whole
-from gateway.api.endpoint import query_of
+from gateway.api.endpoint import limit_of, listed, query_of
 from gateway.api.headers import JSON, base_headers
 from gateway.api.messages import InAnthropicsShape
-from gateway.api.stored import listed, paging
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, is_pattern
@@ -40,10 +39,10 @@ class Models:
             send = InAnthropicsShape.named(send)
         try:
             identity = await self._pipeline.authenticate(key_of(headers))
-            asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
-            reply = self._one(identity, asked) if asked else self._all(identity)
+            name = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
+            reply = self._one(identity, name) if name else self._all(identity)
             if is_anthropics:
-                reply = _anthropics(reply) if asked else _page(reply["data"], query_of(scope))
+                reply = _anthropics(reply) if name else _page(reply["data"], query_of(scope))
         except ApiError as error:
             await (InAnthropicsShape.send_error if is_anthropics else send_error)(send, arrival.request_id, error)
             return
@@ -69,23 +68,26 @@ class Models:
         deployments = self._pipeline.fleet.alias(name).deployments.values()
         now = [deployment.candidate(Demand(0, 0, 0)) for deployment in deployments]
         # routing finds the deployment that offers what a request needs
-        offers = sorted(frozenset().union(*(one.capabilities for one in now)))
-        assumed = [one.are_capabilities_assumed for one in deployments]
+        offers = sorted(frozenset().union(*(candidate.capabilities for candidate in now)))
+        assumed = [deployment.are_capabilities_assumed for deployment in deployments]
         outputs = [{} if is_assumed else _OUTPUTS for is_assumed in assumed]
-        made = [
-            {known[can] for can in one.capabilities & known.keys()} for one, known in zip(now, outputs, strict=True)
+        output_kinds = [
+            {known[can] for can in candidate.capabilities & known.keys()}
+            for candidate, known in zip(now, outputs, strict=True)
         ]
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "sameway",
-            "context_length": max((one.context_tokens_max for one in now if one.context_tokens_max), default=None),
+            "context_length": max(
+                (candidate.context_tokens_max for candidate in now if candidate.context_tokens_max), default=None
+            ),
             "architecture": {
-                "input_modalities": ["text", *(_INPUTS[one] for one in offers if one in _INPUTS)],
-                "output_modalities": sorted(frozenset().union(*(one or {"text"} for one in made))),
+                "input_modalities": ["text", *(_INPUTS[offer] for offer in offers if offer in _INPUTS)],
+                "output_modalities": sorted(frozenset().union(*(kinds or {"text"} for kinds in output_kinds))),
             },
-            "supported_parameters": sorted({field for one in offers for field in _FIELDS.get(one, ())}),
+            "supported_parameters": sorted({field for offer in offers for field in _FIELDS.get(offer, ())}),
             "capabilities": offers,
             "are_capabilities_assumed": any(assumed),
         }
@@ -99,16 +101,16 @@ def _anthropics(model: dict[str, Any]) -> dict[str, Any]:
 
 def _page(models: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of Anthropic's list. Raises BadRequest."""
-    limit = paging({"limit": query.get("limit", str(_LISTED))}, _LISTED, _LISTED_MAX).limit
+    limit = limit_of(query, _LISTED, _LISTED_MAX)
     names, places = [model["id"] for model in models], {"after_id": -1, "before_id": len(models)}
     for field in places.keys() & query.keys():
         if query[field] not in names:
             raise BadRequest(f"There is no model `{shown(query[field])}` here", param=field, code="invalid_value")
         places[field] = names.index(query[field])
-    found = models[places["after_id"] + 1 : places["before_id"]]
-    data = [_anthropics(model) for model in (found[-limit:] if "before_id" in query else found[:limit])]
+    page = models[places["after_id"] + 1 : places["before_id"]]
+    data = [_anthropics(model) for model in (page[-limit:] if "before_id" in query else page[:limit])]
     return {name: value for name, value in listed(data, limit).items() if name != "object"} | {
-        "has_more": len(found) > limit
+        "has_more": len(page) > limit
     }
 
 

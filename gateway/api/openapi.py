@@ -89,29 +89,29 @@ _TOOL_CHOICE: dict[str, Any] = {
 
 def _schemas() -> dict[str, Any]:
     """The schemas of all bodies, by name."""
-    _, made = msgspec.json.schema_components(_SHAPES, ref_template=f"{_REF}{{name}}")
+    _, components = msgspec.json.schema_components(_SHAPES, ref_template=f"{_REF}{{name}}")
     # private structs are parts of bodies; in the document each has a name like the others
-    found: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode({name.lstrip("_"): schema for name, schema in made.items()})
+    schemas: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode({name.lstrip("_"): schema for name, schema in components.items()})
         .replace(f"{_REF}_".encode(), _REF.encode())
         .replace(b'"title":"_', b'"title":"')
     )
-    chat, response = found["ChatRequest"]["properties"], found["ResponseRequest"]["properties"]
+    chat, response = schemas["ChatRequest"]["properties"], schemas["ResponseRequest"]["properties"]
     shared = ("model", "stream", "temperature", "top_p", "user")
     response |= {name: chat[name] for name in shared}
-    found["ResponseRequest"]["required"] = ["model"]
+    schemas["ResponseRequest"]["required"] = ["model"]
     for name in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
-        found[name]["properties"]["cache"] = {"anyOf": [{"$ref": f"{_REF}CacheFields"}, {"type": "null"}]}
-    found["CompletionRequest"]["properties"]["prompt"] = _PROMPT
-    found["CompletionRequest"]["properties"]["max_tokens"]["default"] = 16
-    found["EmbeddingsRequest"]["properties"]["input"] = _INPUT
-    found["Message"] |= _CONTENT
-    found["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
-    found["Tool"] |= _TYPED | {"properties": found["Tool"]["properties"] | _TYPED["properties"]}
-    found["DetokenizeRequest"]["required"] = ["tokens"]
+        schemas[name]["properties"]["cache"] = {"anyOf": [{"$ref": f"{_REF}CacheFields"}, {"type": "null"}]}
+    schemas["CompletionRequest"]["properties"]["prompt"] = _PROMPT
+    schemas["CompletionRequest"]["properties"]["max_tokens"]["default"] = 16
+    schemas["EmbeddingsRequest"]["properties"]["input"] = _INPUT
+    schemas["Message"] |= _CONTENT
+    schemas["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
+    schemas["Tool"] |= _TYPED | {"properties": schemas["Tool"]["properties"] | _TYPED["properties"]}
+    schemas["DetokenizeRequest"]["required"] = ["tokens"]
     response["tools"] = {"anyOf": [{"type": "array", "items": _TYPED}, {"type": "null"}]}
     response["tool_choice"] = _TOOL_CHOICE
-    return found
+    return schemas
 
 
 SCHEMAS: dict[str, Any] = _schemas()

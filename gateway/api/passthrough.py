@@ -19,17 +19,17 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from cache import Controls, Entry
-from gateway.accounts import Identity
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.api import asgi
-from gateway.api.chat import Chat, DisconnectWatcher, Plain, Renderer, read_form
+from gateway.api.chat import AnswerEndpoint, DisconnectWatcher, PlainRenderer, Renderer, read_form
+from gateway.api.endpoint import Call
 from gateway.api.provider_ids import BLANK, IDS_MAX, fields_of, ids_in
 from gateway.backends.base import Passage
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.journey.bodies import Body
 from gateway.journey.flight import Reply
-from gateway.journey.turn import Arrival, Ended, Turn, labels_of
+from gateway.journey.turn import Ended, Turn, labels_of
 from gateway.pipeline import Pipeline
 from gateway.reserved import calls_of, reserved_names
 from gateway.settings import ModelSettings, Settings, reports_tokens
@@ -55,7 +55,7 @@ _CHOICES_MAX = 10_000
 _TOKENS_MAX = 1 << 20  # of a prompt, or an answer, without a bound
 
 
-class Passthrough(Chat):
+class Passthrough(AnswerEndpoint):
     """The endpoint of one deployment. One instance per worker."""
 
     operation = PASSAGE.name
@@ -69,33 +69,34 @@ class Passthrough(Chat):
         self.route = f"{PREFIX}{deployment.name}/*"
         self.methods = {rule.partition(" ")[0] for rule in self._rules}
 
-    def own(self, turn: Turn) -> Alias:
-        settings = ModelSettings.model_construct(deployments=[self._deployment.settings], is_semantic=False)
-        return Alias(turn.alias, settings, RoutingPolicy(), {self._deployment.name: self._deployment})
+    @property
+    def alias(self) -> Alias:
+        name, settings = self._deployment.name, self._deployment.settings
+        model = ModelSettings.model_construct(deployments=[settings], is_semantic=False)
+        return Alias(f"{PASSAGE.name}/{name}", model, RoutingPolicy(), {name: self._deployment})
 
-    async def take(
-        self, scope: asgi.Scope, incoming: Body, headers: Mapping[str, str], arrival: Arrival, identity: Identity
-    ) -> tuple[Turn, Renderer]:
-        name, team_id = self._deployment.name, identity.team.id
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        scope, headers = call.scope, call.headers
+        name, team_id = self._deployment.name, call.identity.team.id
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         path, rule, ids = self._path_of(scope, method)
         is_counted = reports_tokens(rule)
-        query, asked = _query_of(scope)
+        query, fields = _query_of(scope)
         media = headers.get("content-type", "")
         body: dict[str, Any] = {}
         upload = None
         if (boundary := boundary_of(media)) and method != "GET" and not is_counted:
-            upload, body = await read_form(incoming, boundary, self._settings)
-            asked += _by_names(body.items())
+            upload, body = await read_form(call.body, boundary, self._settings)
+            fields += _by_names(body.items())
         elif method != "GET" and not is_counted and _BYTES.fullmatch(media):
-            upload = await self._kept(incoming, media)
-        elif method != "GET" and (raw := await incoming.whole(self._body_bytes_max)):
+            upload = await self._kept(call.body, media)
+        elif method != "GET" and (raw := await call.body.whole(self._body_bytes_max)):
             if media.partition(";")[0].strip().lower() != "application/json":
                 words = "Expected a body of application/json, or of multipart/form-data with files, or sounds, images, videos"
                 raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
             body = decode_object(raw)
         with upload or nullcontext():
-            mentioned = {*ids, *ids_in(body), *ids_in(asked)}
+            mentioned = {*ids, *ids_in(body), *ids_in(fields)}
             if len(mentioned) > IDS_MAX:
                 raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
             unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
@@ -103,11 +104,11 @@ class Passthrough(Chat):
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
             if upload is not None:
                 await self._objects.check_files(upload, team_id, self._body_bytes_max)
-            self._check(body, asked, is_counted=is_counted)
+            self._check(body, fields, is_counted=is_counted)
             self._complete(body, path, is_counted=is_counted)
             sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
             turn = Turn(
-                arrival=arrival,
+                arrival=call.arrival,
                 alias=f"{PASSAGE.name}/{name}",
                 body=body,
                 controls=Controls(no_cache=True, no_store=True),
@@ -122,7 +123,7 @@ class Passthrough(Chat):
                 passage=Passage(method, path, query, tuple(sent), is_counted),
             )
             owned = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
-            return turn, _Passed(self._ids, name, team_id, owned, may_share=is_counted)
+            return turn, _PassedRenderer(self._ids, name, team_id, owned, may_share=is_counted)
 
     async def _kept(self, incoming: Body, media: str) -> FormFiles:
         """The bytes of a body, on the disk. The caller closes them. Raises ApiError."""
@@ -156,29 +157,29 @@ class Passthrough(Chat):
                 return path, rule, [part for one, part in zip(listed, parts, strict=True) if one == "*"]
         raise NotFound(f"{method} {shown(path)} is not passed on to {self._deployment.name}", code="path_not_allowed")
 
-    def _check(self, body: Mapping[str, Any], asked: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
+    def _check(self, body: Mapping[str, Any], query_fields: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
         """Raises BadRequest for a body whose cost would not be known, or whose copies no team could
         own.
 
-        `asked` are the fields of the query and of a form, by all names in each.
+        `query_fields` are the fields of the query and of a form, by all names in each.
         """
         name, model = self._deployment.name, self._deployment.model
-        nested = [one for one in asked if "store" not in one or len(one) > 1]
+        nested = [one for one in query_fields if "store" not in one or len(one) > 1]
         parts = fields_of([*nested, *(given for field, given in body.items() if field != "store")])
         stores = any(field == "store" and str(given).lower() in ("true", "1") for field, given in parts)
         is_unreported = is_counted and body.get("background")
         other, no_price = body.get("model", model) != model, is_counted and not self._deployment.is_price_known
-        for is_wrong, words, param, code in (
+        for is_wrong, message, param, code in (
             (other, f"`{name}` is priced for the model `{model}`: send that one", "model", "invalid_value"),
             (no_price, f"`{name}` has no known price: set `price` of the deployment", "model", "price_unknown"),
             (is_unreported, f"{_UNREPORTED}: leave `background` out", "background", "price_unknown"),
             (stores, "What a part of a request stores has no owner: leave its `store` out", "store", "invalid_value"),
         ):
             if is_wrong:
-                raise BadRequest(words, param=param, code=code)
+                raise BadRequest(message, param=param, code=code)
 
     def _complete(self, body: dict[str, Any], path: str, *, is_counted: bool) -> None:
-        """Add to a body what makes its cost and its owner known."""
+        """Add the fields that make the cost and the owner of a request known."""
         if is_counted:
             body["model"] = self._deployment.model
             if body.get("stream") is True and path.endswith("/completions"):
@@ -189,7 +190,7 @@ class Passthrough(Chat):
             body["store"] = False
 
     def _demand(self, body: dict[str, Any]) -> Demand:
-        """The worst case of a request whose tokens are charged: it may refer to what it does not hold."""
+        """The worst case of a request whose tokens are charged. It may refer to content that it does not hold."""
         size, now = len(msgspec.json.encode(body)), self._deployment.candidate(Demand(0, 0, 0))
         context = now.context_tokens_max or _TOKENS_MAX
         prompts, many = body.get("prompt"), [body.get(name) for name in ("n", "best_of")]
@@ -221,7 +222,7 @@ def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The fields of a query or a form, each by all names in its own, once more where its text is JSON."""
+    """The fields of a query or a form under each part of their names, and once more decoded where the text is JSON."""
     fields = []
     for name, given in pairs:
         names = re.split(r"[^\w-]+", name)
@@ -234,18 +235,17 @@ def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The fields of an object, also those of one name: which of them the provider reads is not known."""
+    """An object's pairs as separate objects, because the provider may read any of several fields with one name."""
     return [dict([pair]) for pair in pairs]
 
 
-class _Passed(Plain):
-    """An answer whose ids belong to the team from then on; a list of which the team gets what is
-    its own.
+class _PassedRenderer(PlainRenderer):
+    """Renders an answer and records its ids as the team's. Of a list the team gets only its own objects.
 
     `may_share`: another team's answers may have the same ids.
     """
 
-    __slots__ = ("_deployment", "_found", "_ids", "_may_share", "_owned", "_splitter", "_team_id")
+    __slots__ = ("_deployment", "_ids", "_may_share", "_new_ids", "_owned", "_splitter", "_team_id")
     is_kept = True
 
     def __init__(
@@ -254,16 +254,16 @@ class _Passed(Plain):
         super().__init__()
         self._ids, self._deployment, self._team_id, self._owned = ids, deployment, team_id, owned
         self._may_share = may_share
-        self._found = set[str]()
+        self._new_ids = set[str]()
         self._splitter = Splitter()
 
     async def keep(self) -> None:
-        found, self._found = self._found, set()
-        if not found:
+        ids, self._new_ids = self._new_ids, set()
+        if not ids:
             return
-        await self._ids.record(self._deployment, self._team_id, found)
-        asked = found if len(found) <= IDS_MAX else None
-        if not self._may_share and found - await self._ids.of_team(self._deployment, self._team_id, asked):
+        await self._ids.record(self._deployment, self._team_id, ids)
+        asked_ids = ids if len(ids) <= IDS_MAX else None
+        if not self._may_share and ids - await self._ids.of_team(self._deployment, self._team_id, asked_ids):
             raise _others()
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
@@ -283,28 +283,28 @@ class _Passed(Plain):
     def _note(self, data: bytes) -> None:
         try:
             # a model writes the arguments of its calls
-            self._found.update(ids_in(msgspec.json.decode(data), ("metadata", "input", "arguments")))
+            self._new_ids.update(ids_in(msgspec.json.decode(data), ("metadata", "input", "arguments")))
         except UNREADABLE:  # no JSON has no ids
             return
 
 
 def _filtered(body: bytes, owned: set[str]) -> bytes:
-    """A list without what is not `owned`. Raises Forbidden for an answer that may name what belongs to others."""
+    """A list without objects that are not `owned`. Raises Forbidden if the rest may name other teams' objects."""
     try:
-        found = msgspec.json.decode(body or b"{}")
+        answer = msgspec.json.decode(body or b"{}")
     except UNREADABLE:
         raise _others() from None
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         raise _others()
-    listed = found.pop("data", None)
+    listed = answer.pop("data", None)
     if isinstance(listed, list):
-        data = [one for one in listed if isinstance(one, dict) and one.get("id") in owned]
+        data = [item for item in listed if isinstance(item, dict) and item.get("id") in owned]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        found |= {"first_id": first, "last_id": last}
-        body = msgspec.json.encode({**found, "data": data})
+        answer |= {"first_id": first, "last_id": last}
+        body = msgspec.json.encode({**answer, "data": data})
     elif listed is not None:
-        found["data"] = listed
-    if not owned.issuperset(ids_in(found)) or any(isinstance(one, list) for one in found.values()):
+        answer["data"] = listed
+    if not owned.issuperset(ids_in(answer)) or any(isinstance(item, list) for item in answer.values()):
         raise _others()
     return body
 

@@ -31,12 +31,12 @@ class NamedObjects:
     """The objects that requests name. One per endpoint."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        has_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
-        self._ids = ProviderIds(pipeline.accounts.database) if has_owners else None
+        self.have_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
+        self._ids = ProviderIds(pipeline.accounts.database)
 
     async def check(self, raw: bytes, team_id: int) -> None:
         """Raises NotFound where a body names an object of another team, and BadRequest."""
-        if self._ids is not None:
+        if self.have_owners:
             await self._check(_named(raw, decode_object), team_id)
 
     async def check_files(self, files: FormFiles, team_id: int, bytes_max: int) -> None:
@@ -66,19 +66,21 @@ class NamedObjects:
         if len(named) > IDS_MAX:
             raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
         odd = {one for one in named if "\0" in one}  # no id, and no database takes it
-        if self._ids is not None and (others := odd or (named and await self._ids.of_others(team_id, named))):
+        if self.have_owners and (others := odd or (named and await self._ids.of_others(team_id, named))):
             raise NotFound(f"There is no {shown(min(others))} here", code="not_found")
 
 
 def _named(raw: bytes, decode: Callable[[bytes], dict[str, Any]]) -> set[str]:
-    """The ids of objects in a JSON object, which is read where it may have some. Raises BadRequest."""
+    """The ids of objects in a JSON object, which is decoded only if its bytes may name one. Raises BadRequest."""
     if any(map(raw.__contains__, _OBJECTS)) or _ESCAPED.search(raw):
         return set(ids_in(decode(raw), keys=_OBJECT_KEY))
     return set()
 
 
 def _in_lines(lines: bytes) -> set[str]:
-    """The same of JSON lines, or of one value on several lines, also in its metadata: a line may be read apart."""
+    """The ids of objects in JSON lines, or in one value on several lines, metadata included: a
+    provider may read each line alone.
+    """
     try:
         return set().union(*(_named(line, decode_strictly) for line in lines.split(b"\n")))
     except BadRequest:
@@ -88,14 +90,14 @@ def _in_lines(lines: bytes) -> set[str]:
 
 
 def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
-    """The texts under names of ids, which `keys` match, at any depth, but what the fields of `but` hold."""
+    """The values of fields whose names match `keys`, at any depth, without the fields in `but`."""
     for name, given in fields_of(value, but):
         if keys.fullmatch(name):
             given = given.get("id") if isinstance(given, dict) else given  # Anthropic's container
-            for one in given if isinstance(given, list) else [given]:
+            for id in given if isinstance(given, list) else [given]:
                 # a call of a tool has an id of its answer alone
-                if isinstance(one, str) and one and not one.startswith(("call_", "toolu_")):
-                    yield one
+                if isinstance(id, str) and id and not id.startswith(("call_", "toolu_")):
+                    yield id
 
 
 def fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:

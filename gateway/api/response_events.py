@@ -8,8 +8,7 @@ events are numbered without gaps; every item that was added is done before the e
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,41 +24,25 @@ from gateway.wire.types import Chunk
 from policies import Usage
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of text in an answer: its item and part, and the names of their events."""
+class _TextKind(NamedTuple):
+    """A kind of text in an answer: its item, the item's list of parts, the part with the text, and
+    the names of the part's and of the text's events.
+    """
 
     item: dict[str, Any]
     parts: str
     part: dict[str, Any]
-    field: str
-    part_event: str
-    text_event: str
+    part_events: str
+    text_events: str
 
 
-_ITEM = {"type": "message", "role": "assistant", "content": []}
-_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-_TEXT = _Kind(
-    item=_ITEM, parts="content", part=_PART, field="text", part_event="content_part", text_event="output_text"
-)
-_REFUSAL = _Kind(
-    item=_ITEM,
-    parts="content",
-    part={"type": "refusal", "refusal": ""},
-    field="refusal",
-    part_event="content_part",
-    text_event="refusal",
-)
+_MESSAGE = {"type": "message", "role": "assistant", "content": []}
+_OUTPUT_TEXT = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_TEXT = _TextKind(_MESSAGE, "content", _OUTPUT_TEXT, "content_part", "output_text")
+_REFUSAL = _TextKind(_MESSAGE, "content", {"type": "refusal", "refusal": ""}, "content_part", "refusal")
 # a summary, because clients of this API show only the summary of a model's reasoning
-_ITEM, _PART = {"type": "reasoning", "summary": []}, {"type": "summary_text", "text": ""}
-_REASONING = _Kind(
-    item=_ITEM,
-    parts="summary",
-    part=_PART,
-    field="text",
-    part_event="reasoning_summary_part",
-    text_event="reasoning_summary_text",
-)
+_THOUGHT, _SUMMARY = {"type": "reasoning", "summary": []}, {"type": "summary_text", "text": ""}
+_REASONING = _TextKind(_THOUGHT, "summary", _SUMMARY, "reasoning_summary_part", "reasoning_summary_text")
 
 _IDS = {
     "message": "msg",
@@ -94,10 +77,10 @@ Keep = Callable[[dict[str, Any]], Awaitable[None]]
 _NOT_KEPT = Keeping(is_stored=False)
 
 
-class Response(EventRenderer):
-    """The renderer of one response. `body` is the request's, which the response repeats in part.
+class ResponseRenderer(EventRenderer):
+    """The renderer of one response. `body` is the request, parts of which the response repeats.
 
-    `keep` is called by the method of that name, with the response at its end.
+    The method `keep` passes the complete response to the parameter `keep`.
     """
 
     def __init__(
@@ -120,7 +103,7 @@ class Response(EventRenderer):
         self.id = head["id"]
         self._head = {name: value for name, value in head.items() if name not in ("created_at", "model", "status")}
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
-        self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
+        self._kind: _TextKind | None = None  # of the text that is growing, which is the last item's
         self._texts: list[str] = []
         # log probabilities whose text has not come: a token may end inside a character
         self._tokens: list[Any] = []
@@ -165,9 +148,9 @@ class Response(EventRenderer):
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        """The error twice: flat as in the reference, and nested as OpenAI sends it to its SDKs.
+        """The event of an error: flat as in the reference, and nested as OpenAI sends it to its SDKs.
 
-        A response in the background has it as its own.
+        A response in the background gets the error as a field.
         """
         if self.is_background:
             code = _CODES.get(error.http_status, "server_error")
@@ -211,7 +194,7 @@ class Response(EventRenderer):
             if (reason := _INCOMPLETE.get(choice.get("finish_reason"))) is not None:
                 self._response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
 
-    def _say(self, kind: _Kind, text: Any) -> None:
+    def _say(self, kind: _TextKind, text: Any) -> None:
         """Add to the text that is growing; begin a new item if the last one is of another kind."""
         if not isinstance(text, str) or not text:
             return
@@ -219,11 +202,11 @@ class Response(EventRenderer):
             self._close_text()
             self._kind = kind
             item, part = self._add(deepcopy(kind.item)), deepcopy(kind.part)
-            self._tell(f"response.{kind.part_event}.added", **self._place(-1, kind), part=part)
+            self._tell(f"response.{kind.part_events}.added", **self._place(-1, kind), part=part)
             item[kind.parts].append(part)
         self._texts.append(text)
         more = self._with_tokens() if kind is _TEXT else {}
-        self._tell(f"response.{kind.text_event}.delta", **self._place(-1, kind), delta=text, **more)
+        self._tell(f"response.{kind.text_events}.delta", **self._place(-1, kind), delta=text, **more)
 
     def _with_tokens(self) -> dict[str, Any]:
         """Move the waiting log probabilities into the growing text; returns them as a field."""
@@ -238,11 +221,12 @@ class Response(EventRenderer):
         if kind is _TEXT:
             self._with_tokens()
         part = self._output[-1][kind.parts][0]
-        part[kind.field] = "".join(self._texts)
+        field = "refusal" if kind is _REFUSAL else "text"
+        part[field] = "".join(self._texts)
         self._texts.clear()
-        told = {name: value for name, value in part.items() if name in (kind.field, "logprobs")}
-        self._tell(f"response.{kind.text_event}.done", **self._place(-1, kind), **told)
-        self._tell(f"response.{kind.part_event}.done", **self._place(-1, kind), part=part)
+        told = {name: value for name, value in part.items() if name in (field, "logprobs")}
+        self._tell(f"response.{kind.text_events}.done", **self._place(-1, kind), **told)
+        self._tell(f"response.{kind.part_events}.done", **self._place(-1, kind), part=part)
         self._close_item(-1)
 
     def _call(self, call: Mapping[str, Any]) -> None:
@@ -282,16 +266,15 @@ class Response(EventRenderer):
         item["status"] = "incomplete" if self._response["status"] == "incomplete" else "completed"
         self._tell("response.output_item.done", output_index=position % len(self._output), item=item)
 
-    def _place(self, position: int, kind: _Kind | None = None) -> dict[str, Any]:
+    def _place(self, position: int, kind: _TextKind | None = None) -> dict[str, Any]:
         place = {"item_id": self._output[position]["id"], "output_index": position % len(self._output)}
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
 
 
-class PassedResponse(Response):
-    """The renderer of a provider's own response: as it came, but under the gateway's ids where it
-    is kept.
+class PassedResponseRenderer(ResponseRenderer):
+    """The renderer of a provider's own response: unchanged, or under the gateway's ids if it is kept.
 
-    The last event waits for the end, so that the response is kept before it leaves.
+    The last event waits until the response is kept.
     """
 
     _last: Mapping[str, Any] | None = None
@@ -357,7 +340,7 @@ class PassedResponse(Response):
 
 
 def _completed(whole: bytes) -> dict[str, Any]:
-    """A whole response, completed where it does not say its status."""
+    """A whole response; one without a status is completed."""
     return {"status": "completed", **decoded(whole, dict[str, Any])}
 
 
@@ -400,7 +383,7 @@ def framed(event: str, number: int, **fields: Any) -> bytes:
 
 
 def _shell_action(arguments: str) -> dict[str, Any]:
-    """The command in the arguments of a call of the local shell; arguments that are none are its text."""
+    """The command in the arguments of a call of the local shell. Invalid arguments become its text."""
     try:
         given = decoded(arguments.encode())
         command = given["command"]

@@ -19,13 +19,13 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.background import Background, send_events
 from gateway.api.batches import Metadata
-from gateway.api.chat import Chat, Renderer, Respond
+from gateway.api.chat import AnswerEndpoint, Renderer, Respond
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
-from gateway.api.response_events import PassedResponse, Response, in_namespace
+from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer, in_namespace
 from gateway.api.tokens import counted
-from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, BeyondChat, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
@@ -50,24 +50,24 @@ class _Item(msgspec.Struct):
     output: _Content = ""
 
 
-class _Model(msgspec.Struct):
+class _ModelName(msgspec.Struct):
     model: Annotated[str, Meta(min_length=1)]
 
 
-class _Named(msgspec.Struct):
+class _NamedTool(msgspec.Struct):
     """A function or a custom tool, or the choice of one."""
 
     name: str
     namespace: str | None = None
 
 
-class _Namespace(msgspec.Struct):
+class _ToolNamespace(msgspec.Struct):
     name: Annotated[str, Meta(max_length=128)]  # each of its tools' names has it
     tools: list[dict[str, Any]]
     description: str | None = None
 
 
-class _Allowed(msgspec.Struct):
+class _AllowedTools(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
 
 
@@ -123,7 +123,7 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning", "item_reference")
 
 
-class Responses(Chat):
+class Responses(AnswerEndpoint):
     """The endpoint. One instance per worker."""
 
     operation = "responses"
@@ -135,7 +135,7 @@ class Responses(Chat):
         self.release = memory.conversations.release
 
     async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
-        assert isinstance(renderer, Response)
+        assert isinstance(renderer, ResponseRenderer)
         body = await self._background.begin(turn, renderer, identity)
         headers = base_headers(turn.arrival.request_id)
         if turn.is_stream:
@@ -143,13 +143,12 @@ class Responses(Chat):
             return lambda scope, send: send_events(scope, send, headers, events)
         return lambda _, send: asgi.send_whole(send, 200, [JSON, *headers], body)
 
-    async def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
-    ) -> tuple[Turn, Renderer]:
-        body = decode_object(raw, model)
-        request, own, sent, kind = await as_sent(body, self._memory, identity, self._pipeline, arrival.request_id)
+    async def read(self, call: Call) -> tuple[Turn, Renderer]:
+        body = decode_object(await self.body(call), asgi.model_of(call.scope))
+        identity, arrival = call.identity, call.arrival
+        request, inputs, sent, kind = await as_sent(body, self._memory, identity, self._pipeline, arrival.request_id)
         # decision: one-shape-on-the-journey
-        turn = read_turn(sent, headers, arrival, kind, metadata=body.get("metadata"))
+        turn = read_turn(sent, call.headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
         keeping = Keeping(
             self._memory.is_kept(request.store, identity.team),
@@ -163,8 +162,8 @@ class Responses(Chat):
                 raise BeyondChat("background", f"`background` is not supported in {words}: leave it out")
             turn = msgspec.structs.replace(turn, deadline=None)
         is_kept = keeping.is_stored or conversation_id is not None
-        keep = partial(self._memory.put, identity, keeping, own) if is_kept else None
-        renderer = Response if kind is CHAT else PassedResponse
+        keep = partial(self._memory.put, identity, keeping, inputs) if is_kept else None
+        renderer = ResponseRenderer if kind is CHAT else PassedResponseRenderer
         return turn, renderer(body, arrival, keeping, keep)
 
 
@@ -184,7 +183,7 @@ class InputTokens(ObjectEndpoint):
 
     async def answer(self, call: Call) -> Any:
         _, body = await self.body(call)
-        alias = self.alias(call, convert(body, _Model).model)
+        alias = self.alias(call, convert(body, _ModelName).model)
         _, _, sent, kind = await as_sent(body, self._memory, call.identity, self._pipeline)
         tokens = await counted(alias, msgspec.json.decode(sent), kind)
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -215,14 +214,14 @@ async def as_sent(
         )
     if request.input is None and previous_id is None and conversation_id is None:
         raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
-    own: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    own = items = await memory.resolved(identity.team, own)
+    inputs: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    inputs = items = await memory.resolved(identity.team, inputs)
     if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
             before = await memory.said(identity.team, conversation_id, request_id)
         else:
             before = await memory.before(identity.team, str(previous_id))
-        items = [*before, *own]
+        items = [*before, *inputs]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
@@ -235,12 +234,12 @@ async def as_sent(
     try:
         if not (may_pass and _is_beyond_chat(request, items)):
             chat = _chat(body, request, _messages(items, request.instructions, len(before)))
-            return request, own, _encoded(chat, bytes_max), CHAT
+            return request, inputs, _encoded(chat, bytes_max), CHAT
     except BeyondChat:
         if not may_pass:
             raise
     sent = {name: value for name, value in body.items() if name not in _UNSENT}
-    return request, own, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
+    return request, inputs, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
 
 
 def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
@@ -248,21 +247,21 @@ def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
 
     Raises BadRequest as soon as it is longer than a request's body may be.
     """
-    made = bytearray()
+    encoded = bytearray()
     for name, value in sent.items():
-        made += b",%b:" % msgspec.json.encode(name)
+        encoded += b",%b:" % msgspec.json.encode(name)
         pieces = value if isinstance(value, list) and value else [value]
         for number, piece in enumerate(pieces):
-            made += b"," * (number > 0) or b"[" * (pieces is value)
-            made += msgspec.json.encode(piece)
-            if len(made) > bytes_max:
+            encoded += b"," * (number > 0) or b"[" * (pieces is value)
+            encoded += msgspec.json.encode(piece)
+            if len(encoded) > bytes_max:
                 raise BadRequest(
                     f"`{name}` and all that the request refers to have more than {bytes_max} bytes: send less",
                     param="input" if name == "messages" else name,
                     code="context_length_exceeded",
                 )
-        made += b"]" * (pieces is value)
-    return b"{" + made[1:] + b"}"
+        encoded += b"]" * (pieces is value)
+    return b"{" + encoded[1:] + b"}"
 
 
 # the gateway's own part, and a chat's names of the length, which would take the place of its own
@@ -270,7 +269,7 @@ _UNSENT = frozenset({"previous_response_id", "conversation", "background", "max_
 
 
 def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:
-    """Whether a chat completion says less than the request: of a tool, or of a model's reasoning."""
+    """Whether a chat completion would lose a part of the request: a tool, or a model's reasoning."""
     return (
         any(tool.get("type") not in ("function", "custom") for tool in request.tools or ())
         or "reasoning.encrypted_content" in (request.include or ())
@@ -342,30 +341,31 @@ _SHELL: dict[str, Any] = {
 
 
 def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """`given` in a chat completion's shape, each at its place, and after them the other tools of namespaces."""
+    """`given` in a chat completion's shape, in order; further tools of namespaces follow at the end."""
     groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
-        place, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
-        members = _members(tool, place)
-        for name in [one["name"] for one in members if isinstance(one.get("name"), str)]:
+        at, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
+        members = _members(tool, at)
+        for name in [member["name"] for member in members if isinstance(member.get("name"), str)]:
             if owners.setdefault(name, space) != space:  # a call could not be told from the other's
-                raise BeyondChat(place, f"Two tools would be called {shown(name)} in a chat completion: rename one")
-        groups.append([_tool(one, place) for one in members])
-    return [group[0] for group in groups if group] + [one for group in groups for one in group[1:]]
+                raise BeyondChat(at, f"Two tools would be called {shown(name)} in a chat completion: rename one")
+        groups.append([_tool(member, at) for member in members])
+    return [group[0] for group in groups if group] + [member for group in groups for member in group[1:]]
 
 
 def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """The tools of a namespace, or `tool` itself."""
     if tool.get("type") != "namespace":
         return [tool]
-    space: _Namespace = convert(tool, _Namespace, where)
-    found = [
+    space: _ToolNamespace = convert(tool, _ToolNamespace, where)
+    members = [
         {**one, "name": in_namespace(space.name, name)} if isinstance(name := one.get("name"), str) else one
         for one in space.tools
     ]
-    if found and space.description:  # it is about them all, so the first one has it
-        found[0] = {**found[0], "description": f"{space.description}\n\n{found[0].get('description') or ''}".rstrip()}
-    return found
+    if members and space.description:  # it is about them all, so the first one has it
+        description = f"{space.description}\n\n{members[0].get('description') or ''}".rstrip()
+        members[0] = {**members[0], "description": description}
+    return members
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         return {"type": "function", "function": _SHELL}
     if kind not in ("function", "custom"):
         return tool
-    convert(tool, _Named, where)
+    convert(tool, _NamedTool, where)
     if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
         tool = {**tool, "format": _nested("grammar", form)}
     return _nested(kind, tool)
@@ -390,14 +390,14 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         return choice
     kind = choice.get("type")
     if kind == "allowed_tools":
-        allowed: _Allowed = convert(choice, _Allowed, "tool_choice")
+        allowed: _AllowedTools = convert(choice, _AllowedTools, "tool_choice")
         tools = _tools(allowed.tools or (), "tool_choice.tools")
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind not in ("function", "custom"):
         shown = msgspec.json.encode(kind).decode()[:100]
         words = f"A `tool_choice` of type {shown} is not supported here"
         raise BeyondChat("tool_choice.type", f"{words}: it may be none, auto, required, a tool or allowed tools")
-    named: _Named = convert(choice, _Named, "tool_choice")
+    named: _NamedTool = convert(choice, _NamedTool, "tool_choice")
     return _nested(kind, {"name": in_namespace(named.namespace, named.name)})
 
 
@@ -414,8 +414,8 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
     for number, given in enumerate(items, -before):
         where = f"input[{number}]"
         if (kind := given.get("type") or "message") not in ITEMS or kind == "item_reference":
-            words = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
-            raise BeyondChat(f"{where}.type", f"{words}; leave out what another tool has left")
+            message = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
+            raise BeyondChat(f"{where}.type", f"{message}; leave out what another tool has left")
         item: _Item = convert(given, _Item, where)
         match kind:
             case "message":
@@ -429,8 +429,8 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
             case kind if kind in _OUTPUTS:
                 named = item.call_id or item.id or ""
                 if (call_id := calls.get(named, "")) == "" and named not in calls:
-                    words = f"No tool call found for {kind.replace('_', ' ')} with call_id {named[:100]}."
-                    raise BadRequest(words, param="input")
+                    message = f"No tool call found for {kind.replace('_', ' ')} with call_id {named[:100]}."
+                    raise BadRequest(message, param="input")
                 answered.add(call_id)
                 output = _content(item.output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
@@ -491,6 +491,6 @@ def _response_format(given: Any) -> dict[str, Any] | None:
 
 
 def _nested(type: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, a format or a part in a chat completion's shape: its fields are one level lower."""
+    """A tool, a format or a part in a chat completion's shape, which has the fields one level lower."""
     fields = {name: value for name, value in flat.items() if name != "type" and value is not None}
     return {"type": type, type: fields}

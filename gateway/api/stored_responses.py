@@ -14,10 +14,9 @@ from msgspec import Meta
 from gateway.accounts.conversations import Conversation
 from gateway.api.background import Background, send_events
 from gateway.api.batches import Metadata
-from gateway.api.endpoint import Call, ObjectEndpoint
+from gateway.api.endpoint import Call, ObjectEndpoint, limit_of, listed, one_of
 from gateway.api.memory import ITEM_ID, Memory
 from gateway.api.responses import checked_items
-from gateway.api.stored import listed, no_such_action, one_of, paging
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound, shown
 from gateway.wire.requests import convert
@@ -60,20 +59,19 @@ class StoredResponses(ObjectEndpoint):
                 if after and start is None:
                     raise _no_item(after)
                 return listed(ordered[start or 0 :], limit)
-        raise no_such_action(self.path, call)
+        raise self.no_such_action(call)
 
     async def _follow(self, call: Call) -> None:
         """Send the events of a response in the background from the one after `starting_after`."""
-        found, after = await self._memory.find(call.identity.team, call.object_id), call.query.get("starting_after")
+        response, after = await self._memory.find(call.identity.team, call.object_id), call.query.get("starting_after")
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
-            words = f"Invalid starting_after: expected a number, got {shown(after)}"
-            raise BadRequest(words, param="starting_after", code="invalid_value")
-        if not await self._background.has_events(call.identity.team, found.id):
-            words = "This response has no stream (any more), as only one with `background` and `stream` has, until ten"
-            raise BadRequest(
-                f"{words} minutes after its end: read it whole", param="stream", code="unsupported_parameter"
-            )
-        events = self._background.events(call.identity.team, found.id, -1 if after is None else int(after))
+            message = f"Invalid starting_after: expected a number, got {shown(after)}"
+            raise BadRequest(message, param="starting_after", code="invalid_value")
+        if not await self._background.has_events(call.identity.team, response.id):
+            message = "This response has no stream (any more), as only one with `background` and `stream` has"
+            message = f"{message}, until ten minutes after its end: read it whole"
+            raise BadRequest(message, param="stream", code="unsupported_parameter")
+        events = self._background.events(call.identity.team, response.id, -1 if after is None else int(after))
         await send_events(call.scope, call.send, call.out, events)
 
 
@@ -115,14 +113,14 @@ class ConversationsEndpoint(ObjectEndpoint):
             request = await self._read(call, ConversationRequest)
             checked_items(request.items or [])
             return _shown(await self._memory.converse(call.identity, request.metadata or {}, request.items or ()))
-        found = await self._memory.conversation(team, id)
+        conversation = await self._memory.conversation(team, id)
         match call.method, *call.action.split("/"):
             case "GET", "":
-                return _shown(found)
+                return _shown(conversation)
             case "POST", "":
                 metadata = (await self._read(call, MetadataRequest)).metadata or {}
                 await kept.change(team.id, id, metadata)
-                return _shown(replace(found, metadata=metadata))
+                return _shown(replace(conversation, metadata=metadata))
             case "DELETE", "":
                 await kept.delete(team.id, id)
                 return {"id": id, "object": "conversation.deleted", "deleted": True}
@@ -144,23 +142,23 @@ class ConversationsEndpoint(ObjectEndpoint):
                 if call.method == "GET":
                     return msgspec.Raw(item)
                 await self._memory.remove(team, id, item_id)
-                return _shown(found)
-        raise no_such_action(self.path, call)
+                return _shown(conversation)
+        raise self.no_such_action(call)
 
     async def _read(self, call: Call, shape: type[Any]) -> Any:
         return convert((await self.body(call))[1], shape)
 
 
-def _shown(one: Conversation) -> dict[str, Any]:
+def _shown(conversation: Conversation) -> dict[str, Any]:
     """OpenAI's conversation object."""
-    return {"id": one.id, "object": "conversation", "created_at": int(one.created_at_s), "metadata": one.metadata}
+    id, at_s = conversation.id, conversation.created_at_s
+    return {"id": id, "object": "conversation", "created_at": int(at_s), "metadata": conversation.metadata}
 
 
 def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:
     """The item before the page that `query` asks for, its size, and whether the oldest come first. Raises BadRequest."""
     is_ascending = one_of(query, "order", ("asc", "desc")) == "asc"
-    limit = paging({"limit": query.get("limit", str(_LISTED))}, _LISTED, _LISTED_MAX).limit
-    return query.get("after", ""), limit, is_ascending
+    return query.get("after", ""), limit_of(query, _LISTED, _LISTED_MAX), is_ascending
 
 
 def _no_item(id: str) -> BadRequest:

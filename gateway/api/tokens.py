@@ -4,6 +4,8 @@ Shapes: vLLM's server, "Tokenizer API". Invariant: the tokens of a conversation 
 generation reads; what cannot be so is refused by its name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -47,7 +49,7 @@ class _OfEngine(ObjectEndpoint):
         self._default = with_engine[0] if len(with_engine) == 1 else None
 
     async def named(self, call: Call) -> dict[str, Any]:
-        """The body, where the only alias with an engine is set if it names none. Raises ApiError."""
+        """The body; if it names no model, the only alias with an engine is set. Raises ApiError."""
         _, body = await self.body(call)
         if body.get("model") is None and self._default is not None:
             body["model"] = self._default
@@ -56,8 +58,7 @@ class _OfEngine(ObjectEndpoint):
     def engine(self, call: Call, name: str, size: int, param: str) -> tuple[LocalBackend, int]:
         """The first local engine of an alias, and its context's length in tokens.
 
-        `size` is that of the request's content in bytes or tokens, in the field `param`. Raises
-        ApiError.
+        `size` is the content's size in bytes or tokens, in the field `param`. Raises ApiError.
         """
         embedder = self._pipeline.settings.embedding_alias
         backend = _engine_of(self.alias(call, name)) if name != embedder else None
@@ -83,11 +84,10 @@ def _engine_of(alias: Alias) -> LocalBackend | None:
 
 
 async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
-    """The tokens of a request's prompt: of a chat as the local engine of `alias` reads it, where it
-    has one and the prompt has no tools, nor is far beyond its context; else the estimate of routing
-    and budgets.
+    """The number of a prompt's tokens.
 
-    Raises ApiError.
+    The alias's local engine counts those of a chat without tools that is not far beyond its
+    context. Anything else is the estimate of routing and budgets. Raises ApiError.
     """
     raw, backend = msgspec.json.encode(body), _engine_of(alias)
     estimated = convert(body, SHAPES[kind.name]).demand(raw, body).prompt_tokens
@@ -95,16 +95,23 @@ async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
         return int(estimated)
     if len(raw) > BYTES_PER_TOKEN_MAX * (backend.load(0).context_tokens_max or 0):
         return int(estimated)
-    try:
+    with _refusing():
         ids, _ = await backend.tokenize(
             {"messages": body["messages"]}, has_special=False, opens_answer=True, wants_texts=False
         )
-    except BackendError as error:
-        raise from_backend(error) from None
     return len(ids)
 
 
-class Tokenize(_OfEngine):
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise an engine's errors as a client gets them. Raises ApiError."""
+    try:
+        yield
+    except BackendError as error:
+        raise from_backend(error) from None
+
+
+class TokenizeEndpoint(_OfEngine):
     """The endpoint. One instance per worker."""
 
     operation = "tokenize"
@@ -123,19 +130,17 @@ class Tokenize(_OfEngine):
         param = "prompt" if request.messages is None else "messages"
         backend, context_tokens = self.engine(call, request.model, len(msgspec.json.encode(body[param])), param)
         has_special = request.add_special_tokens
-        try:
+        with _refusing():
             ids, texts = await backend.tokenize(
                 {param: body[param]},
                 has_special=request.messages is None if has_special is None else has_special,
                 opens_answer=request.add_generation_prompt,
                 wants_texts=bool(request.return_token_strs),
             )
-        except BackendError as error:
-            raise from_backend(error) from None
         return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}
 
 
-class Detokenize(_OfEngine):
+class DetokenizeEndpoint(_OfEngine):
     """The endpoint. One instance per worker."""
 
     operation = "detokenize"
@@ -143,7 +148,5 @@ class Detokenize(_OfEngine):
     async def answer(self, call: Call) -> Any:
         request: DetokenizeRequest = convert(await self.named(call), DetokenizeRequest)
         backend, _ = self.engine(call, request.model, len(request.tokens), "tokens")
-        try:
+        with _refusing():
             return {"prompt": await backend.detokenize(request.tokens)}
-        except BackendError as error:
-            raise from_backend(error) from None

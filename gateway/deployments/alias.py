@@ -92,10 +92,10 @@ class Alias:
         return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
 
     def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
-        """Refuse what no deployment of this alias may get, before the cache answers it.
+        """Refuse a request that no deployment of this alias may get, before the cache answers it.
 
-        A local engine may get what OpenAI would take; so that routing does not decide whether a
-        request is valid, its alias takes no other request. Raises BadRequest.
+        An alias with a local engine takes only what OpenAI would take, so that routing does not
+        decide whether a request is valid. Raises BadRequest.
         """
         if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
             raise self._refusal([one for one in reserved(body) if one.name in demand.reserved])
@@ -105,17 +105,17 @@ class Alias:
         if self.has_engine:
             check_rules(body, kind)
 
-    def _refusal(self, found: list[Reserved]) -> BadRequest:
-        """The error for reserved things of which no deployment allows all."""
-        names = {one.name for one in found}
+    def _refusal(self, hidden: list[Reserved]) -> BadRequest:
+        """The error for reserved parts that no single deployment allows together."""
+        names = {part.name for part in hidden}
         # where each part is allowed somewhere, but not together, all of them are in the way
         in_the_way = names.difference(*(d.allowed for d in self.deployments.values())) or names
-        first = next(one for one in found if one.name in in_the_way)
+        first = next(part for part in hidden if part.name in in_the_way)
         is_unpriced = any(first.name in map(canonical, d.settings.allow_fields) for d in self.deployments.values())
         return _not_allowed(first, self.name, is_unpriced=is_unpriced)
 
     def unpriced_for(self, demand: Demand) -> str:
-        """The first model without a known price for a request, such as for images beside one for speech; empty: none."""
+        """The first model without a known price for a request's units, such as images; empty if all are known."""
         if self.unpriced or not demand.measure:
             return self.unpriced
         return next((d.model or d.name for d in self.deployments.values() if d.lacks_price(demand)), "")
@@ -136,7 +136,7 @@ class Alias:
         return demand.prompt_tokens_read + min(output, output_tokens or output) * demand.choices
 
     def usual_output(self, demand: Demand) -> int | None:
-        """The tokens that nearly all answers have at most; None where that is not learned."""
+        """The length that nearly all answers stay within, in tokens; None until it is learned."""
         usual = self.lengths.usual()
         if usual is None or not demand.output_tokens_max or demand.measure:
             return None
@@ -153,13 +153,13 @@ class Alias:
 
     @property
     def absence(self) -> str:
-        """Why no deployment can answer, by the worst of their causes; empty where one may."""
+        """The worst cause for which no deployment can answer; empty if one may."""
         found = [d.absence for d in self.deployments.values()]
         return next(cause for cause in ABSENCES if cause in found) if all(found) else ""
 
     @property
     def is_starting(self) -> bool:
-        """No deployment is ready, and at least one is starting."""
+        """Whether no deployment is ready and at least one is starting."""
         loads = [d.backend.load(0) for d in self.deployments.values()]
         return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
 
@@ -174,7 +174,7 @@ class Alias:
     def route(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
         """Rank this alias's deployments for a request, now.
 
-        Where none can answer, those that asked for a long rest are asked sooner.
+        If none can answer, deployments that asked for a long rest are tried sooner.
         """
         now = self._now(demand, warm, deadline_ms, tried)
         found = policies.route(now, self._candidates(demand), self.policy)
@@ -197,7 +197,7 @@ class Alias:
         return [d.candidate(demand, is_alone=is_alone) for d in self.deployments.values()]
 
     def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
-        """`demand` with what this alias adds to it."""
+        """`demand` with the alias's default length, and with the state of this try."""
         default = None if demand.is_output_asked else self.settings.output_tokens_default
         if not (default or warm or tried or deadline_ms is not None):
             return demand
@@ -213,7 +213,7 @@ class Alias:
 
 
 class HedgeShare:
-    """What an alias has spent at this worker, and what of it hedges cost. All in µUSD."""
+    """Counts what an alias has spent at this worker, and the hedges' part of it, in µUSD."""
 
     __slots__ = ("_hedged", "_pending", "_spent")
 
@@ -221,9 +221,9 @@ class HedgeShare:
         self._spent = self._hedged = self._pending = 0
 
     def take(self, expected: int, share: float) -> bool:
-        """Whether a hedge that may cost `expected` leaves hedges within `share` of the spend.
+        """Whether hedges stay within `share` of the spend after one more that may cost `expected`.
 
-        `give_back` follows where it does.
+        If so, the caller calls `give_back` at its end.
         """
         if self._hedged + self._pending + expected > share * self._spent:
             return False
@@ -244,22 +244,22 @@ def _well(candidate: Candidate) -> Candidate:
     return msgspec.structs.replace(candidate, resting=None, full_at=0, use="")
 
 
-def _not_allowed(found: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
-    way = "leave it out" if found.name in FIELDS else "send tools of the type `function`"
-    effect = FIELDS.get(found.name) or TOOLS[found.name]
-    words = f"{found.words} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
-    message = f"{words} to list `{found.name}` in the deployment's `allow_fields`"
+def _not_allowed(part: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
+    way = "leave it out" if part.name in FIELDS else "send tools of the type `function`"
+    effect = FIELDS.get(part.name) or TOOLS[part.name]
+    refusal = f"{part.subject} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
+    message = f"{refusal} to list `{part.name}` in the deployment's `allow_fields`"
     if is_unpriced:
-        message = f"{words} for its price: `price` of the deployment has none for `{found.name}`"
-    return BadRequest(message, param=found.param, code="field_not_allowed")
+        message = f"{refusal} for its price: `price` of the deployment has none for `{part.name}`"
+    return BadRequest(message, param=part.param, code="field_not_allowed")
 
 
-def _not_fetched(place: str, alias: str, hosts: Collection[str]) -> BadRequest:
-    words = (
-        f"`{place}`: a server of the model `{alias}` would fetch it, and may do so from {', '.join(hosts) or 'no host'}"
+def _not_fetched(param: str, alias: str, hosts: Collection[str]) -> BadRequest:
+    reason = (
+        f"`{param}`: a server of the model `{alias}` would fetch it, and may do so from {', '.join(hosts) or 'no host'}"
     )
     way = "send a data: URL, or ask the operator to list the host in the deployment's `image_hosts`"
-    return BadRequest(f"{words}: {way}", param=place, code="url_not_allowed")
+    return BadRequest(f"{reason}: {way}", param=param, code="url_not_allowed")
 
 
 _PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request

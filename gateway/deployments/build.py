@@ -7,9 +7,9 @@ backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 import ipaddress
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from gateway.backends.anthropic.backend import BASE_URL, AnthropicBackend
 from gateway.backends.base import Backend
@@ -43,24 +43,29 @@ _ALWAYS = {"anthropic": frozenset({"messages"}), "litellm": frozenset({"cache_co
 _NONE: frozenset[str] = frozenset()
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """The facts of a deployment for routing and budgets, by the names that `Deployment` has for
-    them. Without a known price it is free.
-    """
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """The facts of a deployment for routing and budgets. Without a known price it is free."""
 
     price: Price
     capabilities: frozenset[str]
     context_tokens_max: int | None
     output_tokens_max: int | None
-    tiers: Mapping[str, Price] = {}  # by `service_tier`
-    allowed: frozenset[str] = frozenset()  # of `allow_fields`: those with a known price
-    factors: Mapping[str, int] = {}  # by reserved field or tool: a million times the price's factor
+    tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
+    allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send: those with a known price
+    factors: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by reserved field or tool: a million times the price's factor
     batch_factor: int = 1_000_000  # the same of a line of a batch
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     is_price_known: bool = True
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
     can_chat: bool = True
     image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
+
+    def by_name(self) -> dict[str, Any]:
+        """The facts as a dictionary."""
+        return {one.name: getattr(self, one.name) for one in fields(Facts)}
 
 
 def describe(deployment: DeploymentSettings) -> Facts:
@@ -99,14 +104,17 @@ def describe(deployment: DeploymentSettings) -> Facts:
 
 
 def build_backend(
-    alias: str, deployment: DeploymentSettings, settings: Settings, environ: Mapping[str, str] = os.environ
+    alias: str,
+    deployment: DeploymentSettings,
+    facts: Facts,
+    settings: Settings,
+    environ: Mapping[str, str] = os.environ,
 ) -> Backend:
     """The backend of one deployment, not started.
 
     A key whose variable `environ` lacks leaves the deployment unready; its `load` has the reason.
     """
     name = deployment_name(alias, deployment)
-    facts = describe(deployment)
     if deployment.backend == "local":
         from gateway.backends.local.backend import LocalBackend
 
@@ -117,18 +125,17 @@ def build_backend(
     key = environ.get(deployment.api_key_env, "") if deployment.api_key_env else ""
     unready = f"{deployment.api_key_env} is not set in the environment" if deployment.api_key_env and not key else ""
     assert deployment.model is not None, "the settings see to it"
+    common: dict[str, Any] = {
+        "model": deployment.model,
+        "capabilities": facts.capabilities,
+        "api_key": key,
+        "headers": deployment.headers,
+        "unready": unready,
+    }
     if deployment.backend == "litellm":
         from gateway.backends.managed import ManagedBackend
 
-        return ManagedBackend(
-            name,
-            model=deployment.model,
-            capabilities=facts.capabilities,
-            api_key=key,
-            base_url=deployment.base_url,
-            headers=deployment.headers,
-            unready=unready,
-        )
+        return ManagedBackend(name, base_url=deployment.base_url, **common)
     backend: type[OpenAIBackend] = OpenAIBackend
     base_url = deployment.base_url or ""
     if deployment.backend == "anthropic":
@@ -136,14 +143,10 @@ def build_backend(
     return backend(
         name,
         base_url=base_url,
-        model=deployment.model,
-        capabilities=facts.capabilities,
-        api_key=key,
-        headers=deployment.headers,
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
         connections_max=deployment.concurrency_max,
         is_salted=deployment.is_salted,
-        unready=unready,
+        **common,
     )
 
 
@@ -158,7 +161,9 @@ def _host(deployment: DeploymentSettings) -> str:
 
 
 def _image_hosts(deployment: DeploymentSettings) -> tuple[str, ...] | None:
-    """The hosts that it may fetch from: those of the settings, none where it is not on the Internet, or else all."""
+    """The hosts that a deployment may fetch from: those of the settings, else all for a public one
+    and none for others.
+    """
     if deployment.image_hosts is not None:
         return tuple(deployment.image_hosts)
     host = _host(deployment).rstrip(".")
@@ -175,8 +180,8 @@ _PRIVATE_ENDINGS = (".internal", ".local", ".localhost", ".lan", ".home.arpa", "
 def _allowed(
     deployment: DeploymentSettings, price: Price | None, tiers: Mapping[str, Price], factors: Mapping[str, int]
 ) -> frozenset[str]:
-    """The reserved fields and tools that clients may send: of those that raise the bill, the ones
-    with a known price. Where all else is free, they are too.
+    """The reserved fields and tools that clients may send. Those that raise the bill need a known
+    price, unless all is free.
     """
     names = frozenset(map(canonical, deployment.allow_fields))
     if price is None or price == FREE:
@@ -191,30 +196,14 @@ def _allowed(
 
 def _price(settings: PriceSettings) -> Price:
     characters, minute = settings.characters_usd_per_m, settings.audio_minute_usd
-    return Price(
-        input_microusd_per_mtok=microusd(settings.input_usd_per_mtok),
-        output_microusd_per_mtok=microusd(settings.output_usd_per_mtok),
-        cached_input_microusd_per_mtok=_optional(settings.cached_input_usd_per_mtok),
-        cache_write_microusd_per_mtok=_optional(settings.cache_write_usd_per_mtok),
-        cache_write_1h_microusd_per_mtok=_optional(settings.cache_write_1h_usd_per_mtok),
-        audio_input_microusd_per_mtok=_optional(settings.audio_input_usd_per_mtok),
-        cached_audio_input_microusd_per_mtok=_optional(settings.cached_audio_input_usd_per_mtok),
-        image_input_microusd_per_mtok=_optional(settings.image_input_usd_per_mtok),
-        reasoning_microusd_per_mtok=_optional(settings.reasoning_usd_per_mtok),
-        audio_output_microusd_per_mtok=_optional(settings.audio_output_usd_per_mtok),
-        image_output_microusd_per_mtok=_optional(settings.image_output_usd_per_mtok),
-        request_microusd=microusd(settings.request_usd),
-        tool_call_microusd=_optional(settings.tool_call_usd),
-        units=(
-            *[
-                (f"images/{name}".removesuffix("/default"), microusd(usd, 12))
-                for name, usd in settings.image_usd.items()
-            ],
-            *([] if characters is None else [("characters", microusd(characters))]),
-            *([] if minute is None else [("seconds", -(-microusd(minute, 12) // 60))]),
-        ),
-    )
-
-
-def _optional(usd: float | None) -> int | None:
-    return None if usd is None else microusd(usd)
+    amounts: dict[str, Any] = {
+        name.replace("usd", "microusd"): microusd(usd)
+        for name, usd in settings
+        if usd is not None and name.endswith(("_usd_per_mtok", "request_usd", "tool_call_usd"))
+    }
+    images = [
+        (f"images/{name}".removesuffix("/default"), microusd(usd, 12)) for name, usd in settings.image_usd.items()
+    ]
+    spoken = [] if characters is None else [("characters", microusd(characters))]
+    heard = [] if minute is None else [("seconds", -(-microusd(minute, 12) // 60))]
+    return Price(**amounts, units=(*images, *spoken, *heard))

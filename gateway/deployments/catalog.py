@@ -65,17 +65,13 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def known(model: str, host: str = "") -> Known | None:
-    """The row of `model`: under its own name, its provider's, or that of the
-    `host` that serves it.
-    """
+    """The row of `model` under its own name, its provider's, or the name of the `host` that serves it."""
     table = _table()
     provider, _, bare = model.partition("/")
-    names = [model, *(f"{label}/{model}" for label in host.split(".") if label)]
-    for name in names:
-        if name in table:
-            row = _row(table[name])
-            if row is not None:
-                return row
+    for name in _names(model, host):
+        row = _row(table[name]) if name in table else None
+        if row is not None:
+            return row
     while bare:  # after the provider there may be a route or a region: bedrock/converse/..., bedrock/us-east-1/...
         row = _row(table[bare]) if bare in table else None
         # the table divides some providers: bedrock_converse, vertex_ai-language-models
@@ -86,10 +82,15 @@ def known(model: str, host: str = "") -> Known | None:
 
 
 def can_chat(model: str, host: str = "") -> bool:
-    """Whether the table does not say that `model` is for something else, as embeddings."""
-    names = [model, model.partition("/")[2], *(f"{label}/{model}" for label in host.split(".") if label)]
+    """Whether `model` can chat, as far as the table knows. False only for models of another kind, such as embeddings."""
+    names = [*_names(model, host), model.partition("/")[2]]
     rows = [msgspec.json.decode(_table()[name]) for name in names if name in _table()]
     return not rows or any(row.get("mode") in (None, "chat", "responses") for row in rows)
+
+
+def _names(model: str, host: str) -> list[str]:
+    """The names under which the table may have a model that `host` serves."""
+    return [model, *(f"{label}/{model}" for label in host.split(".") if label)]
 
 
 @functools.cache
@@ -142,7 +143,7 @@ _KINDS = {
 
 
 def _price(row: dict[str, Any], tier: str = "") -> Price | None:
-    """The price of a `tier`; what it does not change costs what it usually does."""
+    """The price of a `tier`. Parts without a price of the tier cost the usual price."""
     prompt, answer = row.get(f"input_cost_per_token{tier}"), row.get(f"output_cost_per_token{tier}")
     units = [
         (unit, max(microusd(usd, 12) for usd in found))
@@ -183,10 +184,10 @@ _WRITES = (
 
 def with_writes(price: Price, model: str) -> Price:
     """`price`, completed by the published prices of writing the prompt cache of `model`."""
-    found = next((factors for name, factors in _WRITES if name in model.lower()), None)
-    if found is None:
+    write_factors = next((factors for name, factors in _WRITES if name in model.lower()), None)
+    if write_factors is None:
         return price
-    usual, long = (math.ceil(price.input_microusd_per_mtok * factor) for factor in found)
+    usual, long = (math.ceil(price.input_microusd_per_mtok * factor) for factor in write_factors)
     write, write_1h = price.cache_write_microusd_per_mtok, price.cache_write_1h_microusd_per_mtok
     return dataclasses.replace(
         price,

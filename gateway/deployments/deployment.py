@@ -7,14 +7,14 @@ by `end`.
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from gateway.backends import base
-from gateway.deployments.build import describe
+from gateway.deployments.build import Facts, describe
 from gateway.deployments.places import Places
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
@@ -35,51 +35,40 @@ _log = get_logger()
 
 
 class Prompts(msgspec.Struct):
-    """What prompts showed of a context: the longest that was served, and the size that a refusal
-    gave, which holds until `until_s`.
-    """
+    """The largest prompt served, and the size of the context that a refusal gave. The latter holds until `until_s`."""
 
     served: int = 0
     learned: int = 0
     until_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Deployment:
+@dataclass(slots=True, kw_only=True)
+class Deployment(Facts):
     """One place where an alias can be answered."""
 
     name: str
     model: str  # deployments of one model give answers of one kind
     backend: base.Backend
-    price: Price
-    capabilities: frozenset[str]
-    context_tokens_max: int | None
-    output_tokens_max: int | None
     output_tokens_default: int | None  # its own limit where a request has none
     settings: DeploymentSettings
     health: Health
     estimate: Estimate
     places: Places
-    claim: Callable[[Asker], Awaitable[bool]]  # the right to probe, among all workers and hosts
-    allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
+    claim: Callable[[Asker], Awaitable[bool]] | None = None  # the right to probe, among all workers and hosts
     ttft_timeout_min_ms: float = 5_000.0
-    is_price_known: bool = True
-    are_capabilities_assumed: bool = False
-    can_chat: bool = True
-    image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
-    prompts: dict[str, "Prompts"] = field(default_factory=dict)  # by operation and model
-    tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
-    factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
-    batch_factor: int = 1_000_000  # the same of a line of a batch
-    may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
+    prompts: dict[str, Prompts] = field(default_factory=dict)  # by operation and model
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
+    is_any_model: bool = field(init=False)  # it takes every name of a model
+
+    def __post_init__(self) -> None:
+        self.is_any_model = "*" in (self.settings.model or "")
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
-        """Whose call a request's is, for the health of this deployment.
+        """The caller and the shape of a request, for the health of this deployment.
 
-        Prompts that are longer than all that were served are of a shape of their own.
+        A prompt longer than all served ones has a shape of its own.
         """
         scope = self._scope(demand)
         longest = self.prompts[scope].served if scope in self.prompts else 0
@@ -91,9 +80,9 @@ class Deployment:
 
     @property
     def is_available(self) -> bool | None:
-        """Whether it answers, by what happened last; None: it was never asked.
+        """Whether it answers, by its last call; None if it was never called.
 
-        A local engine was asked at its start.
+        A local engine was called at its start.
         """
         if self.use or not self.backend.load(0).is_ready:
             return False
@@ -102,7 +91,7 @@ class Deployment:
 
     @property
     def absence(self) -> str:
-        """Why it is left alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
+        """Why routing leaves it alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
         if self.use or not self.backend.load(0).is_ready:
             return "disabled" if self.use else "not_ready"
         reason, denial = self.health.trouble
@@ -110,22 +99,17 @@ class Deployment:
 
     @property
     def trouble(self) -> str:
-        """Why it is not available, for operators; empty where it may be."""
+        """Why it is not available, in words for operators; empty if it may be available."""
         load = self.backend.load(0)
         if self.use or not load.is_ready:
             return f"{self.use} by an operator" if self.use else load.why
         return self.health.trouble[0] or ("its last request failed" if self.health.is_well is False else "")
 
-    @property
-    def is_any_model(self) -> bool:
-        """Whether it takes every name of a model."""
-        return "*" in (self.settings.model or "")
-
     def for_model(self, name: str) -> "Deployment":
         """This deployment with the price and the sizes of the model that a request names."""
         model = (self.settings.model or "").replace("*", name)
         facts = describe(self.settings.model_copy(update={"model": model}))
-        return dataclasses.replace(self, model=model, **msgspec.structs.asdict(facts))
+        return dataclasses.replace(self, model=model, **facts.by_name())
 
     def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
@@ -149,24 +133,24 @@ class Deployment:
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def overcounted(self, demand: Demand) -> None:
-        """Rest for all, as it reported more than it can have read or written."""
+        """Let it rest for all callers: it reported more tokens than it can have read or written."""
         _log.warning("usage_impossible", deployment=self.name, context_tokens=self.context_tokens_max)
         self.health.rest(self.asker(demand), _OVERCOUNT_REST_S, "it reported more tokens than it can have used")
 
     def lacks_price(self, demand: Demand) -> bool:
-        """Whether other kinds of requests have a price here, and the units of this one have none."""
+        """Whether it has prices, but none for the units of this request."""
         price = self.price
         is_free = not (price.input_microusd_per_mtok or price.output_microusd_per_mtok or price.request_microusd)
         return is_free and bool(price.units) and price.unit(demand.measure) is None
 
     def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
-        """The cost of the units of a request beside its tokens: those `reported`, if any, else the most."""
+        """The cost of a request's units beside its tokens: of the `reported` ones, else of the most."""
         if not demand.measure:  # a search covers no more documents than the request was counted by
             return (max(reported, demand.units) - 1) * self.price.request_microusd
         return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
-        """The price of the tier asked for; of a tier without one, the dearest."""
+        """The price of the request's tier; the dearest tier's if the tier has no price."""
         if not self.tiers:
             return self.price
         dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
@@ -181,7 +165,7 @@ class Deployment:
         return cost
 
     def candidate(self, demand: Demand, *, is_alone: bool = False) -> Candidate:
-        """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
+        """The deployment's state for routing, now. `is_alone`: no other deployment can answer."""
         prompt_tokens = demand.prompt_tokens
         load = self.backend.load(prompt_tokens)
         resting, reason = None, ""
@@ -220,10 +204,10 @@ class Deployment:
         return past.learned if known is None else min(known, past.learned)
 
     def learn_window(self, error: base.BackendTooLong, demand: Demand) -> int | None:
-        """Keep the size of the context that `error` gives, for a while. Returns the size for this request, if any.
+        """Keep the context's size that `error` gives, for a while. Returns the size for this request, if known.
 
-        A size is kept where nothing longer was served, and where the request is longer, but not by
-        far. A local engine states its size itself, which may change with its next start.
+        A size counts only if nothing longer was served, and if the request is longer, but not by
+        far. A local engine states its size itself.
         """
         scope, size = self._scope(demand), error.context_tokens
         known = self._context(self.backend.load(0), scope)
@@ -253,15 +237,15 @@ class Deployment:
         return True
 
     def take_use(self, use: str) -> list[base.ChunkStream]:
-        """Set what an operator made of it. Returns the answers that must be given up."""
+        """Set the use that an operator chose. Returns the answers that must be given up."""
         is_cut = use == "disabled" != self.use
         self.use = use
         return list(self.answers) if is_cut else []
 
     async def may_probe(self, asker: Asker, team: int = 0) -> bool:
-        """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
+        """Whether no other worker is probing it. If one is, this ends the call that `begin` admitted."""
         try:
-            is_first = await self.claim(asker)
+            is_first = self.claim is None or await self.claim(asker)
         except BaseException:
             self.health.cancelled(asker)
             self.end(team)
@@ -286,19 +270,19 @@ class Deployment:
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
         return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
 
-    def succeeded(self, made: Progress, demand: Demand, asker: Asker) -> None:
+    def succeeded(self, progress: Progress, demand: Demand, asker: Asker) -> None:
         """Learn from a complete generation.
 
         An answer that came whole has only a total: its time to first token is taken as predicted,
         and its tokens share the rest.
         """
         self.health.succeeded(asker)
-        assert made.attempt is not None
+        assert progress.attempt is not None
         past, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
         past.served = max(past.served, prompt_tokens)
-        duration_ms, usage, tokens = made.attempt.duration_ms, made.usage, made.content_chunks
+        duration_ms, usage, tokens = progress.attempt.duration_ms, progress.usage, progress.content_chunks
         figures = self.estimate.figures()
-        ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
+        ttft_ms = progress.ttft_ms if progress.ttft_ms is not None else duration_ms
         if usage is not None:
             past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
             if past.served > past.learned:
@@ -308,10 +292,10 @@ class Deployment:
             if usage.reasoning_tokens:
                 self.may_reason = True
             elif self.may_reason is None:
-                self.may_reason = tokens > made.completion_tokens_at_least(0.0)
+                self.may_reason = tokens > progress.completion_tokens_at_least(0.0)
             rate = tokens / max(duration_ms, 1.0)
             self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if figures.weight > 0 else 1.0)
-        if made.is_whole:
+        if progress.is_whole:
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 

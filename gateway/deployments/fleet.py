@@ -5,10 +5,9 @@ alias: itself, else the longest prefix.
 """
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable, Collection, Mapping
-
-import msgspec
 
 from cache import SemanticClient
 from gateway.backends.base import Backend
@@ -20,6 +19,7 @@ from gateway.deployments.places import Places
 from gateway.loggers import get_logger
 from gateway.settings import (
     DeploymentSettings,
+    EngineSettings,
     ModelSettings,
     PriceSettings,
     Settings,
@@ -28,7 +28,6 @@ from gateway.settings import (
 )
 from gateway.wire.errors import NotFound, shown
 from policies import Estimate, Health, RoutingPolicy
-from policies.breaker import Asker
 from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
@@ -52,7 +51,7 @@ class Fleet:
         self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
 
     def configured(self, name: str) -> str:
-        """The alias that takes requests for `name`; empty if there is none."""
+        """The alias that takes requests for `name`; empty if no alias does."""
         if name in self._whole_names or name == self._embedder.name:
             return name
         return next((one for one in self._patterns if name.startswith(one[:-1]) and len(name) >= len(one)), "")
@@ -63,10 +62,10 @@ class Fleet:
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
-        found = self.aliases.get(name) or self.aliases.get(configured := self.configured(name))
-        if found is None and configured:
+        alias = self.aliases.get(name) or self.aliases.get(configured := self.configured(name))
+        if alias is None and configured:
             return self._embedder
-        if found is None:
+        if alias is None:
             names = [one for one in self.aliases if allowed is None or one in allowed]
             there = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
             more = ", ..." if len(names) > _NAMES_SHOWN_MAX else ""
@@ -75,12 +74,11 @@ class Fleet:
                 param="model",
                 code="model_not_found",
             )
-        return found.for_name(name) if found.is_pattern else found
+        return alias.for_name(name) if alias.is_pattern else alias
 
     def take_uses(self, uses: Mapping[str, str]) -> None:
-        """Take the deployments in `uses` out of use, and the others in.
-
-        Answers of one that was disabled are given up.
+        """Set the use of each deployment: the one in `uses`, else in use. Answers of a newly
+        disabled one are given up.
         """
         for deployment in self.deployments:
             for answer in deployment.take_use(uses.get(deployment.name, "")):
@@ -118,9 +116,9 @@ def _embedder(settings: Settings, clock: Callable[[], float], client: SemanticCl
     # no setting names this kind of backend
     given = DeploymentSettings.model_construct(name=EMBEDDER, backend="local", model=name, price=price)
     model = ModelSettings.model_construct(deployments=[given], is_semantic=False)
-    deployment = _deployed(given, describe(given), name, EmbedderBackend(EMBEDDER, name, client), clock)
-    deployment.capabilities = deployment.backend.capabilities
-    return Alias(name, model, RoutingPolicy(), {EMBEDDER: deployment})
+    backend = EmbedderBackend(EMBEDDER, name, client)
+    facts = dataclasses.replace(describe(given), capabilities=backend.capabilities)
+    return Alias(name, model, RoutingPolicy(), {EMBEDDER: _deployed(given, facts, backend, clock)})
 
 
 def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:
@@ -128,29 +126,24 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
     if not facts.is_price_known and not is_pattern(alias):
         _log.warning("price_unknown", deployment=deployment_name(alias, deployment), consequence="counted as free")
     engine = settings.engines[deployment.engine] if deployment.engine else None
-    model = deployment.model or (engine.model if engine else "")
-    built = _deployed(deployment, facts, model, build_backend(alias, deployment, settings), clock)
-    built.output_tokens_default = engine.output_tokens_default if engine else None
-    return built
+    return _deployed(deployment, facts, build_backend(alias, deployment, facts, settings), clock, engine)
 
 
 def _deployed(
-    settings: DeploymentSettings, facts: Facts, model: str, backend: Backend, clock: Callable[[], float]
+    settings: DeploymentSettings,
+    facts: Facts,
+    backend: Backend,
+    clock: Callable[[], float],
+    engine: EngineSettings | None = None,
 ) -> Deployment:
     return Deployment(
         name=backend.name,
-        model=model,
+        model=settings.model or (engine.model if engine else ""),
         backend=backend,
-        output_tokens_default=None,
+        output_tokens_default=engine.output_tokens_default if engine else None,
         settings=settings,
         health=Health(clock, random.random),
         estimate=Estimate(clock),
         places=Places(settings.concurrency_max, settings.queue_max),
-        claim=_alone,
-        **msgspec.structs.asdict(facts),
+        **facts.by_name(),
     )
-
-
-async def _alone(_: Asker) -> bool:
-    """The claim of a worker that shares nothing."""
-    return True

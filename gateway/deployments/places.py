@@ -16,9 +16,9 @@ import msgspec
 
 
 class Ticket(msgspec.Struct, eq=False):
-    """A request of a team that waits, in several queues at once.
+    """A team's request that waits in several queues at once.
 
-    `called` gets the place that is free; None where the last queue pushed it out.
+    `called` gets the queue with a free place, or None if the last queue pushed the ticket out.
     """
 
     team: int
@@ -47,16 +47,16 @@ class Places:
     def is_full(self) -> bool:
         return self.taken >= self.places_max
 
-    def take(self, team: int, *, is_forced: bool = False) -> bool:
-        """Take a place; returns False if there is none."""
-        if self.is_full and not is_forced:
+    def take(self, team: int) -> bool:
+        """Take a place; returns False if all are taken."""
+        if self.is_full:
             return False
         self.taken += 1
         self._held[team] += 1
         return True
 
     def give_back(self, team: int) -> None:
-        """Give a place back, which calls a ticket of the queue."""
+        """Give a place back, and call the next ticket of the queue."""
         self.taken -= 1
         self._held[team] -= 1
         if not self._held[team]:
@@ -70,10 +70,10 @@ class Places:
 
         `is_first`: it was called before, and came too late.
         """
-        own = self._queues.get(ticket.team, ())
+        queue_of_team = self._queues.get(ticket.team, ())
         if self.waiting >= self.waiting_max and not is_first:
             most = max(self._queues, key=lambda team: len(self._queues[team]), default=ticket.team)
-            if len(self._queues.get(most, ())) <= len(own) + 1:
+            if len(self._queues.get(most, ())) <= len(queue_of_team) + 1:
                 return False
             self._push_out(next(reversed(self._queues[most])))
         queue = self._queues.setdefault(ticket.team, OrderedDict())
@@ -85,7 +85,7 @@ class Places:
         return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Take `ticket` out of the queue, where it is there."""
+        """Take `ticket` out of the queue, if it waits here."""
         queue = self._queues.get(ticket.team)
         if queue is not None and ticket in queue:
             del queue[ticket]
@@ -94,7 +94,7 @@ class Places:
                 del self._queues[ticket.team]
 
     def call(self) -> None:
-        """Call the next ticket, if there is a place for it."""
+        """Call the next ticket while a place is free."""
         while self._queues and not self.is_full:
             team = min(self._queues, key=self._held.__getitem__)
             ticket = next(iter(self._queues[team]))

@@ -74,7 +74,7 @@ class Progress(msgspec.Struct):
                 self.ttft_ms = self.elapsed_ms()
 
     async def apart(self, waiting: Awaitable[None]) -> None:
-        """Wait for something that is not the deployment's time."""
+        """Wait for `waiting`, without counting its time as the deployment's."""
         since = time.perf_counter()
         try:
             await waiting
@@ -82,18 +82,19 @@ class Progress(msgspec.Struct):
             self.started += time.perf_counter() - since
 
     def complete(self) -> None:
-        """The answer is whole."""
+        """End the attempt with a whole answer."""
         self.is_complete = True
         self.end("ok")
 
     def abandon(self) -> None:
-        """The last reader has left."""
+        """End the attempt because its last reader has left."""
         self.is_abandoned = True
         self.end("cancelled")
 
     def end(self, outcome: str, *, is_refusal: bool = False, is_denial: bool = False) -> None:
-        """The attempt is over. `outcome` is ok, cancelled, or why the deployment failed or refused
-        the request; `is_denial`: it refused for good.
+        """End the attempt. `outcome` is ok, cancelled, or why the deployment failed or refused the request.
+
+        `is_denial`: it refused for good.
         """
         self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial)
 
@@ -102,10 +103,10 @@ class Progress(msgspec.Struct):
         return self.content_chunks > 0
 
     def completion_tokens_at_least(self, tokens_per_ms: float) -> int:
-        """At least as many tokens as the answer has, where its deployment did not count them.
+        """A lower bound of the answer's tokens, for a deployment that did not count them.
 
-        The most of its chunks, a third of its bytes and the tokens of the time that passed;
-        `tokens_per_ms` is 0 for a model that does not reason unseen.
+        It is the largest of: its chunks, a third of its bytes, and the tokens of the time that
+        passed. `tokens_per_ms` is 0 for a model that does not reason unseen.
         """
         duration_ms = self.attempt.duration_ms if self.attempt is not None else self.elapsed_ms()
         unseen = duration_ms * tokens_per_ms

@@ -16,7 +16,6 @@ that no worker wrote is replaced; while Redis is away a worker goes on by itself
 """
 
 import asyncio
-import ipaddress
 import os
 import socket
 import time
@@ -30,7 +29,7 @@ from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
-from gateway.settings import Settings
+from gateway.settings import Settings, is_loopback
 from policies.breaker import CALLERS_MAX, Asker, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
@@ -52,18 +51,12 @@ _WEIGHT_MAX = 1.01 / (1.0 - KEEP_PER_OBSERVATION)
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function number(value, most)
-  if type(value) == 'number' and value == value and math.abs(value) <= most then return value end
-  return 0
-end
-local function text(value) if type(value) == 'string' then return value end return '' end
-local function table_of(value) if type(value) == 'table' then return value end return {} end
 local NOTHING = {0, false, {}, false, 0, 0, 0, '', '', '*'}
 local function merged(known, news)
-  local until_ms, version = number(known.until_ms, 1e15), number(known.version, 1e15)
+  local until_ms, version = known.until_ms or 0, known.version or 0
   if until_ms > now + tonumber(ARGV[3]) then known, until_ms, version = {}, 0, 0 end
   local is_taken = news[4] and news[1] == version
-  local state, count = {row = news[2] and {} or table_of(known.row), good = known.good == true or news[2]}, 0
+  local state, count = {row = news[2] and {} or known.row or {}, good = known.good == true or news[2]}, 0
   for unit in pairs(news[3]) do state.row[unit] = 1 end
   for _ in pairs(state.row) do count = count + 1 end
   if count > tonumber(ARGV[5]) then state.row = news[3] end
@@ -73,9 +66,9 @@ local function merged(known, news)
     state.until_ms = news[6] > 0 and now + news[6] * 1000 or 0
     state.alone_ms = news[6] > 0 and now + news[7] * 1000 or 0
   else
-    state.version, state.openings = version, number(known.openings, 1e6)
-    state.until_ms, state.alone_ms = until_ms, number(known.alone_ms, 1e15)
-    state.cause, state.denial, state.covers = text(known.cause), text(known.denial), text(known.covers)
+    state.version, state.openings = version, known.openings or 0
+    state.until_ms, state.alone_ms = until_ms, known.alone_ms or 0
+    state.cause, state.denial, state.covers = known.cause or '', known.denial or '', known.covers or ''
   end
   local rest, alone = 0, 0
   if state.until_ms > 0 then
@@ -86,40 +79,41 @@ local function merged(known, news)
     state.covers, is_taken
   }
 end
+local function exchanged(known, sent)
+  local at = known.at or 0
+  if at > now + 60000 then known, at = {}, now end
+  local sums, breakers = known.sums or {}, known.breakers or {}
+  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
+  local state, answers, count = {sums = {}, at = now, breakers = {}}, {}, 0
+  for n = 1, #sent[2] do state.sums[n] = (sums[n] or 0) * keep + sent[2][n] end
+  for path in pairs(sent[3]) do breakers[path] = breakers[path] or {} end
+  for path, breaker in pairs(breakers) do
+    if count < tonumber(ARGV[4]) or sent[3][path] then
+      count = count + 1
+      state.breakers[path], answers[path] = merged(breaker, sent[3][path] or NOTHING)
+    end
+  end
+  return cjson.encode(state), cjson.encode({state.sums, answers})
+end
 local replies = {}
 for i, key in ipairs(KEYS) do
   local sent = cjson.decode(ARGV[i + 5])
-  local raw = redis.pcall('GET', key)
-  local is_read, known = pcall(cjson.decode, raw)
-  if not is_read or type(known) ~= 'table' then known = {} end
-  local at = number(known.at, 1e15)
-  if at > now + 60000 then known, at = {}, now end
-  local sums = table_of(known.sums)
-  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
-  local state, answers, count = {sums = {}, at = now, breakers = {}}, {}, 0
-  for n = 1, #sent[2] do state.sums[n] = number(sums[n], 1e15) * keep + sent[2][n] end
-  local breakers = table_of(known.breakers)
-  for path in pairs(sent[3]) do breakers[path] = table_of(breakers[path]) end
-  for path, one in pairs(breakers) do
-    if type(one) == 'table' and (count < tonumber(ARGV[4]) or sent[3][path]) then
-      count = count + 1
-      state.breakers[path], answers[path] = merged(one, sent[3][path] or NOTHING)
-    end
-  end
-  if sent[1] ~= 1 or next(sent[3]) then redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2]) end
-  replies[i] = cjson.encode({state.sums, answers})
+  local is_sound, state, reply = pcall(function() return exchanged(cjson.decode(redis.call('GET', key)), sent) end)
+  if not is_sound then state, reply = exchanged({}, sent) end
+  if sent[1] ~= 1 or next(sent[3]) then redis.call('SET', key, state, 'PX', ARGV[2]) end
+  replies[i] = reply
 end
 return replies
 """
 
 
-class _Reply(msgspec.Struct, frozen=True, array_like=True):
+class _HealthReply(msgspec.Struct, frozen=True, array_like=True):
     sums: tuple[float, ...]
     states: dict[str, News]
 
     @property
     def is_sound(self) -> bool:
-        """Whether a worker can have written it."""
+        """Whether its values are in the ranges that workers write."""
         sums = self.sums
         return (
             len(sums) == SUMS
@@ -135,8 +129,8 @@ def _is_sound(path: str, state: News) -> bool:
     return 0 <= state.rest_s <= _REST_S_MAX and len(words) <= _WORDS_MAX and words.isprintable()
 
 
-class _Shared:
-    """A deployment's part in the exchanges: the sums that all had at the last one."""
+class Exchanged:
+    """One deployment's part in the exchanges, with the sums of the last one."""
 
     def __init__(self, deployment: Deployment, key: str, clock: Callable[[], float]) -> None:
         self.deployment = deployment
@@ -156,7 +150,7 @@ class _Shared:
         self._is_reset = True
 
     def outgoing(self) -> bytes:
-        """What is to be sent."""
+        """The message for the next exchange: what this worker learned since the last one."""
         estimate = self.deployment.estimate
         calls, sums = estimate.calls_seen, estimate.sums()
         self._sent = (sums, calls, self._clock())
@@ -169,14 +163,14 @@ class _Shared:
         return msgspec.json.encode((kept, learned, self._news))
 
     def failed(self) -> None:
-        """It was not sent."""
+        """Take the news back, because the message was not sent."""
         for path, news in self._news.items():
             self.deployment.health.breaker(path).put_back(news)
 
     def incoming(self, data: bytes) -> bool:
-        """Take what all have learned; returns False, and changes nothing, if no worker wrote that."""
+        """Adopt the shared state. Returns False, and changes nothing, if no worker can have written it."""
         try:
-            reply = msgspec.json.decode(data, type=_Reply)
+            reply = msgspec.json.decode(data, type=_HealthReply)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
         if not reply.is_sound:
@@ -193,13 +187,13 @@ class _Shared:
         return True
 
     def _beyond(self, sums: Sequence[float], base: Sequence[float], kept: float, at_s: float) -> tuple[float, ...]:
-        """The part of `sums` that `base`, which was true at `at_s`, does not explain."""
+        """The part of `sums` that this worker added to `base` since `at_s`."""
         keep = kept * 0.5 ** (max(0.0, self._clock() - at_s) / HALF_LIFE_S)
         return tuple([one - keep * before for one, before in zip(sums, base, strict=True)])
 
 
 def _clean(sums: list[float]) -> tuple[float, ...]:
-    """The sums without what rounding leaves below 0; the sum of logarithms (6) may be negative."""
+    """The sums without small negative values from rounding. Only the sum of logarithms (6) may be negative."""
     return tuple([one if place == 6 else max(0.0, one) for place, one in enumerate(sums)])
 
 
@@ -217,49 +211,49 @@ class SharedHealth:
         self._link = link
         self._in_turn = asyncio.Lock()  # a reset exchanges beside the loop
         host = host or socket.gethostname()
-        self._shared = [_Shared(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
-        for shared in self._shared:
+        self.exchanged = [Exchanged(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
+        for shared in self.exchanged:
             shared.deployment.claim = partial(self._claim, shared)
 
     async def run(self) -> None:
-        """Exchange for ever: regularly, and soon after a failure. Raises RedisError."""
+        """Exchange regularly, and soon after a failure. Raises RedisError."""
         while True:
             await self.exchange()
             for _ in range(int(_EXCHANGE_EVERY_S / _SOON_S)):
                 await asyncio.sleep(_SOON_S)
-                if any(one.has_news for shared in self._shared for one in shared.deployment.health.breakers.values()):
+                if any(one.has_news for shared in self.exchanged for one in shared.deployment.health.breakers.values()):
                     break
 
     async def reset(self, deployment: Deployment) -> None:
         """Forget the failures and the estimate of a deployment, on every host. Raises RedisError."""
-        for shared in self._shared:
+        for shared in self.exchanged:
             if shared.deployment.name == deployment.name:
                 shared.reset()
         await self.exchange()
 
     async def exchange(self) -> None:
         """Send what this worker has learned, and take what all have. Raises RedisError."""
-        if self._shared:
+        if self.exchanged:
             async with self._in_turn:
                 await self._exchange()
 
     async def _exchange(self) -> None:
-        keys = [shared.key for shared in self._shared]
+        keys = [shared.key for shared in self.exchanged]
         limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000), _BREAKERS_MAX, CALLERS_MAX)
-        news = [shared.outgoing() for shared in self._shared]
+        news = [shared.outgoing() for shared in self.exchanged]
         try:
             replies = await self._link.eval(_EXCHANGE, len(keys), *keys, *limits, *news)
         except BaseException:
-            for shared in self._shared:
+            for shared in self.exchanged:
                 shared.failed()
             raise
-        for shared, reply in zip(self._shared, replies, strict=True):
+        for shared, reply in zip(self.exchanged, replies, strict=True):
             if not shared.incoming(reply):
                 shared.failed()
                 await self._link.execute_command("DEL", shared.key)
 
-    async def _claim(self, shared: _Shared, asker: Asker) -> bool:
-        """Whether this worker may probe now; also while Redis is away."""
+    async def _claim(self, shared: Exchanged, asker: Asker) -> bool:
+        """Whether this worker may probe now. Without Redis it may."""
         try:
             for name in shared.deployment.health.probed(asker):
                 key = f"{shared.key}:probe:{name}"
@@ -271,23 +265,19 @@ class SharedHealth:
 
 
 def identity(deployment: Deployment, settings: Settings, host: str) -> str:
-    """The digest of what a deployment is, for the key of its state.
+    """The digest of a deployment's configuration, for the key of its state.
 
-    `host` is a part of it where only this host reaches the deployment. It shows no key.
+    It includes `host` if only this host reaches the deployment. It shows no key.
     """
-    own = deployment.settings
-    where = [host, str(settings.run_dir)] if own.engine else [host] if _is_loopback(own.base_url) else []
-    facts = (where, deployment.name, own.backend, own.engine, own.model, own.base_url, own.headers)
-    secret = os.environ.get(own.api_key_env or "", "")
+    given = deployment.settings
+    where = (
+        [host, str(settings.run_dir)]
+        if given.engine
+        else [host]
+        if is_loopback(urlsplit(given.base_url or "").hostname or "")
+        else []
+    )
+    facts = (where, deployment.name, given.backend, given.engine, given.model, given.base_url, given.headers)
+    secret = os.environ.get(given.api_key_env or "", "")
     key = (settings.secret or "").encode()[:64]
     return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()
-
-
-def _is_loopback(base_url: str | None) -> bool:
-    name = urlsplit(base_url or "").hostname or ""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

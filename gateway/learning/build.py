@@ -62,7 +62,7 @@ class Learning:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
         SQLAlchemyError.
         """
-        teams, status = await self._accounts.list_teams(), await self._semantic.status()
+        teams, status = await self._accounts.list_teams(), self._semantic.status
         found = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
         certified = {pair: (one.start.since_s, one.counts) for pair, one in found.items()}
         for live in self.truth.update(await self._stats.hours(), teams, certified):

@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from cache import SemanticClient
 from cache.redis_link import RedisLink
-from cache.worker import Status, WorkerState
+from cache.worker import WorkerState, WorkerStatus
 from gateway.accounts import Accounts, LedgerWriter
 from gateway.accounts.database import name_of
 from gateway.accounts.ledger_writer import WriterStats
@@ -63,7 +63,7 @@ class HealthMonitor:
         self._redis_error = "not asked yet"
         self._redis_note = ""
         self._database_error = "not asked yet"
-        self._cache = Status(WorkerState.AWAY)
+        self._cache = WorkerStatus(WorkerState.AWAY)
         self._backlog = 0
         self._written = WriterStats()  # as counted in the metrics
         self.was_ready = False
@@ -122,7 +122,7 @@ class HealthMonitor:
             self._database_error = name_of(error)
 
     async def _look_at_cache(self) -> None:
-        self._cache = await self.semantic.status()
+        self._cache = self.semantic.status
 
     def _look_at_descriptors(self) -> None:
         """Warn if few descriptors are left; the kernel gives the lowest free number."""

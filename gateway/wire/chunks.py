@@ -48,7 +48,7 @@ class _Delta(msgspec.Struct, gc=False):
         )
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _ReadChoice(msgspec.Struct, gc=False):
     index: int = 0
     delta: _Delta | None = None
     message: _Delta | None = None
@@ -59,28 +59,25 @@ class _Choice(msgspec.Struct, gc=False):
 _NO_USAGE = msgspec.Raw(b"null")
 
 
-class Answer(msgspec.Struct, gc=False):
-    """The result of a light parse of a chunk or a whole. `error` is an error inside a 200.
+class ParsedAnswer(msgspec.Struct, gc=False):
+    """A chunk or a whole answer, parsed lightly. `error` is an error inside a 200.
 
-    `usage` is not read here, so that no form of it costs the answer.
+    `usage` stays raw, so that a malformed one does not cost the answer.
     """
 
-    choices: list[_Choice] | None = None
+    choices: list[_ReadChoice] | None = None
     usage: msgspec.Raw = _NO_USAGE
     error: Any = None
     object: Any = None
 
 
-_decode_answer = msgspec.json.Decoder(Answer).decode
+_decode_answer = msgspec.json.Decoder(ParsedAnswer).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions that reading invalid JSON raises."""
 
 
-def parse(data: bytes) -> Answer:
-    """Parse `data` lightly.
-
-    Raises msgspec.DecodeError for invalid JSON, or JSON that is no answer.
-    """
+def parse(data: bytes) -> ParsedAnswer:
+    """Parse `data` lightly. Raises msgspec.DecodeError unless it is an answer's JSON."""
     try:
         return _decode_answer(
             data.decode()
@@ -113,7 +110,7 @@ def decoded(data: bytes, kind: Any = Any) -> Any:
         return msgspec.json.decode(with_pairs(data), type=kind)
 
 
-def mended(data: bytes) -> tuple[bytes, Answer]:
+def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
     """`data` and its light parse, `with_pairs`, and with null in place of numbers that JSON does not
     have (NaN) or that no float holds (1e400). Raises msgspec.DecodeError.
     """
@@ -134,8 +131,8 @@ def _without_odd_numbers(data: bytes) -> bytes:
     return _NO_NUMBER.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", data)
 
 
-def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
-    """The chunk of `data`, with the facts found in it."""
+def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
+    """The chunk of `data`, with the facts of its light parse."""
     choices = answer.choices or ()
     has_usage, has_content = answer.usage != _NO_USAGE, False
     reasons: tuple[str, ...] = ()
@@ -174,7 +171,7 @@ class FinishTracker(msgspec.Struct):
     _seen: set[int] = set()
     _finished: set[int] = set()
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: ParsedAnswer) -> None:
         for choice in answer.choices or ():
             if choice.index not in self._seen:
                 self._seen.add(choice.index)
@@ -183,7 +180,7 @@ class FinishTracker(msgspec.Struct):
                 if choice.finish_reason in _FAILED_REASONS:
                     self.failed_reason = choice.finish_reason
 
-    def is_going_on(self, answer: Answer) -> bool:
+    def is_going_on(self, answer: ParsedAnswer) -> bool:
         """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
         choices = answer.choices
         if choices is None or len(choices) != 1 or answer.usage != _NO_USAGE or answer.error is not None:
@@ -319,32 +316,12 @@ def _unfold(answer: dict[str, Any]) -> list[Chunk]:
     if usage is not None:
         del extra["usage"]
     choices = answer.get("choices") or []
-    chunks = [
-        Chunk(
-            msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}),
-            has_content=_has_content(piece.get("delta", piece)),
-            finish_reasons=(piece["finish_reason"],) if piece.get("finish_reason") else (),
-        )
-        for piece, is_last in _with_last(piece for i, choice in enumerate(choices) for piece in _pieces(choice, i))
-    ]
-    if not choices:
-        chunks.append(Chunk(msgspec.json.encode({**head, "choices": [], **extra})))
+    pieces = [[piece] for i, choice in enumerate(choices) for piece in _pieces(choice, i)] or [[]]
+    chunks = [read(msgspec.json.encode({**head, "choices": piece})) for piece in pieces[:-1]]
+    chunks.append(read(msgspec.json.encode({**head, "choices": pieces[-1], **extra})))
     if usage is not None:
         chunks.append(read(msgspec.json.encode({**head, "choices": [], "usage": usage})))
     return chunks
-
-
-def _with_last(items: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
-    iterator = iter(items)
-    for held in iterator:
-        for item in iterator:
-            yield held, False
-            held = item
-        yield held, True
-
-
-def _has_content(delta: dict[str, Any]) -> bool:
-    return any(delta.get(key) for key in (*_TEXTS, "text", "tool_calls", "function_call", "audio"))
 
 
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """The errors that a client can get instead of an answer.
 
     ApiError                   status, OpenAI's {message, type, param, code}, headers
-    ├── BadRequest         400 the client's fault, `param` names the field
+    ├── ClientError            the client's fault: the next ones
+    ├── BadRequest         400 the request is not valid, `param` names the field
     │   └── BeyondChat     400 the request has what no chat completion can say
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
@@ -79,9 +80,9 @@ def error_object(message: str, type: str, param: str | None, code: str | None) -
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def sentence(words: str) -> str:
-    """`words` with a capital first letter."""
-    return f"{words[:1].upper()}{words[1:]}"
+def sentence(text: str) -> str:
+    """`text` with a capital first letter."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def shown(text: str, characters_max: int = 100) -> str:
@@ -92,13 +93,19 @@ def shown(text: str, characters_max: int = 100) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)[:characters_max]
 
 
-class BadRequest(ApiError):
+class ClientError(ApiError):
+    """The request is at fault."""
+
     status = 400
     type = "invalid_request_error"
 
 
+class BadRequest(ClientError):
+    """The request is not valid."""
+
+
 class BeyondChat(BadRequest):
-    """The request has what no chat completion can say; a deployment of the same API may take it as it is."""
+    """A chat completion cannot express the request; a deployment of the same API may take it unchanged."""
 
     code = "unsupported_parameter"
 
@@ -106,33 +113,28 @@ class BeyondChat(BadRequest):
         super().__init__(message, param=param)
 
 
-class Unauthenticated(ApiError):
+class Unauthenticated(ClientError):
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
     own_headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
 
 
-class Forbidden(ApiError):
+class Forbidden(ClientError):
     status = 403
-    type = "invalid_request_error"
     code = "model_not_allowed"
 
 
-class NotFound(ApiError):
+class NotFound(ClientError):
     status = 404
-    type = "invalid_request_error"
 
 
-class MethodNotAllowed(ApiError):
+class MethodNotAllowed(ClientError):
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
 
-class BodyTooSlow(ApiError):
+class BodyTooSlow(ClientError):
     status = 408
-    type = "invalid_request_error"
     code = "request_timeout"
 
     def __init__(self, size_bytes: int, idle_s: float) -> None:
@@ -142,24 +144,21 @@ class BodyTooSlow(ApiError):
         )
 
 
-class TooLarge(ApiError):
+class TooLarge(ClientError):
     status = 413
-    type = "invalid_request_error"
     code = "request_too_large"
 
 
-class InUse(ApiError):
-    """No SDK sends it again, as they do another 409."""
+class InUse(ClientError):
+    """The object is in use. SDKs retry other 409s, but not this one."""
 
     status = 409
-    type = "invalid_request_error"
     code = "conflict"
     own_headers = _NO_RETRY
 
 
-class ConversationLocked(ApiError):
+class ConversationLocked(ClientError):
     status = 409
-    type = "invalid_request_error"
     code = "conversation_locked"
 
     def __init__(self, id: str) -> None:
@@ -176,11 +175,10 @@ class StorageFull(ApiError):
     own_headers = _NO_RETRY
 
 
-class UnsupportedMediaType(ApiError):
+class UnsupportedMediaType(ClientError):
     """RFC 9110, section 12.5.3: `accept-encoding` in a response lists encodings of requests."""
 
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_content_encoding"
     own_headers: ClassVar[Mapping[str, str]] = {"accept-encoding": "gzip"}
 
@@ -208,17 +206,16 @@ class BudgetExceeded(ApiError):
 
 
 def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
-    """Of refusals for want of room, the one that ends last; None if there is none."""
+    """The refusal whose budget resets last; without a budget's refusal the first one, and None for no refusals."""
     found = list(errors)
     budgets = [error for error in found if isinstance(error, BudgetExceeded)]
     return max(budgets, key=lambda error: error.resets_in_s) if budgets else next(iter(found), None)
 
 
-class NotCached(ApiError):
+class NotCached(ClientError):
     """RFC 9111, section 5.2.1.7: only-if-cached without a stored answer."""
 
     status = 504
-    type = "invalid_request_error"
     code = "not_cached"
     own_headers = _NO_RETRY
 
@@ -260,7 +257,7 @@ class Unavailable(ApiError):
 
 
 class DeploymentFull(Unavailable):
-    """The gateway's own bound on the requests at a deployment, and no failure of that deployment."""
+    """The gateway's own bound on a deployment's requests is reached. The deployment itself did not fail."""
 
     code = "deployment_full"
 

@@ -30,7 +30,7 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}")
 
 
 class FormPart(msgspec.Struct, eq=False):
-    """One part of a form. `filename` is None where it has none; a file's bytes begin `at` a place of its parcel."""
+    """One part of a form. `filename` is None for a field. A file's bytes begin at the offset `at` of its parcel."""
 
     name: str = ""
     filename: str | None = None
@@ -45,13 +45,13 @@ class FormPart(msgspec.Struct, eq=False):
 
 
 def boundary_of(content_type: str) -> bytes:
-    """The boundary of a form; empty where the type is none of a form."""
+    """The boundary in a form's content type; empty for another type."""
     kind, options = parse_options_header(content_type)
     return options.get(b"boundary", b"") if kind == b"multipart/form-data" else b""
 
 
 class Form:
-    """A form that arrives. `fields_bytes_max` bounds all fields that are no files, which memory holds."""
+    """A form that arrives. Memory holds its fields, which have `fields_bytes_max` bytes at most."""
 
     def __init__(self, boundary: bytes, fields_bytes_max: int) -> None:
         self.fields: list[tuple[str, str]] = []
@@ -235,8 +235,9 @@ class FormFiles:
         return body
 
     def written(self, body: dict[str, Any]) -> "tuple[str, int, AsyncIterator[bytes]]":
-        """The content type, the size and the pieces of the form with the fields of `body`, and
-        these files; or of the one without a form.
+        """The content type, the size and the pieces of a new form with these files and the fields of `body`.
+
+        A body that is one file without a form stays as it is.
         """
         if self._media:
             return self._media, self.parcel.size, self.parcel.read(0, self.parcel.size)

@@ -7,7 +7,7 @@ least its tokens and units.
 """
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -48,7 +48,7 @@ _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 _TokenId = Annotated[int, Meta(ge=0)]
 
 
-class _Plain(msgspec.Struct, kw_only=True):
+class _PlainRequest(msgspec.Struct, kw_only=True):
     """The fields of every plain request. `messages` would make it a dialogue."""
 
     model: Annotated[str, Meta(min_length=1)]
@@ -57,47 +57,42 @@ class _Plain(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: None = None
     messages: None = None
-    own: ClassVar[frozenset[str]] = frozenset()  # fields with another meaning than the reserved ones of their names
+    # its fields with another meaning than the reserved ones of their names
+    unreserved: ClassVar[frozenset[str]] = frozenset()
 
-    def sizes(self) -> list[tuple[float, int]]:
-        """The expected tokens, and the most, of each input that a model reads apart. Raises BadRequest."""
+    def extent(self) -> "Extent":
+        """The size and the units of the request. Raises BadRequest."""
         raise NotImplementedError
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The size of a request, and the capability that a deployment needs for it. Raises BadRequest."""
-        sizes = self.sizes()
-        marks, reserved = _MARKS * len(sizes), reserved_names(body) - self.own
+        extent = self.extent()
+        marks, reserved = _MARKS * len(extent.inputs), reserved_names(body) - self.unreserved
         return Demand(
-            prompt_tokens=int(sum(tokens for tokens, _ in sizes)) + marks,
-            output_tokens_max=self.output_tokens,
+            prompt_tokens=int(sum([tokens for tokens, _ in extent.inputs])) + marks,
+            output_tokens_max=extent.output_tokens,
             output_tokens_expected=0,
-            needs=frozenset({_OF[type(self)].name}),
+            needs=_NEEDS[type(self)],
             prompt_tokens_min=0,  # some providers cut a long text, and the others refuse it themselves
-            prompt_tokens_max=sum(most for _, most in sizes) + marks,
+            prompt_tokens_max=sum([most for _, most in extent.inputs]) + marks,
             reserved=reserved,
             calls=calls_of(body, reserved),
-            units=self.units,
-            measure=self.measure,
+            units=extent.units,
+            measure=extent.measure,
         )
 
-    @property
-    def units(self) -> int:
-        """How often a provider's price of a request is charged for it, or the most units of its `measure`."""
-        return 1
 
-    @property
-    def measure(self) -> str:
-        """The unit of its price, as `policies.Price.unit` takes it; empty: it is billed by requests and tokens."""
-        return ""
+class Extent(NamedTuple):
+    """The size of a plain request, and the units that its price counts."""
 
-    @property
-    def output_tokens(self) -> int:
-        """The most tokens of its answer, where a provider counts them."""
-        return 0
+    inputs: list[tuple[float, int]]  # the expected tokens, and the most, of each that a model reads apart
+    units: int = 1  # how often the price of a request is charged, or the most units of the `measure`
+    measure: str = ""  # the unit as `policies.Price.unit` takes it; empty: billed by requests and tokens
+    output_tokens: int = 0  # the most of the answer, where a provider counts them
 
 
 def _size(given: Any) -> tuple[float, int]:
-    """The expected tokens of an input, and the most: a token has at least one byte."""
+    """The expected tokens of an input and the most, because a token has at least one byte."""
     if isinstance(given, list):
         return len(given), len(given)
     if isinstance(given, dict) and given.get("type") == "image_url":
@@ -106,7 +101,7 @@ def _size(given: Any) -> tuple[float, int]:
     return size_bytes / BYTES_PER_TOKEN, size_bytes
 
 
-class EmbeddingsRequest(_Plain, kw_only=True):
+class EmbeddingsRequest(_PlainRequest, kw_only=True):
     """The known fields of a request for embeddings. `input` is one text or token ids, or several."""
 
     stream: Literal[False] | None = None
@@ -114,8 +109,8 @@ class EmbeddingsRequest(_Plain, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(one) for one in inputs_of(self.input)]
+    def extent(self) -> Extent:
+        return Extent([*map(_size, inputs_of(self.input))])
 
 
 def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
@@ -131,7 +126,7 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
     return inputs
 
 
-class RerankRequest(_Plain, kw_only=True):
+class RerankRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to rank `documents` by how well they answer `query`."""
 
     stream: Literal[False] | None = None
@@ -139,27 +134,24 @@ class RerankRequest(_Plain, kw_only=True):
     documents: Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=10_000)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
+    def extent(self) -> Extent:
         tokens, most = _size(self.query)
-        return [(tokens + one, most + other) for one, other in map(_size, self.documents)]
-
-    @property
-    def units(self) -> int:
-        return -(-len(self.documents) // _DOCUMENTS_A_UNIT)
+        pairs = [(tokens + expected, most + limit) for expected, limit in map(_size, self.documents)]
+        return Extent(pairs, units=-(-len(self.documents) // _DOCUMENTS_A_UNIT))
 
 
-class ModerationRequest(_Plain, kw_only=True):
+class ModerationRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to judge texts and images by a provider's policy."""
 
     model: Annotated[str, Meta(min_length=1)] = "omni-moderation-latest"  # defaults as at OpenAI
     stream: Literal[False] | None = None
     input: str | Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=INPUTS_MAX)]
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(one) for one in ([self.input] if isinstance(self.input, str) else self.input)]
+    def extent(self) -> Extent:
+        return Extent([*map(_size, [self.input] if isinstance(self.input, str) else self.input)])
 
 
-class ImageRequest(_Plain, kw_only=True):
+class ImageRequest(_PlainRequest, kw_only=True):
     """The known fields of a request for images of what `prompt` describes."""
 
     model: Annotated[str, Meta(min_length=1)] = "gpt-image-1.5"
@@ -168,23 +160,17 @@ class ImageRequest(_Plain, kw_only=True):
     size: str | None = None
     quality: str | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(self.prompt)]
-
-    @property
-    def units(self) -> int:
-        return self.n or 1
-
-    @property
-    def measure(self) -> str:
+    def extent(self) -> Extent:
         # a size in the place of a quality, or the other way round, would find another price
         quality = "auto" if _SIZE.fullmatch(self.quality or "") else self.quality
         size = "auto" if self.size and not _SIZE.fullmatch(self.size) else self.size
-        return f"images/{quality or ''}/{size or ''}"
+        units, measure = self.n or 1, f"images/{quality or ''}/{size or ''}"
+        inputs = [_size(self.prompt), *[(0.0, MEDIA_TOKENS_MAX)] * self.images_read()]
+        return Extent(inputs, units, measure, output_tokens=_IMAGE_OUTPUT_TOKENS_MAX * units)
 
-    @property
-    def output_tokens(self) -> int:
-        return _IMAGE_OUTPUT_TOKENS_MAX * self.units
+    def images_read(self) -> int:
+        """The number of images that the model reads. Raises BadRequest."""
+        return 0
 
 
 class ImageEditRequest(ImageRequest, kw_only=True):
@@ -195,7 +181,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
     images_in_form: Any = msgspec.field(default=None, name="image[]")
     mask: Any = None
 
-    def sizes(self) -> list[tuple[float, int]]:
+    def images_read(self) -> int:
         several = [
             *(self.images or ()),
             *(self.images_in_form or ()),
@@ -204,7 +190,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
         given = [one for one in (self.image, self.mask, *several) if one is not None and type(one) is not list]
         if not given:
             raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
-        return [_size(self.prompt), *[(0.0, MEDIA_TOKENS_MAX)] * len(given)]
+        return len(given)
 
 
 class VariationRequest(ImageEditRequest, kw_only=True):
@@ -214,28 +200,17 @@ class VariationRequest(ImageEditRequest, kw_only=True):
     prompt: str = ""
 
 
-class SpeechRequest(_Plain, kw_only=True):
+class SpeechRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to speak `input`."""
 
     input: Annotated[str, Meta(min_length=1)]
     voice: Any
     instructions: str | None = None
-    own = frozenset({"speed"})  # of the voice
+    unreserved = frozenset({"speed"})  # of the voice
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(self.input), _size(self.instructions or "")]
-
-    @property
-    def units(self) -> int:
-        return len(self.input)
-
-    @property
-    def measure(self) -> str:
-        return "characters"
-
-    @property
-    def output_tokens(self) -> int:
-        return _SPEECH_TOKENS_PER_BYTE * len(self.input.encode())
+    def extent(self) -> Extent:
+        inputs, output_tokens = [_size(self.input), _size(self.instructions or "")], len(self.input.encode())
+        return Extent(inputs, len(self.input), "characters", _SPEECH_TOKENS_PER_BYTE * output_tokens)
 
 
 class _Sound(msgspec.Struct):
@@ -244,26 +219,16 @@ class _Sound(msgspec.Struct):
     bytes: Annotated[int, Meta(ge=0)]
 
 
-class TranscriptionRequest(_Plain, kw_only=True):
+class TranscriptionRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to write down or translate what is said in `file`."""
 
     file: _Sound
     prompt: str | None = None
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return [_size(self.prompt or ""), (0.0, self.units * _SOUND_TOKENS_PER_S)]
-
-    @property
-    def units(self) -> int:
-        return 1 + self.file.bytes // _SOUND_BYTES_PER_S
-
-    @property
-    def measure(self) -> str:
-        return "seconds"
-
-    @property
-    def output_tokens(self) -> int:
-        return self.units * _SOUND_TOKENS_PER_S
+    def extent(self) -> Extent:
+        seconds = 1 + self.file.bytes // _SOUND_BYTES_PER_S
+        tokens = seconds * _SOUND_TOKENS_PER_S
+        return Extent([_size(self.prompt or ""), (0.0, tokens)], seconds, "seconds", tokens)
 
 
 class TranslationRequest(TranscriptionRequest, kw_only=True):
@@ -274,7 +239,7 @@ class _Options(msgspec.Struct):
     include_usage: None = None
 
 
-class PassedResponseRequest(_Plain, kw_only=True):
+class PassedResponseRequest(_PlainRequest, kw_only=True):
     """The known fields of a request to a provider's Responses API, with all that it continues."""
 
     stream_options: _Options | None = None  # type: ignore[assignment]  # the others are never streamed with any
@@ -294,11 +259,11 @@ class PassedResponseRequest(_Plain, kw_only=True):
             tier=str(body["service_tier"])[:100] if "service_tier" in demand.reserved else "",
         )
 
-    def sizes(self) -> list[tuple[float, int]]:
-        return []
+    def extent(self) -> Extent:
+        return Extent([])
 
 
-_OF: dict[type[_Plain], Kind] = {
+_OF: dict[type[_PlainRequest], Kind] = {
     EmbeddingsRequest: EMBEDDING,
     RerankRequest: RERANK,
     ModerationRequest: MODERATION,
@@ -310,7 +275,8 @@ _OF: dict[type[_Plain], Kind] = {
     TranscriptionRequest: TRANSCRIPTION,
     TranslationRequest: TRANSLATION,
 }
-PLAIN_SHAPES: dict[str, type[_Plain]] = {kind.name: shape for shape, kind in _OF.items()}
+_NEEDS = {shape: frozenset({kind.name}) for shape, kind in _OF.items()}
+PLAIN_SHAPES: dict[str, type[_PlainRequest]] = {kind.name: shape for shape, kind in _OF.items()}
 
 
 class _Units(msgspec.Struct):
@@ -329,7 +295,7 @@ class _Inner(msgspec.Struct):
     incomplete_details: Any = None
 
 
-class _Answer(_Inner):
+class _PlainAnswer(_Inner):
     meta: _Meta | None = None
     data: list[msgspec.Raw] | None = None
     created: float | None = None
@@ -362,7 +328,9 @@ def _is_search(item: Any) -> bool:
 
 
 class Counted:
-    """What the parts of a plain answer say of its tokens and units; the last word counts."""
+    """Counts the tokens and units that the parts of a plain answer report. A later part replaces an
+    earlier one's values.
+    """
 
     def __init__(self) -> None:
         self._usage: dict[str, Any] = {}
@@ -373,31 +341,31 @@ class Counted:
         """Read a whole answer, or the data of an event."""
         try:
             try:
-                found = msgspec.json.decode(body, type=_Answer)
+                answer = msgspec.json.decode(body, type=_PlainAnswer)
             except msgspec.ValidationError:  # a provider of its own has other fields of these names
-                found = _Answer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
+                answer = _PlainAnswer(**msgspec.structs.asdict(msgspec.json.decode(body, type=_Inner)))
         except UNREADABLE:  # a count of another shape costs no answer
             return
-        given = found.usage or next((one.usage for one in (found.response, found.message) if one and one.usage), None)
+        given = next((one.usage for one in (answer, answer.response, answer.message) if one and one.usage), None)
         self._usage |= {name: value for name, value in (given or {}).items() if value is not None}
-        told = found.response or found
-        if told.incomplete_details:
+        response = answer.response or answer
+        if response.incomplete_details:
             self.finish_reason = "content_filter" if b'"content_filter"' in body else "length"
-        if isinstance(told.output, list):
-            self._searches = sum(map(_is_search, told.output))
-            self._rounds = sum(_type_of(item) != "message" for item in told.output)
-        meta = found.meta or _Meta()
+        if isinstance(response.output, list):
+            self._searches = sum(map(_is_search, response.output))
+            self._rounds = sum(_type_of(item) != "message" for item in response.output)
+        meta = answer.meta or _Meta()
         billed = meta.billed_units or _Units()
         if tokens := (meta.tokens or billed).input_tokens:
             self._usage.setdefault("prompt_tokens", tokens)
-        counted = [billed.search_units, self._usage.get("seconds"), found.duration]
-        if found.created is not None and found.data and _IMAGE.search(found.data[0]):
-            counted.append(len(found.data))
+        counted = [billed.search_units, self._usage.get("seconds"), answer.duration]
+        if answer.created is not None and answer.data and _IMAGE.search(answer.data[0]):
+            counted.append(len(answer.data))
         self._units = max(self._units, *[count_of(units) or 0 for units in counted])
 
     @property
     def usage(self) -> Usage | None:
-        """What was counted; None where nothing was."""
+        """The counted usage; None if no part reported any."""
         given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
         if "input_tokens" in self._usage and not _ANTHROPICS.isdisjoint(self._usage):
             given = from_anthropic(self._usage)
@@ -412,7 +380,7 @@ class Counted:
 
 
 def chunk_of(body: bytes) -> Chunk:
-    """The chunk of a plain answer, a JSON object, which is complete."""
+    """The chunk of a complete plain answer, which is a JSON object."""
     counted = Counted()
     counted.read(body)
     return Chunk(body, is_whole=True, has_content=True, finish_reasons=(counted.finish_reason,), usage=counted.usage)

@@ -122,7 +122,7 @@ class ChatRequest(_Request, kw_only=True):
         return msgspec.structs.replace(demand, has_audio=has_audio, has_long_writes=is_long, tier=tier)
 
     def _asked(self, body: dict[str, Any]) -> Iterator[str]:
-        """What the fields in `_ASKING` need. Raises BadRequest."""
+        """The capabilities that the fields in `_ASKING` need. Raises BadRequest."""
         if self.tools or body.get("functions"):
             self._check_tools(body.get("tools") or [])
             yield "tools"
@@ -153,7 +153,7 @@ _ASKING = frozenset({"tools", "functions", "response_format", "logprobs", "n", "
 
 
 def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
-    """A bound of the tokens of a body; `media` of its parts may have more tokens than bytes in it."""
+    """An upper bound of a body's tokens. `media` of its parts may have more tokens than bytes."""
     # the body has at least as many bytes as its texts: an escape is never shorter than its
     # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
     return size_bytes + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages + MEDIA_TOKENS_MAX * media
@@ -264,7 +264,7 @@ _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def decode_strictly(raw: bytes) -> dict[str, Any]:
-    """As `decode_object`, and a name may stand only once in an object. Raises BadRequest."""
+    """Decode as `decode_object` does, and refuse an object that names a field twice. Raises BadRequest."""
     body = decode_object(raw)
     try:
         json.loads(raw.removeprefix(BOM), object_pairs_hook=_refuse_twins)

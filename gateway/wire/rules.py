@@ -5,22 +5,80 @@ OpenAI API reference, "Create chat completion" and "Create completion", and the 
 answers with, whose `param` and `code` these have. Pure. Knows no deployments.
 """
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from gateway.wire.errors import BadRequest
-from gateway.wire.requests import convert, json_name
+from gateway.wire.requests import convert
 from gateway.wire.types import CHAT, Kind
 
-_STOPS_MAX = 4
-_TOOLS_MAX = 128
-_BIAS_MAX = 100
-_NAME_CHARS_MAX = 64
-_NAME = re.compile(r"[a-zA-Z0-9_-]+")
-_FORMATS = ("text", "json_object", "json_schema")
-_CHOICES = ("none", "auto", "required")
+# the fields that are only allowed with another one
+_ONLY_WITH_STREAM = {"stream_options": "stream"}
+_ONLY_WITH = {
+    **_ONLY_WITH_STREAM,
+    "top_logprobs": "logprobs",
+    "tool_choice": "tools",
+    "parallel_tool_calls": "tools",
+    "function_call": "functions",
+}
+
+
+class _EngineFields(msgspec.Struct):
+    """The fields whose values a local engine bounds as OpenAI does."""
+
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+
+
+class _FunctionName(msgspec.Struct):
+    name: Annotated[str, Meta(max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+
+
+class _JsonSchema(msgspec.Struct, tag_field="type", tag="json_schema"):
+    json_schema: _FunctionName
+
+
+class _JsonObject(msgspec.Struct, tag_field="type", tag="json_object"):
+    pass
+
+
+class _PlainText(msgspec.Struct, tag_field="type", tag="text"):
+    pass
+
+
+class _EngineChat(_EngineFields):
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    response_format: _JsonSchema | _JsonObject | _PlainText | None = None
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _AnsweredCall(msgspec.Struct):
+    id: str
+    type: str
+
+
+class _EngineAllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+
+
+class _Limit(NamedTuple):
+    sign: str  # a part of the error about a value beyond it
+    code: str
+
+
+_LIMITS = (
+    _Limit("`array` of length <=", code="array_above_max_length"),
+    _Limit("`array` of length >=", code="empty_array"),
+    _Limit("`string` of length <=", code="string_above_max_length"),
+)
 
 
 def check_rules(body: dict[str, Any], kind: Kind) -> None:
@@ -30,89 +88,71 @@ def check_rules(body: dict[str, Any], kind: Kind) -> None:
     """
     if kind.is_plain:
         return
-    stop = body.get("stop")
-    if isinstance(stop, list) and len(stop) > _STOPS_MAX:
-        raise _too_long("stop", len(stop), _STOPS_MAX)
-    if body.get("stream_options") is not None and not body.get("stream"):
-        raise _only_with("stream_options", "'stream' is enabled")
-    for token, bias in (body.get("logit_bias") or {}).items():
-        if not -_BIAS_MAX <= bias <= _BIAS_MAX:
-            what = f"Expected a value from {-_BIAS_MAX} to {_BIAS_MAX}, but got {bias:g} instead."
-            raise BadRequest(f"Invalid 'logit_bias.{token}': {what}", param="logit_bias", code="invalid_value")
-    if kind is not CHAT:
-        return
-    if body.get("top_logprobs") is not None and not body.get("logprobs"):
-        raise _only_with("top_logprobs", "'logprobs' is enabled")
-    _check_tools(body)
-    _check_format(body.get("response_format"))
-    _check_messages(body["messages"])
+    is_chat = kind is CHAT
+    fields = _checked(body, _EngineChat if is_chat else _EngineFields)
+    for name, other in (_ONLY_WITH if is_chat else _ONLY_WITH_STREAM).items():
+        if body.get(name) is not None and not body.get(other):
+            raise BadRequest(f"The '{name}' parameter is only allowed with '{other}'.", param=name)
+    if is_chat:
+        _check_tools(fields.tools or (), fields.tool_choice)
+        _check_messages(body["messages"])
 
 
-def _check_tools(body: dict[str, Any]) -> None:
-    tools = body.get("tools")
-    if tools is None:
-        for name in ("tool_choice", "parallel_tool_calls"):
-            if body.get(name) is not None:
-                raise _only_with(name, "'tools' are specified", is_value=True)
-    elif not tools:
-        raise _empty("tools")
-    elif len(tools) > _TOOLS_MAX:
-        raise _too_long("tools", len(tools), _TOOLS_MAX)
-    if body.get("function_call") is not None and body.get("functions") is None:
-        raise _only_with("function_call", "'functions' are specified", is_value=True)
-    names: set[Any] = set()
-    for index, tool in enumerate(tools or ()):
+def _check_tools(tools: Any, choice: Any) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
         if tool.get("type") == "function":
-            param = f"tools[{index}].function.name"
-            name = _name(tool.get("function"), param)
+            where = f"tools[{index}].function"
+            name = _name_of(tool, where)
             if name in names:
-                raise BadRequest(
-                    f"Invalid '{param}': another tool is named '{name}'.", param=param, code="invalid_value"
-                )
+                words = f"Invalid '{where}.name': another tool is named '{name}'."
+                raise BadRequest(words, param=f"{where}.name", code="invalid_value")
             names.add(name)
-    _check_choice(body.get("tool_choice"), names, tools or [])
+    if isinstance(choice, dict):
+        _check_choice(choice, names, [tool.get("type") for tool in tools])
 
 
-def _check_choice(choice: Any, names: set[Any], tools: list[dict[str, Any]]) -> None:
-    if isinstance(choice, str) and choice not in _CHOICES:
-        raise _unknown("tool_choice", choice, _CHOICES)
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        name = _name(choice.get("function"), "tool_choice.function.name")
+def _check_choice(choice: dict[str, Any], names: set[str], types: list[Any]) -> None:
+    if choice.get("type") == "function":
+        name = _name_of(choice, "tool_choice.function")
         if name not in names:
             message = f"Tool choice '{name}' not found in 'tools' parameter."
             raise BadRequest(message, param="tool_choice", code="invalid_value")
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed: _Allowed = convert(choice.get("allowed_tools", {}), _Allowed, "tool_choice.allowed_tools")
-        for one in allowed.tools:
-            if one.get("type") not in [tool.get("type") for tool in tools]:
+    elif choice.get("type") == "allowed_tools":
+        allowed: _EngineAllowedTools = convert(
+            choice.get("allowed_tools", {}), _EngineAllowedTools, "tool_choice.allowed_tools"
+        )
+        for tool in allowed.tools:
+            if tool.get("type") not in types:
                 message = "'tool_choice.allowed_tools.tools' has a tool of a type that 'tools' does not have."
                 raise BadRequest(message, param="tool_choice", code="invalid_value")
-            _check_choice(one, names, tools)
+            _check_choice(tool, names, types)
 
 
-class _Allowed(msgspec.Struct):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+def _name_of(owner: dict[str, Any], where: str) -> str:
+    """The name of a function in `owner`, a tool or the choice of one."""
+    name: str = _checked(owner.get("function"), _FunctionName, where).name
+    return name
 
 
-def _check_format(format: dict[str, Any] | None) -> None:
-    if format is None:
-        return
-    if format["type"] not in _FORMATS:
-        raise _unknown("response_format.type", format["type"], _FORMATS)
-    if format["type"] == "json_schema":
-        if format.get("json_schema") is None:
-            raise _missing("response_format.json_schema")
-        _name(format["json_schema"], "response_format.json_schema.name")
+def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
+    """Convert `owner` to a struct; a null counts as a missing field. Raises BadRequest with OpenAI's code."""
+    given = {name: value for name, value in owner.items() if value is not None} if isinstance(owner, dict) else {}
+    try:
+        return convert(given, shape, where)
+    except BadRequest as error:
+        error.error_code = next((limit.code for limit in _LIMITS if limit.sign in error.message), error.error_code)
+        error.param = error.param and error.param.removesuffix("[...]")
+        raise
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Each call of a tool has its answer in the messages after it, and each answer its call."""
+    """Check that each call of a tool has its answer in the messages after it, and each answer its call."""
     calls, unanswered = set[str](), set[str]()
     for index, message in enumerate(messages):
         role = message["role"]
         if role == "tool":
-            _check_answer(message, calls, index)
+            _check_answer(message, calls, f"messages.[{index}]")
             unanswered.discard(message["tool_call_id"])
             continue
         if unanswered:
@@ -123,92 +163,38 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
         raise _unanswered(unanswered, "messages")
 
 
-def _check_answer(message: dict[str, Any], calls: set[str], index: int) -> None:
+def _check_answer(message: dict[str, Any], calls: set[str], where: str) -> None:
     id = message.get("tool_call_id")
     if id is None:
-        words = "Missing parameter 'tool_call_id': messages with role 'tool' must have a 'tool_call_id'."
-        raise BadRequest(words, param=f"messages.[{index}].tool_call_id")
+        reason = "Missing parameter 'tool_call_id': messages with role 'tool' must have a 'tool_call_id'."
+        raise BadRequest(reason, param=f"{where}.tool_call_id")
     if id not in calls:
-        words = "messages with role 'tool' must be a response to a preceeding message with 'tool_calls'."
-        raise BadRequest(f"Invalid parameter: {words}", param=f"messages.[{index}].role")
+        reason = "messages with role 'tool' must be a response to a preceeding message with 'tool_calls'."
+        raise BadRequest(f"Invalid parameter: {reason}", param=f"{where}.role")
 
 
 def _calls(message: dict[str, Any], index: int) -> set[str]:
     """The ids of the calls in an assistant's message."""
-    given = message.get("tool_calls")
-    if given is None:
-        if all(message.get(name) is None for name in ("content", "function_call", "refusal", "audio")):
-            param = f"messages.[{index}].content"
-            raise BadRequest("Invalid value for 'content': expected a string, got null.", param=param)
-        return set()
-    if not given:
-        raise _empty(f"messages[{index}].tool_calls")
+    calls = message.get("tool_calls")
+    if calls is None and all(message.get(name) is None for name in ("content", "function_call", "refusal", "audio")):
+        param = f"messages.[{index}].content"
+        raise BadRequest("Invalid value for 'content': expected a string, got null.", param=param)
+    if calls == []:
+        param = f"messages[{index}].tool_calls"
+        raise BadRequest(f"Invalid '{param}': empty array.", param=param, code="empty_array")
     ids = set[str]()
-    for number, call in enumerate(given):
+    for number, call in enumerate(calls or ()):
         where = f"messages[{index}].tool_calls[{number}]"
-        ids.add(_text(call, f"{where}.id"))
-        kind = _text(call, f"{where}.type")
-        inner = call.get(kind)
-        if kind == "function":
-            _text(inner, f"{where}.function.name")
-            _text(inner, f"{where}.function.arguments")
+        kind: _AnsweredCall = _checked(call, _AnsweredCall, where)
+        ids.add(kind.id)
+        if kind.type == "function":
+            _checked(call.get("function"), _CalledFunction, f"{where}.function")
     return ids
 
 
-def _name(owner: Any, param: str) -> str:
-    """The name of a function or a schema, which is the last part of `param`."""
-    name = _text(owner, param)
-    if len(name) > _NAME_CHARS_MAX:
-        words = f"Expected a string with maximum length {_NAME_CHARS_MAX}, but got a string with length {len(name)} instead."
-        raise BadRequest(f"Invalid '{param}': string too long. {words}", param=param, code="string_above_max_length")
-    if not _NAME.fullmatch(name):
-        words = f"Expected a string that matches the pattern '^{_NAME.pattern}$'."
-        raise BadRequest(
-            f"Invalid '{param}': string does not match pattern. {words}", param=param, code="invalid_value"
-        )
-    return name
-
-
-def _text(owner: Any, param: str) -> str:
-    value = owner.get(param.rpartition(".")[2]) if isinstance(owner, dict) else None
-    if value is None:
-        raise _missing(param)
-    if not isinstance(value, str):
-        message = f"Invalid type for '{param}': expected a string, but got {json_name(value)} instead."
-        raise BadRequest(message, param=param, code="invalid_type")
-    return value
-
-
-def _missing(param: str) -> BadRequest:
-    return BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-
-
-def _only_with(param: str, condition: str, is_value: bool = False) -> BadRequest:
-    if is_value:
-        return BadRequest(f"Invalid value for '{param}': '{param}' is only allowed when {condition}.", param=param)
-    return BadRequest(f"The '{param}' parameter is only allowed when {condition}.", param=param)
-
-
-def _unknown(param: str, value: str, known: tuple[str, ...]) -> BadRequest:
-    values = ", ".join(f"'{one}'" for one in known)
-    return BadRequest(
-        f"Invalid value: '{value[:100]}'. Supported values are: {values}.", param=param, code="invalid_value"
-    )
-
-
 def _unanswered(ids: set[str], param: str) -> BadRequest:
-    words = (
+    sentence = (
         "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'."
     )
     lacking = ", ".join(sorted(ids))[:500]
-    return BadRequest(f"{words} The following tool_call_ids did not have response messages: {lacking}", param=param)
-
-
-def _empty(param: str) -> BadRequest:
-    words = "Expected an array with minimum length 1, but got an empty array instead."
-    return BadRequest(f"Invalid '{param}': empty array. {words}", param=param, code="empty_array")
-
-
-def _too_long(param: str, length: int, length_max: int) -> BadRequest:
-    words = f"Expected an array with maximum length {length_max}, but got an array with length {length} instead."
-    return BadRequest(f"Invalid '{param}': array too long. {words}", param=param, code="array_above_max_length")
+    return BadRequest(f"{sentence} The following tool_call_ids did not have response messages: {lacking}", param=param)

@@ -14,10 +14,9 @@ from policies import Usage
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain
-    one.
+    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain answer.
 
-    A plain answer (`is_plain`) has no choices, and is passed on as it came: JSON, text, bytes or
+    A plain answer (`is_plain`) has no choices and is passed on unchanged: JSON, text, bytes or
     events. A deployment needs the capability of the kind's `name`.
     """
 
@@ -77,7 +76,7 @@ def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:
 
 
 def opened(body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """`body` without a last message that has `prefix`, and its text: the beginning of the answer.
+    """Split off a last message that has `prefix`: `body` without it, and its text, with which the answer begins.
 
     Source: DeepSeek's and Mistral's API references, "Chat prefix completion".
     """

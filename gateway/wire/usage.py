@@ -85,25 +85,25 @@ _PARTS = frozenset(
 
 
 def usage_of(raw: bytes) -> Usage | None:
-    """The tokens in the JSON of a `usage`; None where it has none that can be read."""
+    """The tokens in the JSON of a `usage`; None if it has no readable counts."""
     try:
         try:
-            found = _decode(raw)
+            reported = _decode(raw)
         except msgspec.ValidationError:
-            found = msgspec.convert(_cleaned(msgspec.json.decode(raw)), _Reported)
+            reported = msgspec.convert(_cleaned(msgspec.json.decode(raw)), _Reported)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    prompt, completion, total = found.prompt_tokens or 0, found.completion_tokens or 0, found.total_tokens or 0
+    prompt, completion, total = reported.prompt_tokens or 0, reported.completion_tokens or 0, reported.total_tokens or 0
     if not prompt and not completion:
         return None
-    if total <= prompt + completion <= TOKENS_MAX and msgspec.structs.astuple(found)[3:] == _NO_PARTS:
+    if total <= prompt + completion <= TOKENS_MAX and msgspec.structs.astuple(reported)[3:] == _NO_PARTS:
         return Usage(prompt, completion)
-    inputs, outputs = found.prompt_tokens_details or _NO_INPUTS, found.completion_tokens_details or _NO_OUTPUTS
-    lives = inputs.cache_creation_token_details or found.cache_creation or _NO_LIVES
-    tools = found.server_tool_use or _NO_TOOLS
-    cached = inputs.cached_tokens or found.cache_read_input_tokens or found.prompt_cache_hit_tokens or 0
+    inputs, outputs = reported.prompt_tokens_details or _NO_INPUTS, reported.completion_tokens_details or _NO_OUTPUTS
+    lives = inputs.cache_creation_token_details or reported.cache_creation or _NO_LIVES
+    tools = reported.server_tool_use or _NO_TOOLS
+    cached = inputs.cached_tokens or reported.cache_read_input_tokens or reported.prompt_cache_hit_tokens or 0
     written_1h = lives.ephemeral_1h_input_tokens or 0
-    written = inputs.cache_write_tokens or inputs.cache_creation_tokens or found.cache_creation_input_tokens or 0
+    written = inputs.cache_write_tokens or inputs.cache_creation_tokens or reported.cache_creation_input_tokens or 0
     written = max(written, (lives.ephemeral_5m_input_tokens or 0) + written_1h)
     sounds, cached_sounds = inputs.audio_tokens or 0, (inputs.cached_tokens_details or _NO_CACHED).audio_tokens or 0
     beside = total - prompt - completion
@@ -123,17 +123,17 @@ def usage_of(raw: bytes) -> Usage | None:
         audio_completion_tokens=outputs.audio_tokens or 0,
         image_completion_tokens=outputs.image_tokens or 0,
         tool_calls=tools.web_search_requests or inputs.web_search_requests or 0,
-        rounds=found.rounds or 0,
-        provider_cost_microusd=None if found.cost is None else math.ceil(round(found.cost * 1e6, 3)),
+        rounds=reported.rounds or 0,
+        provider_cost_microusd=None if reported.cost is None else math.ceil(round(reported.cost * 1e6, 3)),
     )
     return usage.within(TOKENS_MAX, TOKENS_MAX)
 
 
 def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
-    """A chat completion's usage, whose prompt includes the parts that Anthropic counts beside it.
+    """A chat completion's usage. Its prompt includes the parts that Anthropic counts beside the prompt.
 
-    An entry of its `iterations` that is no message, such as a compaction, is billed beside the
-    whole. `rounds`: how often its tools made it read the prompt again.
+    Iterations other than messages, such as compactions, are billed beside the whole. `rounds`: how
+    often the provider's tools made it read the prompt again.
     """
     listed = given.get("iterations")
     iterations = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -170,16 +170,14 @@ def usage_at_start(chunk: bytes) -> Usage | None:
 
 
 def without_usage_at_start(chunk: bytes) -> bytes:
-    """A chunk as a client of chat completions gets it: the count before the text is for bills and messages."""
+    """A chunk without the early count of tokens, which is for bills and messages only."""
     if b'"usage_at_start"' not in chunk:
         return chunk
     return msgspec.json.encode({k: v for k, v in msgspec.json.decode(chunk).items() if k != "usage_at_start"})
 
 
 def _cleaned(given: Any) -> dict[str, Any]:
-    """What can be read of a usage: fractions and texts are counts, rounded up; anything else is
-    left out.
-    """
+    """The readable fields of a usage. Fractions and numbers in texts are rounded up; other values are dropped."""
     cleaned: dict[str, Any] = {}
     for name, value in given.items() if isinstance(given, dict) else ():
         if name in _PARTS:

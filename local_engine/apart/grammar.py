@@ -33,7 +33,8 @@ _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
-    """What answers `kind` and `text` of a grammar. Raises ValueError where it cannot be held."""
+    """A function that compiles a grammar, given by `kind` and `text`. It raises ValueError for a
+    grammar that the engine cannot hold."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -148,40 +149,40 @@ def _calls(wanted: dict[str, Any], ids: dict[str, int]) -> dict[str, str]:
     return {"name": "calls", "lark_grammar": "\n".join(rules)}
 
 
-def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+def _subschemas(schema: Any, pointer: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema in `schema`, with its JSON pointer."""
-    waiting = [(place, schema)]
+    waiting = [(pointer, schema)]
     while waiting:
-        place, schema = waiting.pop()
+        pointer, schema = waiting.pop()
         if isinstance(schema, list):
-            waiting += [(f"{place}/{index}", one) for index, one in enumerate(schema)]
+            waiting += [(f"{pointer}/{index}", node) for index, node in enumerate(schema)]
         elif isinstance(schema, dict):
-            yield place, schema
+            yield pointer, schema
             for key, value in schema.items():
-                own = f"{place}/{key}"
+                child = f"{pointer}/{key}"
                 if key in _NAMED and isinstance(value, dict):
-                    waiting += [(f"{own}/{name}", one) for name, one in value.items()]
+                    waiting += [(f"{child}/{name}", node) for name, node in value.items()]
                 elif key not in _LITERAL and isinstance(value, dict | list):
-                    waiting.append((own, value))
+                    waiting.append((child, value))
 
 
 def _check(schema: Any) -> None:
     """Raises ValueError for what the library would accept and not hold."""
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema must be an object")
-    for place, one in _subschemas(schema):
+    for pointer, node in _subschemas(schema):
         try:
-            json.loads(json.dumps([one.get(key) for key in _NUMERIC]), parse_int=_exact, parse_float=_exact)
-            _check_repeats(one.get("pattern"), f".{{{one.get('minLength')}}}", *(one.get("patternProperties") or ()))
+            json.loads(json.dumps([node.get(key) for key in _NUMERIC]), parse_int=_exact, parse_float=_exact)
+            _check_repeats(node.get("pattern"), f".{{{node.get('minLength')}}}", *(node.get("patternProperties") or ()))
         except ValueError as error:
-            raise ValueError(f"{error} ({place})") from None
-        least, required = one.get("minProperties"), one.get("required")
+            raise ValueError(f"{error} ({pointer})") from None
+        least, required = node.get("minProperties"), node.get("required")
         if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
-            raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({place})")
+            raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({pointer})")
 
 
 def _exact(digits: str) -> None:
-    """Raises ValueError for a number that is no exact 64-bit float."""
+    """Raises ValueError for a number that a 64-bit float does not hold exactly."""
     if abs(float(digits)) > _EXACT_MAX:
         raise ValueError(f"the engine cannot hold the number {digits[:40]} exactly: it is over 2^53 - 1")
 
@@ -214,6 +215,6 @@ def _in_place(schema: Any, reason: str) -> str:
     if lacks is None and "coerce_one_of" not in reason:
         return reason
     keys = json.loads(lacks[1]) if lacks else ["oneOf"]
-    place = next((f"{place}/{key}" for place, one in _subschemas(schema) for key in keys if key in one), "#")
-    why = f"the engine cannot hold the keyword {' or '.join(keys)} ({place})"
+    pointer = next((f"{pointer}/{key}" for pointer, node in _subschemas(schema) for key in keys if key in node), "#")
+    why = f"the engine cannot hold the keyword {' or '.join(keys)} ({pointer})"
     return why if lacks else f"{why}, whose branches may overlap; anyOf is held"

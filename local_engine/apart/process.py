@@ -31,7 +31,7 @@ _STACK_BYTES = 1 << 21  # below that of a thread: what fits here, fits there
 _LENGTH_BYTES = 8
 
 
-class Refusal(Exception):
+class ProgramRefusal(Exception):
     """The program did not answer; the message says why."""
 
 
@@ -43,7 +43,7 @@ class Apart:
         self._program = program
         self._source = source
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
 
     def start(self) -> None:
@@ -52,73 +52,59 @@ class Apart:
             self._started()
 
     def ask(self, values: Mapping[str, Any]) -> str:
-        """The text that the program makes of JSON values. Raises Refusal."""
+        """The text that the program makes of JSON values. Raises ProgramRefusal."""
         with self._lock:
             try:
                 process = self._started()
-                reply = process.ask(values)
+                assert process.stdin is not None
+                assert process.stdout is not None
+                _write(process.stdin, values)
+                waiting = select.poll()
+                waiting.register(process.stdout, select.POLLIN)
+                reply = _read(process.stdout) if waiting.poll(1_000 * _WALL_S) else None
             except OSError as error:
-                raise Refusal(f"its process cannot be used: {error}") from None
+                raise ProgramRefusal(f"its process cannot be used: {error}") from None
             if reply is None:
                 self._finalizer()  # the next `ask` starts another process
-                raise Refusal(process.why_ended())
+                raise ProgramRefusal(_why_ended(process.returncode))
         if "refusal" in reply:
-            raise Refusal(reply["refusal"])
-        return reply["text"]
+            raise ProgramRefusal(reply["refusal"])
+        return str(reply["text"])
 
-    def _started(self) -> _Process:
+    def _started(self) -> subprocess.Popen[bytes]:
         """The process: another one where it has ended. Raises OSError."""
-        if self._process is None or self._process.is_over:
+        if self._process is None or self._process.poll() is not None:
             if self._finalizer is not None:
                 self._finalizer()
-            self._process = _Process(self._program, self._source)
-            self._finalizer = weakref.finalize(self, self._process.end)
+            # decision: programs-apart
+            # -P: its own folder is no place to import from
+            argv = [sys.executable, "-P", __file__, str(Path(__file__).with_name(f"{self._program}.py"))]
+            self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._finalizer = weakref.finalize(self, _end, self._process)
+            assert self._process.stdin is not None
+            _write(self._process.stdin, self._source)
         return self._process
 
 
-class _Process:
-    """The process, and the pipes to it."""
+def _why_ended(status: int) -> str:
+    """The reason for which the process ended without a reply."""
+    if status in (-signal.SIGPROF, -signal.SIGKILL):
+        return f"it takes more than {_CPU_S:g} s"
+    if status in (-signal.SIGSEGV, -signal.SIGABRT):
+        return "it is nested too deeply, or takes too much memory"
+    return f"its process ended with status {status}"
 
-    def __init__(self, program: str, source: Any) -> None:
-        # decision: programs-apart
-        # -P: its own folder is no place to import from
-        argv = [sys.executable, "-P", __file__, str(Path(__file__).with_name(f"{program}.py"))]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-        _write(self._in, source)
 
-    @property
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
-
-    def ask(self, values: Mapping[str, Any]) -> dict[str, str] | None:
-        """The reply; None where the process ended, or took too long. Raises OSError."""
-        _write(self._in, values)
-        waiting = select.poll()
-        waiting.register(self._out, select.POLLIN)
-        reply: dict[str, str] | None = _read(self._out) if waiting.poll(1_000 * _WALL_S) else None
-        return reply
-
-    def why_ended(self) -> str:
-        """Why it gave no reply. It has ended."""
-        status = self._process.returncode
-        if status in (-signal.SIGPROF, -signal.SIGKILL):
-            return f"it takes more than {_CPU_S:g} s"
-        if status in (-signal.SIGSEGV, -signal.SIGABRT):
-            return "it is nested too deeply, or takes too much memory"
-        return f"its process ended with status {status}"
-
-    def end(self) -> None:
-        for pipe in (self._in, self._out):
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
-        # one that ended by itself keeps its status
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDS_S)
-        self._process.kill()
-        self._process.wait()
+    # one that ended by itself keeps its status
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDS_S)
+    process.kill()
+    process.wait()
 
 
 def _write(pipe: IO[bytes], value: Any) -> None:

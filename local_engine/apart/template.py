@@ -29,7 +29,7 @@ def opened(source: str) -> Callable[[dict[str, Any]], str]:
     def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """{% generation %} marks a training target: here its content is rendered as it is."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -39,7 +39,7 @@ def opened(source: str) -> Callable[[dict[str, Any]], str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

@@ -21,29 +21,27 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 class WeightPiece:
     """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as
     the file has it. It may lie in the mapping of `file`: it is valid until the next piece is read.
-    `share` of all bytes, 0..1, is read with it.
     """
 
     name: str
     tensor: Weights
-    share: float
     file: Path
 
 
 class Checkpoint(Protocol):
-    """A model on disk: at `place`, a file or a folder. `form` names the format of its weights in a
+    """A model on disk: at `path`, a file or a folder. `form` names the format of its weights in a
     few words."""
 
     config: ModelConfig
     tokenizer: Tokenizer
-    place: Path
+    path: Path
     form: str
 
     def names(self) -> frozenset[str]:
-        """The names of the tensors that `weights` gives; reads no weights."""
+        """The names of the pieces that `weights` gives; reads no weights."""
 
     def weights(self) -> Iterator[WeightPiece]:
-        """Every tensor once. Raises ModelError where the files are broken."""
+        """Every piece once. Raises ModelError where the files are broken."""
 
 
 def parts_of(name: str, config: ModelConfig) -> tuple[str, ...]:
@@ -63,7 +61,7 @@ def split(name: str, values: Weights, config: ModelConfig) -> Iterator[tuple[str
         values = values.flatten(0, 1)
     sizes = [values.shape[0] // len(names)] * len(names)
     if ".qkv_proj." in name:
-        sizes = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+        sizes = list(config.attention.qkv_rows)
     if sum(sizes) != values.shape[0]:
         raise ModelError(f"tensor {name!r} has {values.shape[0]} rows, which are not those of {len(names)} matrices")
     at = 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConfig, require_among
+from local_engine.config import AttentionConfig, ExpertsConfig, ModelConfig, ModelError, RopeConfig, require_among
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -143,7 +143,7 @@ def require(config: Mapping[str, Any], key: str, source: str) -> Any:
 
 
 def layers_of(config: Mapping[str, Any], key: str, source: str) -> int:
-    """How many layers the model has. Raises ModelError for a number that no model has."""
+    """The number of layers. Raises ModelError for a number outside 1 to 10,000."""
     layers = int(require(config, key, source))
     if not 0 < layers <= _LAYERS_MAX:
         raise ModelError(f"{source}: {key} is {layers}, expected 1 to {_LAYERS_MAX:,}")
@@ -174,9 +174,14 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
         name=name,
         hidden_size=hidden_size,
         layers=layers,
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
+        attention=AttentionConfig(
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            windows=windows,
+            scale=float(config.get("attention_multiplier") or float(score_divisor) ** -0.5),
+            softcap=softcap(config.get("attn_logit_softcapping")) if family.has_attention_softcap else None,
+        ),
         intermediate_size=int(require(config, family.mlp_size, source)),
         vocabulary_size=int(require(config, "vocab_size", source)),
         context_tokens=_context_tokens(config, rope),
@@ -189,11 +194,8 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
         has_output_bias=has_bias and family.has_qkv_bias is None,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=windows,
         experts=_experts(config, layers, source) if family.has_experts else None,
         activation=_activation(config, family, source),
-        attention_scale=float(config.get("attention_multiplier") or float(score_divisor) ** -0.5),
-        attention_softcap=softcap(config.get("attn_logit_softcapping")) if family.has_attention_softcap else None,
         logit_softcap=softcap(config.get("final_logit_softcapping")),
         logit_divisor=float(config.get("logits_scaling") or 1.0),
         embedding_scale=float(
@@ -205,7 +207,7 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
 
 
 def _rotated(config: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
-    """Of each layer, whether it rotates."""
+    """For each layer, whether it rotates."""
     given = config.get("no_rope_layers")  # which names those that do
     if given is None:
         period = int(config.get("no_rope_layer_interval") or 0)
@@ -277,15 +279,15 @@ def windows_of(config: Mapping[str, Any], family: Family, layers: int, source: s
     unknown = set(types) - _LAYER_TYPES.keys()
     if unknown:
         raise ModelError(f"{source}: layer_types {sorted(unknown)} are not supported; supported: {FULL}, {SLIDING}")
-    told = tuple(window if kind == SLIDING else 0 for kind in types)
-    if told and family.has_layer_types:
-        return told
+    by_type = tuple(window if kind == SLIDING else 0 for kind in types)
+    if by_type and family.has_layer_types:
+        return by_type
     if not family.has_windows:
         window = 0
     period = int(config.get("sliding_window_pattern") or family.window_period)
     first = 0 if family.has_experts else int(config.get("max_window_layers") or 0)
     windows = tuple(window if ((layer + 1) % period if period else layer >= first) else 0 for layer in range(layers))
-    if SLIDING in types and told != windows:
+    if SLIDING in types and by_type != windows:
         raise ModelError(f"{source}: layer_types of several kinds are not supported in a {family.hf}")
     return windows
 

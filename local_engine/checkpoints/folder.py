@@ -18,7 +18,7 @@ import torch
 from local_engine.checkpoints.checkpoint import WeightPiece, parts_of, split
 from local_engine.checkpoints.families import model_config_from_hf, token_ids
 from local_engine.config import ModelError, read_json
-from local_engine.weights.prequantised import packing_from
+from local_engine.weights.prequantised import is_beside, packing_from
 from local_engine.weights.scaled import Weights
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
@@ -40,7 +40,7 @@ class FolderCheckpoint:
     def __init__(self, folder: Path, name: str | None = None) -> None:
         from local_engine.text.tokenizer_loader import tokenizer_from_folder
 
-        self.place = folder
+        self.path = folder
         path = folder / "config.json"
         config = read_json(path)
         try:
@@ -51,8 +51,8 @@ class FolderCheckpoint:
         self.tokenizer = tokenizer_from_folder(folder)
         generation = folder / "generation_config.json"
         more = read_json(generation, is_needed=False).get("eos_token_id")
-        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        ids = (*self.config.eos_token_ids, *token_ids(more, str(generation)), *own)
+        tokenizer_ids = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        ids = (*self.config.eos_token_ids, *token_ids(more, str(generation)), *tokenizer_ids)
         self.config = dataclasses.replace(self.config, eos_token_ids=tuple(dict.fromkeys(ids)))
         self._tensors = SafetensorsFiles(_find_files(folder))
         if "lm_head.weight" in self.names():  # a head in the files is used, whatever the config has
@@ -67,12 +67,12 @@ class FolderCheckpoint:
         tensors = self._tensors
         try:
             for name in tensors.names:
-                own = self._name_of(name)
-                if own is None:
+                common_name = self._name_of(name)
+                if common_name is None:
                     continue
                 value, path = self._value(name), tensors.path_of(name)
-                for piece, part in split(own, value, self.config):
-                    yield WeightPiece(piece, part, tensors.share_read, path)
+                for piece, part in split(common_name, value, self.config):
+                    yield WeightPiece(piece, part, path)
                 del value
                 tensors.forget()
         finally:
@@ -92,12 +92,13 @@ class FolderCheckpoint:
         not needed. Saved without a head, or with what sees images, models have other prefixes."""
         if _OF_IMAGES.match(name):
             return None
-        packing, own = self._packing, _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
+        packing = self._packing
+        common = _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
         for old, new in _RENAMED:
-            own = old.sub(new, own)
+            common = old.sub(new, common)
         if packing is not None and packing.module_of(name, self._tensors) is not None:
-            return f"{own.rpartition('.')[0]}.weight"
-        return None if packing is not None and (packing.is_beside(name) or self._is_spare_bias(name)) else own
+            return f"{common.rpartition('.')[0]}.weight"
+        return None if packing is not None and (is_beside(name) or self._is_spare_bias(name)) else common
 
     def _is_spare_bias(self, name: str) -> bool:
         """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has
@@ -117,8 +118,7 @@ class SafetensorsFiles:
     def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        self._read_bytes = self._mapped_bytes = 0
-        self._size_bytes = sum(path.stat().st_size for path in paths)
+        self._mapped_bytes = 0
         for path in paths:
             for name in self._file(path).offset_keys():
                 self._paths[name] = path
@@ -127,10 +127,6 @@ class SafetensorsFiles:
 
     def __contains__(self, name: object) -> bool:
         return name in self._paths
-
-    @property
-    def share_read(self) -> float:
-        return min(1.0, self._read_bytes / max(1, self._size_bytes))
 
     def path_of(self, name: str) -> Path:
         return self._paths[name]
@@ -146,7 +142,6 @@ class SafetensorsFiles:
             tensor: torch.Tensor = self._file(path).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from None
-        self._read_bytes += tensor.nbytes
         self._mapped_bytes += tensor.nbytes
         return tensor
 

@@ -72,7 +72,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         from local_engine.text.tokenizer_loader import tokenizer_from_gguf
 
-        self.place = path
+        self.path = path
         self._files = _open_all(path)
         first = self._files[0]
         metadata = first.metadata
@@ -94,20 +94,16 @@ class GgufCheckpoint:
         return frozenset(piece for name in names for piece in parts_of(self._name(name), self.config))
 
     def weights(self) -> Iterator[WeightPiece]:
-        total_bytes = sum(file.size_bytes for file in self._files)
-        before_bytes = 0
         for file in self._files:
             try:
                 for name in [name for name in file.tensors if name not in _UNUSED]:
                     values = self._read(file, name)
-                    share = (before_bytes + file.end_of(name)) / total_bytes
                     for piece, own in split(self._name(name), values, self.config):
-                        yield WeightPiece(piece, own, share, file.path)
+                        yield WeightPiece(piece, own, file.path)
                     del values
                     file.forget(name)
             finally:
                 file.close()
-            before_bytes += file.size_bytes
 
     def _read(self, file: GgufFile, name: str) -> Weights:
         kept = file.read_quantised(name)
@@ -117,7 +113,7 @@ class GgufCheckpoint:
         layer = _LAYER.fullmatch(name)
         if layer is None or not self._is_permuted or layer[2] not in ("attn_q", "attn_k"):
             return values
-        heads = self.config.heads if layer[2] == "attn_q" else self.config.kv_heads
+        heads = self.config.attention.heads if layer[2] == "attn_q" else self.config.attention.kv_heads
         if values.shape[0] % (2 * heads):
             raise ModelError(f"{file.path}: tensor {name!r} has {values.shape[0]} rows, which are not {heads} heads")
         return rows_of(values, self._unpermuted(values.shape[0], heads))
@@ -172,22 +168,24 @@ def model_config_from_gguf(
     def required(key: str) -> Any:
         return families.require(metadata, f"{arch}.{key}", source)
 
-    def found(key: str) -> Any:
+    def value_of(key: str) -> Any:
         return metadata.get(f"{arch}.{key}")
 
     heads, hidden_size = int(required("attention.head_count")), int(required("embedding_length"))
     layers = families.layers_of(metadata, f"{arch}.block_count", source)
-    head_dim = int(found("attention.key_length") or hidden_size // heads)
-    rotated = int(found("rope.dimension_count") or head_dim)
-    _refuse_other_functions(found, arch, family, head_dim)
-    kv_heads = found("attention.head_count_kv") or heads
+    head_dim = int(value_of("attention.key_length") or hidden_size // heads)
+    rotated = int(value_of("rope.dimension_count") or head_dim)
+    _refuse_other_functions(value_of, arch, family, head_dim)
+    kv_heads = value_of("attention.head_count_kv") or heads
     if isinstance(kv_heads, list):  # 0 in Mamba's layers
         if len(set(kv_heads)) > 1:
             raise ModelError(
                 f"{source}: {arch}.attention.head_count_kv: layers without attention (Mamba) are not supported"
             )
         kv_heads = kv_heads[0]
-    inner = tensors["blk.0.ffn_gate.weight"][0] if "blk.0.ffn_gate.weight" in tensors else found("feed_forward_length")
+    inner = (
+        tensors["blk.0.ffn_gate.weight"][0] if "blk.0.ffn_gate.weight" in tensors else value_of("feed_forward_length")
+    )
     config: dict[str, Any] = {
         "architectures": [family.hf],
         "hidden_size": hidden_size,
@@ -200,18 +198,18 @@ def model_config_from_gguf(
         "vocab_size": families.require(tensors, "token_embd.weight", source)[0],  # some have no token
         "max_position_embeddings": int(required("context_length")),
         "rms_norm_eps": float(required("attention.layer_norm_rms_epsilon")),
-        "rope_theta": found("rope.freq_base"),
-        "rope_scaling": _rope_scaling(found, divisors, "rope_factors_short.weight" in tensors, source),
-        "rope_local_base_freq": found("rope.freq_base_swa"),
-        "position_embedding_type": None if found("rope.scaling.finetuned") is False else "rope",
+        "rope_theta": value_of("rope.freq_base"),
+        "rope_scaling": _rope_scaling(value_of, divisors, "rope_factors_short.weight" in tensors, source),
+        "rope_local_base_freq": value_of("rope.freq_base_swa"),
+        "position_embedding_type": None if value_of("rope.scaling.finetuned") is False else "rope",
         "query_pre_attn_scalar": hidden_size // heads if (arch, layers) in _SCALED_BY_SHARE else head_dim,
-        "attn_logit_softcapping": found("attn_logit_softcapping"),
-        "final_logit_softcapping": found("final_logit_softcapping"),
+        "attn_logit_softcapping": value_of("attn_logit_softcapping"),
+        "final_logit_softcapping": value_of("final_logit_softcapping"),
         "layer_types": None,
         "num_local_experts": None,
-        **{field: found(key) for key, field in _SCALES.items() if field in family.reads},
-        **_windows(found, arch, family),
-        **(_experts(found, tensors, layers) if family.has_experts else {}),
+        **{field: value_of(key) for key, field in _SCALES.items() if field in family.reads},
+        **_windows(value_of, arch, family),
+        **(_experts(value_of, tensors, layers) if family.has_experts else {}),
     }
     config["original_max_position_embeddings"] = config["rope_scaling"]["original_max_position_embeddings"]
     ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -227,59 +225,59 @@ def model_config_from_gguf(
     )
 
 
-def _refuse_other_functions(found: Callable[[str], Any], arch: str, family: families.Family, head_dim: int) -> None:
+def _refuse_other_functions(value_of: Callable[[str], Any], arch: str, family: families.Family, head_dim: int) -> None:
     """Raises ModelError for a key that makes the model another function than the family's."""
     odd = [
         key
         for key, neutral in _NEUTRAL.items()
-        if found(key) is not None and found(key) not in neutral and _SCALES.get(key) not in family.reads
+        if value_of(key) is not None and value_of(key) not in neutral and _SCALES.get(key) not in family.reads
     ]
     sizes = ["attention.value_length", *(() if "partial_rotary_factor" in family.reads else ("rope.dimension_count",))]
-    odd += [key for key in sizes if found(key) not in (None, 0, head_dim)]
+    odd += [key for key in sizes if value_of(key) not in (None, 0, head_dim)]
     if odd:
-        raise ModelError(f"the GGUF metadata: {arch}.{odd[0]} {found(odd[0])!r} is not supported")
-    if bool(found("expert_count")) != family.has_experts:
-        told = f"{found('expert_used_count')} of {found('expert_count')} experts"
+        raise ModelError(f"the GGUF metadata: {arch}.{odd[0]} {value_of(odd[0])!r} is not supported")
+    if bool(value_of("expert_count")) != family.has_experts:
+        told = f"{value_of('expert_used_count')} of {value_of('expert_count')} experts"
         raise ModelError(f"the GGUF metadata: {arch}: {told} are not supported")
 
 
-def _experts(found: Callable[[str], Any], tensors: Shapes, layers: int) -> dict[str, Any]:
+def _experts(value_of: Callable[[str], Any], tensors: Shapes, layers: int) -> dict[str, Any]:
     return {
-        "num_experts": int(found("expert_count")),
-        "num_experts_per_tok": found("expert_used_count"),
-        "moe_intermediate_size": found("expert_feed_forward_length"),
-        "norm_topk_prob": found("expert_weights_norm") is not False,
+        "num_experts": int(value_of("expert_count")),
+        "num_experts_per_tok": value_of("expert_used_count"),
+        "moe_intermediate_size": value_of("expert_feed_forward_length"),
+        "norm_topk_prob": value_of("expert_weights_norm") is not False,
         "mlp_only_layers": [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in tensors],
     }
 
 
-def _windows(found: Callable[[str], Any], arch: str, family: families.Family) -> dict[str, Any]:
-    """As llama.cpp, which has windows in Gemma's and OLMo's layers alone, and as Phi 3 has them."""
-    window = found("attention.sliding_window") if family.window_period or arch == "phi3" else None
-    pattern = found("attention.sliding_window_pattern")
+def _windows(value_of: Callable[[str], Any], arch: str, family: families.Family) -> dict[str, Any]:
+    """The windows as llama.cpp has them, in Gemma's and OLMo's layers alone, and Phi 3's."""
+    window = value_of("attention.sliding_window") if family.window_period or arch == "phi3" else None
+    pattern = value_of("attention.sliding_window_pattern")
     if isinstance(pattern, list) and window:
         kinds = [families.SLIDING if is_sliding else families.FULL for is_sliding in pattern]
         return {"sliding_window": window, "layer_types": kinds}
     return {"sliding_window": window, "sliding_window_pattern": None if isinstance(pattern, list) else pattern}
 
 
-def _rope_scaling(found: Callable[[str], Any], divisors: list[float], is_short: bool, source: str) -> dict[str, Any]:
+def _rope_scaling(value_of: Callable[[str], Any], divisors: list[float], is_short: bool, source: str) -> dict[str, Any]:
     """`divisors`: of frequencies; those that are short hold within the original context. (As others
     files have llama3's rule.)"""
-    kind, factor = str(found("rope.scaling.type") or "none"), float(found("rope.scaling.factor") or 1.0)
-    original = found("rope.scaling.original_context_length") or found("context_length")
-    given = float(found("rope.scaling.attn_factor") or 1.0)
+    kind, factor = str(value_of("rope.scaling.type") or "none"), float(value_of("rope.scaling.factor") or 1.0)
+    original = value_of("rope.scaling.original_context_length") or value_of("context_length")
+    given = float(value_of("rope.scaling.attn_factor") or 1.0)
     if divisors and kind in ("none", "longrope"):
-        ends = original if is_short else found("context_length")
+        ends = original if is_short else value_of("context_length")
         scaling = {"rope_type": "longrope", "short_factor": divisors, "attention_factor": given}
         return {**scaling, "original_max_position_embeddings": ends}
     require_among(kind, ("none", "longrope") if divisors else ("none", "linear", "yarn"), f"{source}: rope scaling")
-    of_yarn = float(found("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
+    of_yarn = float(value_of("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
     return {
         "rope_type": "default" if kind == "none" else kind,
         "factor": factor,
         "original_max_position_embeddings": original,
-        "beta_fast": found("rope.scaling.yarn_beta_fast"),
-        "beta_slow": found("rope.scaling.yarn_beta_slow"),
+        "beta_fast": value_of("rope.scaling.yarn_beta_fast"),
+        "beta_slow": value_of("rope.scaling.yarn_beta_slow"),
         "attention_factor": of_yarn * given,
     }

@@ -30,13 +30,13 @@ _ARRAYS_DEPTH_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `shape` row-major (rows first), `kind` a ggml type number, `offset` from
-    the data's start."""
+    """Where a tensor lies: `shape` row-major (rows first), `kind` a GGMLQuantizationType, `start` from
+    the file's beginning."""
 
-    name: str
     shape: tuple[int, ...]
-    kind: int
-    offset: int
+    kind: Any
+    start: int
+    size_bytes: int
 
 
 class GgufFile:
@@ -54,95 +54,75 @@ class GgufFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot read {path}: {error}") from None
-        self.size_bytes = len(self._map)
         self._at = 0
         try:
             self._parse()
         except (struct.error, UnicodeDecodeError, LookupError, OverflowError) as error:
             raise ModelError(f"{path} is not a whole GGUF file: {error}") from None
-        for entry in self.tensors.values():
-            self._place(entry)
 
     def close(self) -> None:
         # something read in place is still in use: the mapping ends with it
         with contextlib.suppress(BufferError):
             self._map.close()
 
-    def end_of(self, name: str) -> int:
-        """Bytes from the file's start to a tensor's end."""
-        start, size_bytes = self._place(self.tensors[name])
-        return start + size_bytes
-
     def forget(self, name: str) -> None:
         """Nothing that was read in place of this tensor is in use any more."""
-        start, size_bytes = self._place(self.tensors[name])
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        entry = self.tensors[name]
+        end = entry.start + entry.size_bytes
+        first, last = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def kinds(self) -> frozenset[str]:
-        """The names of the quantised formats in the file. Raises ModelError for one that is
-        unknown."""
-        return frozenset(self._kind(entry).name for entry in self.tensors.values() if len(entry.shape) > 1)
+        """The names of the quantised formats in the file."""
+        return frozenset(entry.kind.name for entry in self.tensors.values() if len(entry.shape) > 1)
 
     def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an
-        unknown block format."""
+        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or a block
+        format that cannot be read."""
         from gguf.quants import dequantize
 
-        raw, kind, shape = self._raw(name)
-        values = np.empty((len(raw), shape[-1]), np.float32)
+        raw, entry = self._raw(name)
+        values = np.empty((len(raw), entry.shape[-1]), np.float32)
         try:
             # what stands between is several times as large
             for start in range(0, len(raw), _ROWS_AT_ONCE):
-                some = slice(start, start + _ROWS_AT_ONCE)
-                values[some] = dequantize(raw[some], kind)
+                rows = slice(start, start + _ROWS_AT_ONCE)
+                values[rows] = dequantize(raw[rows], entry.kind)
         except NotImplementedError:
-            raise ModelError(f"{self.path}: tensor {name!r} has the unsupported format {kind.name}") from None
-        return values.reshape(shape)
+            raise ModelError(f"{self.path}: tensor {name!r} has the unsupported format {entry.kind.name}") from None
+        return values.reshape(entry.shape)
 
     def read_quantised(self, name: str) -> Quantised | None:
         """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError
         as `read` does."""
-        raw, kind, shape = self._raw(name)
-        return from_gguf(raw, kind.name, shape)
+        raw, entry = self._raw(name)
+        return from_gguf(raw, entry.kind.name, entry.shape)
 
-    def _raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Any, tuple[int, ...]]:
-        """A tensor's bytes, row by row, its ggml type and its shape."""
-        from gguf.constants import GGML_QUANT_SIZES
-
+    def _raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], TensorEntry]:
+        """A tensor's bytes, row by row."""
         entry = self.tensors.get(name)
         if entry is None:
             raise ModelError(f"{self.path} has no tensor {name!r}")
-        kind = self._kind(entry)
-        block_size, block_size_bytes = GGML_QUANT_SIZES[kind]
-        start, size_bytes = self._place(entry)
-        row_size_bytes = entry.shape[-1] // block_size * block_size_bytes
-        return np.frombuffer(self._map, np.uint8, size_bytes, start).reshape(-1, row_size_bytes), kind, entry.shape
+        raw = np.frombuffer(self._map, np.uint8, entry.size_bytes, entry.start)
+        return raw.reshape(math.prod(entry.shape[:-1]), -1), entry
 
-    def _kind(self, entry: TensorEntry) -> Any:
-        from gguf.constants import GGMLQuantizationType
+    def _entry(self, name: str, shape: tuple[int, ...], number: int, offset: int) -> TensorEntry:
+        """A tensor of the format with this number, at `offset` from the data's start. Raises
+        ModelError for an unknown format, and where the tensor lies past the file's end."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
-            return GGMLQuantizationType(entry.kind)
+            kind = GGMLQuantizationType(number)
         except ValueError:
-            raise ModelError(f"{self.path}: tensor {entry.name!r} has the unknown format {entry.kind}") from None
-
-    def _place(self, entry: TensorEntry) -> tuple[int, int]:
-        """Where a tensor starts in the file, and its size in bytes. Raises ModelError where it lies
-        past the end."""
-        from gguf.constants import GGML_QUANT_SIZES
-
-        block_size, block_size_bytes = GGML_QUANT_SIZES[self._kind(entry)]
-        if not entry.shape or 0 in entry.shape or entry.shape[-1] % block_size:
-            raise ModelError(
-                f"{self.path}: tensor {entry.name!r} of shape {entry.shape} is not whole blocks of {block_size}"
-            )
-        size_bytes = math.prod(entry.shape) // block_size * block_size_bytes
-        start = self._data_start + entry.offset
-        if start + size_bytes > len(self._map):
-            raise ModelError(f"{self.path} is cut short: tensor {entry.name!r} lies past its end")
-        return start, size_bytes
+            raise ModelError(f"{self.path}: tensor {name!r} has the unknown format {number}") from None
+        block_size, block_size_bytes = GGML_QUANT_SIZES[kind]
+        if not shape or 0 in shape or shape[-1] % block_size:
+            raise ModelError(f"{self.path}: tensor {name!r} of shape {shape} is not whole blocks of {block_size}")
+        entry = TensorEntry(shape, kind, self._data_start + offset, math.prod(shape) // block_size * block_size_bytes)
+        if entry.start + entry.size_bytes > len(self._map):
+            raise ModelError(f"{self.path} is cut short: tensor {name!r} lies past its end")
+        return entry
 
     def _parse(self) -> None:
         if self._map[:4] != b"GGUF":
@@ -154,16 +134,19 @@ class GgufFile:
             key = self._string()
             (kind,) = self._take("<I")
             self.metadata[key] = self._value(kind)
-        for _ in range(tensors):
-            name = self._string()
-            (dimensions,) = self._take("<I")
-            shape = self._take(f"<{dimensions}Q")
-            kind, offset = self._take("<IQ")
-            self.tensors[name] = TensorEntry(name, tuple(reversed(shape)), kind, offset)
+        described = [self._description() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ModelError(f"{self.path}: general.alignment is {str(alignment)[:40]!r}, expected a number above 0")
         self._data_start = -(-self._at // alignment) * alignment
+        self.tensors = {description[0]: self._entry(*description) for description in described}
+
+    def _description(self) -> tuple[str, tuple[int, ...], int, int]:
+        """A tensor's name, shape, format and offset."""
+        name = self._string()
+        (dimensions,) = self._take("<I")
+        shape = self._take(f"<{dimensions}Q")
+        return name, shape[::-1], *self._take("<IQ")
 
     def _take(self, format: str) -> tuple[Any, ...]:
         values = struct.unpack_from(format, self._map, self._at)
@@ -194,12 +177,12 @@ class GgufFile:
 
     def _strings(self, count: int) -> list[str]:
         """A vocabulary. Most of a header's time goes into this loop, so it is kept tight."""
-        length_of, at, file, found = struct.Struct("<Q").unpack_from, self._at, self._map, []
+        length_of, at, file, strings = struct.Struct("<Q").unpack_from, self._at, self._map, []
         for _ in range(count):
             start = at + 8
             at = start + length_of(file, at)[0]
-            found.append(file[start:at])
+            strings.append(file[start:at])
         if at > len(file):
             raise IndexError("a string lies past its end")
         self._at = at
-        return [text.decode("utf-8", "surrogateescape") for text in found]
+        return [text.decode("utf-8", "surrogateescape") for text in strings]

@@ -14,8 +14,8 @@ it; keys that no tile covers are never read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -28,43 +28,45 @@ import torch
 
 from local_engine.attention import KV, Angles, StepInput
 from local_engine.config import ModelConfig
-from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
+from local_engine.executors.rows import (
+    POSITIONS,
+    SLOTS,
+    SOURCES,
+    TOKENS,
+    Longs,
+    fill_rows,
+    known_tokens,
+    logit_rows,
+    step_input,
+)
+from local_engine.kernels.copies import on_device, pinned
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
-from local_engine.kernels.gpu.draw import on_device, pinned
-from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, RowSpan, plan
 from local_engine.kernels.gpu.rows import rotate_write
 from local_engine.kernels.gpu.self_test import failures
 from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
 from local_engine.kernels.supports import leave_alone
 from local_engine.models.decoder import Decoder
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 _SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
 _PREFIXES_MAX = 8  # in a captured graph
 _GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another kernel while recording
-_SOURCES, _LOGITS = 3, 4  # beside tokens, positions and slots
+_LOGITS = 4  # beside the rows that every step has
 _log = logging.getLogger(__name__)
 
 
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
-    """This model's parameters of attention."""
-    return Shape(
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        block_tokens=block_tokens,
-        scale=model.attention_scale,
-        softcap=model.attention_softcap,
-        windows=model.windows,
-    )
+    """This model's attention over blocks of `block_tokens` tokens."""
+    return Shape(**dataclasses.asdict(model.attention), block_tokens=block_tokens)
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one
-    fails or is wrong, its part is left alone on that device until the process ends. Takes seconds,
-    most of them to compile what is needed anyway."""
+    """Compare each kernel with torch in the model's shapes, before a model is loaded. Where a
+    kernel fails or is wrong, torch does its part's work on that device until the process ends.
+    Takes seconds, most of them to compile kernels that are needed anyway."""
     for one in failures(shape_of(model, block_tokens), model.hidden_size, dtype, device):
         _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
         leave_alone(device, one.part)
@@ -93,14 +95,15 @@ class _Order:
     """A step's chunks in the order of their rows: the short ones first. `prefixes` are of indices
     of the short ones."""
 
-    chunks: list[Chunk]
+    chunks: list[TokenChunk]
     short: int
     prefixes: list[Prefix]
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A decode of so many rows on the static buffers: computed kernel by kernel, and replayed."""
+    """A decode of a fixed number of rows on the static buffers. `compute` launches it kernel by
+    kernel, `replay` as a recorded graph."""
 
     compute: Callable[[], None]
     replay: Callable[[], object]
@@ -117,7 +120,7 @@ class GpuExecutor:
         self._decoder, self._device = decoder, decoder.device
         sizes = [size for size in _GRAPH_ROWS if size < rows_max]
         self._sizes = [*sizes, min(rows_max, _GRAPH_ROWS[-1])] if rows_max and decoder.has_one_way else []
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self.graphs: dict[tuple[int, bool], _Graph] = {}
         self._aside: Any = None  # the stream on which graphs are captured
         self._memory: Any = None  # one pool for all graphs: only one runs at a time
         largest = self._sizes[-1] if self._sizes else 0
@@ -136,41 +139,29 @@ class GpuExecutor:
             self.warm_up()
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self, chunks: Many[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the
         next call. Tokens that are not known yet are taken from the draws of the step `before`, on
         the device."""
         order = self._order(chunks)
-        known = torch.zeros(0, dtype=torch.int64, device=self._device) if before is None else before.drawn.ids
-        places = {} if before is None else before.places()
         is_decode = all(chunk.count == chunk.logit_rows == 1 for chunk in chunks)
         rows = next((size for size in self._sizes if size >= len(chunks)), 0)
-        if is_decode and rows and len(known) <= len(self._latest):
-            return self._replay(chunks, order, rows, known, places)
-        longs = self._fill(order.chunks, sum(chunk.count for chunk in chunks), places)
-        rows_there = on_device(longs, self._device)
-        tokens = rows_there[TOKENS]
-        if (longs[_SOURCES] >= 0).any():
-            tokens = _known(tokens, rows_there[_SOURCES], known)
+        if is_decode and rows and (before is None or len(before.drawn.ids) <= len(self._latest)):
+            return self._replay(chunks, order, rows, before)
         made = plan(self.kv.shape, *_spans(order), order.prefixes)
-        step = StepInput(
-            token_ids=tokens,
-            positions=rows_there[POSITIONS],
-            slots=rows_there[SLOTS],
-            logit_rows=on_device(logit_rows(chunks, order.chunks), self._device),
-            tiles=made.on(self.kv.shape, on_device(made.numbers, self._device)),
-        )
-        return self._decoder(step, self.kv)
+        tiles = made.on(self.kv.shape, on_device(made.numbers, self._device))
+        return self._decoder(step_input(chunks, order.chunks, before, self.kv, tiles=tiles), self.kv)
 
-    def _replay(
-        self, chunks: Many[Chunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
-    ) -> torch.Tensor:
+    def _replay(self, chunks: Many[TokenChunk], order: _Order, rows: int, before: StepInFlight | None) -> torch.Tensor:
         has_shared = bool(order.prefixes)
-        made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
-        longs = self._fill(order.chunks, rows, places)
+        padded = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
+        longs = np.zeros((5, rows), np.int64)
+        fill_rows(longs, order.chunks, self.kv.block_tokens, before)
         longs[_LOGITS, : len(chunks)] = logit_rows(chunks, order.chunks)
-        self._put(longs, made)
-        self._latest[: len(known)].copy_(known, non_blocking=True)
+        self._put(longs, padded)
+        if before is not None:
+            drawn = before.drawn.ids
+            self._latest[: len(drawn)].copy_(drawn, non_blocking=True)
         self._graph(rows, has_shared).replay()
         return self._logits[: len(chunks)]
 
@@ -186,17 +177,17 @@ class GpuExecutor:
         except RuntimeError as error:
             _log.error("SLOW: decodes run without CUDA graphs on %s: %s", self._device, error)
             self._sizes = []
-            self._graphs.clear()
-        _log.info("%d graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started_s)
+            self.graphs.clear()
+        _log.info("%d graphs captured in %.1f s", len(self.graphs), time.perf_counter() - started_s)
 
     def _check(self, rows: int, has_shared: bool) -> None:
-        """A replay of one token in each of some blocks beside the same computed unrecorded. Raises
-        RuntimeError."""
+        """Compare a replay with the same computation unrecorded, for one token in each of some
+        blocks. Raises RuntimeError where they differ."""
         count = min(rows, self.kv.blocks)
-        spans = [Span(row, 1, 0, [row]) for row in range(count)]
+        spans = [RowSpan(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
         longs[TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
-        longs[SLOTS] = longs[_SOURCES] = -1
+        longs[SLOTS] = longs[SOURCES] = -1
         longs[SLOTS, :count] = np.arange(count) * self.kv.block_tokens
         longs[_LOGITS] = np.arange(rows)
         self._put(longs, self._padded(spans, [], rows, has_shared))
@@ -209,21 +200,21 @@ class GpuExecutor:
         if not error <= _GRAPH_ERROR_MAX * wanted.abs().max().item():
             raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
 
-    def _padded(self, short: list[Span], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
-        """The tiles of a decode as the graph of so many rows has them."""
+    def _padded(self, short: list[RowSpan], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
+        """The tiles of a decode, padded to the graph of this number of rows."""
         shared_tiles = self._shared_tiles(rows) if has_shared else 0
         shape = self.kv.shape
-        return plan(shape, short, [], prefixes, own_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
+        return plan(shape, short, [], prefixes, separate_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
 
-    def _put(self, longs: Longs, made: Plan) -> None:
+    def _put(self, longs: Longs, tiles: Plan) -> None:
         """Into the buffers that graphs read."""
         self._longs[: longs.size].copy_(pinned(longs.reshape(-1), self._device), non_blocking=True)
-        self._numbers[: len(made.numbers)].copy_(pinned(made.numbers, self._device), non_blocking=True)
+        self._numbers[: len(tiles.numbers)].copy_(pinned(tiles.numbers, self._device), non_blocking=True)
 
     def _graph(self, rows: int, has_shared: bool) -> _Graph:
         """The decode of `rows` rows as a graph, captured where it is not yet; the content of the
         buffers does not matter."""
-        found = self._graphs.get((rows, has_shared))
+        found = self.graphs.get((rows, has_shared))
         if found is not None:
             return found
         skeleton = self._padded([], [], rows, has_shared)
@@ -231,7 +222,7 @@ class GpuExecutor:
         def compute() -> None:
             longs = self._longs[: 5 * rows].view(5, rows)
             step = StepInput(
-                token_ids=_known(longs[TOKENS], longs[_SOURCES], self._latest),
+                token_ids=known_tokens(longs, self._latest),
                 positions=longs[POSITIONS],
                 slots=longs[SLOTS],
                 logit_rows=longs[_LOGITS],
@@ -239,10 +230,10 @@ class GpuExecutor:
             )
             self._logits[:rows].copy_(self._decoder(step, self.kv))
 
-        made = self._graphs[rows, has_shared] = _Graph(compute, self._recorded(compute))
+        made = self.graphs[rows, has_shared] = _Graph(compute, self.recorded(compute))
         return made
 
-    def _recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
+    def recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
         """A function that replays `compute`."""
         if self._device.type != "cuda":
             return compute
@@ -262,7 +253,7 @@ class GpuExecutor:
             compute()
         return graph.replay
 
-    def _order(self, chunks: Many[Chunk]) -> _Order:
+    def _order(self, chunks: Many[TokenChunk]) -> _Order:
         """Sequences that share a prefix side by side. Prefixes are searched when other sequences
         run than in the step before: a running sequence's first blocks do not change, and a sequence
         that is admitted anew has another list."""
@@ -281,29 +272,13 @@ class GpuExecutor:
         long = [chunk for chunk in chunks if chunk.count > SHORT_ROWS_MAX]
         return _Order([*(short[index] for index in [*members, *alone]), *long], len(short), prefixes)
 
-    def _fill(self, chunks: Many[Chunk], rows: int, places: dict[int, int]) -> Longs:
-        """int64 [5, rows]: tokens, positions, slots, and where in the latest draws a token is;
-        logit rows are left 0."""
-        longs = np.zeros((5, rows), np.int64)
-        longs[SLOTS] = longs[_SOURCES] = -1
-        fill_rows(longs, chunks, self.kv.block_tokens)
-        for at, chunk in zip(itertools.accumulate((c.count for c in chunks), initial=0), chunks, strict=False):
-            if chunk.sequence.in_flight:  # its first row is the decode of that token
-                longs[_SOURCES, at] = places[chunk.sequence.id]
-        return longs
-
     def _shared_tiles(self, rows: int) -> int:
         return -(-rows // self.kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
 
 
-def _known(tokens: torch.Tensor, sources: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """Tokens, but where a row has a source the one that was drawn there."""
-    return torch.where(sources >= 0, latest[sources.clamp_min(0)], tokens)
-
-
-def _spans(order: _Order) -> tuple[list[Span], list[Span]]:
+def _spans(order: _Order) -> tuple[list[RowSpan], list[RowSpan]]:
     spans, at = [], 0
     for chunk in order.chunks:
-        spans.append(Span(at, chunk.count, chunk.start, chunk.sequence.blocks))
+        spans.append(RowSpan(at, chunk.count, chunk.start, chunk.sequence.blocks))
         at += chunk.count
     return spans[: order.short], spans[order.short :]

@@ -22,7 +22,7 @@ from local_engine.kernels.cpu import Kernels, Matrix, kind_of
 from local_engine.kernels.fused import softcap
 from local_engine.models.decoder import Decoder, Layer
 from local_engine.models.mlp import Mlp
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.weights.linear import Linear, NativeProduct
 
@@ -30,25 +30,25 @@ _SPAN_TOKENS = 256  # the native kernel reads a shared prefix in pieces of so ma
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
-class _Linear(ctypes.Structure):
+class _LinearPointers(ctypes.Structure):
     _fields_ = (("parts", ctypes.POINTER(Matrix)), ("count", _INT), ("outputs", _INT))
 
 
-class _Layer(ctypes.Structure):
+class _LayerPointers(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("attention_norm", "qk_norm", "output_norm", "mlp_norm", "down_norm")),
-        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _LinearPointers) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _POINTER) for name in ("cos", "sin", "pool")),
         ("window", _LONG),
     )
 
 
-class _Model(ctypes.Structure):
+class _ModelPointers(ctypes.Structure):
     _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)),
+        ("layers", ctypes.POINTER(_LayerPointers)),
         ("windows", ctypes.POINTER(_LONG)),
         ("final_norm", _POINTER),
-        ("head", _Linear),
+        ("head", _LinearPointers),
         *((name, _LONG) for name in ("blocks", "weights")),
         *((name, _INT) for name in ("layer_count", "window_count", "kind", "head_kind", "hidden")),
         *((name, _INT) for name in ("heads", "kv_heads", "size", "block_tokens", "is_gelu")),
@@ -69,7 +69,7 @@ class NativeExecutor:
         self._prefix_blocks = max(1, _SPAN_TOKENS // block_tokens)
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self, chunks: Many[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
         # sequences with a common prefix become neighbours
         ordered = sorted(chunks, key=lambda chunk: chunk.sequence.blocks[:: self._prefix_blocks])
@@ -85,9 +85,11 @@ class NativeStep:
         config, products = decoder.config, decoder.head.native_products()
         assert products is not None
         self._logits_dtype = products[0].out_dtype
-        self._layers = (_Layer * config.layers)(*(self._layer(i, layer) for i, layer in enumerate(decoder.layers)))
+        self._layers = (_LayerPointers * config.layers)(
+            *(self._layer(i, layer) for i, layer in enumerate(decoder.layers))
+        )
         self._windows = (_LONG * len(kv.windows))(*kv.windows)
-        self._model = _Model(
+        self._model = _ModelPointers(
             layers=self._layers,
             windows=self._windows,
             final_norm=decoder.final_norm.data_ptr(),
@@ -99,14 +101,14 @@ class NativeStep:
             kind=kind_of(decoder.dtype),
             head_kind=products[0].kind,
             hidden=config.hidden_size,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            size=config.head_dim,
+            heads=config.attention.heads,
+            kv_heads=config.attention.kv_heads,
+            size=config.attention.head_dim,
             block_tokens=kv.block_tokens,
             is_gelu=config.activation == "gelu_tanh",
             epsilon=config.rms_epsilon,
-            scale=config.attention_scale,
-            cap=config.attention_softcap or 0.0,
+            scale=config.attention.scale,
+            cap=config.attention.softcap or 0.0,
         )
 
     def __call__(self, step: StepInput) -> torch.Tensor:
@@ -120,10 +122,10 @@ class NativeStep:
         self._kv.native.step(ctypes.byref(self._model), *pointers, len(x), len(logits))
         return softcap(logits, config.logit_softcap)
 
-    def _layer(self, index: int, layer: Layer) -> _Layer:
+    def _layer(self, index: int, layer: Layer) -> _LayerPointers:
         mlp, (cos, sin) = layer.mlp, self._decoder.rotary[index]
         assert isinstance(mlp, Mlp)
-        return _Layer(
+        return _LayerPointers(
             attention_norm=_pointer(layer.attention_norm),
             qk_norm=_pointer(layer.qk_norm),
             output_norm=_pointer(layer.output_norm),
@@ -140,17 +142,17 @@ class NativeStep:
         )
 
 
-def _linear(linear: Linear) -> _Linear:
+def _linear(linear: Linear) -> _LinearPointers:
     products: Many[NativeProduct] = linear.native_products() or ()
     parts = (Matrix * len(products))(*(product.matrix() for product in products))
-    return _Linear(parts, len(products), sum(linear.rows))
+    return _LinearPointers(parts, len(products), sum(linear.rows))
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _paged(chunks: Many[Chunk]) -> PagedRows:
+def _paged(chunks: Many[TokenChunk]) -> PagedRows:
     starts = itertools.accumulate((len(chunk.sequence.blocks) for chunk in chunks), initial=0)
     per_row = [start for chunk, start in zip(chunks, starts, strict=False) for _ in range(chunk.count)]
     blocks = [block for chunk in chunks for block in chunk.sequence.blocks]

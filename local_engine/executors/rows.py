@@ -14,16 +14,20 @@ import numpy as np
 import torch
 
 from local_engine.attention import KV, StepInput
-from local_engine.sequence import Chunk
+from local_engine.kernels.copies import on_device
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
-TOKENS, POSITIONS, SLOTS = range(3)
+TOKENS, POSITIONS, SLOTS, SOURCES = range(4)
 
 
-def fill_rows(longs: Longs, chunks: Many[Chunk], block_tokens: int) -> None:
-    """Fill the rows' `TOKENS`, `POSITIONS` and `SLOTS` in int64 [3 or more, rows]; a token that a
-    step under way will give is 0."""
+def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, before: StepInFlight | None) -> None:
+    """Fill the rows' `TOKENS`, `POSITIONS`, `SLOTS` and `SOURCES` in int64 [4 or more, rows]. A token
+    that the step `before` will give is 0, and its source is its index among the draws of that step.
+    All other sources are -1, and so are the slots of rows that are left over."""
+    drawn_at = {} if before is None else before.places()
+    longs[SLOTS] = longs[SOURCES] = -1
     at = 0
     for chunk in chunks:
         stop = at + chunk.count
@@ -33,10 +37,19 @@ def fill_rows(longs: Longs, chunks: Many[Chunk], block_tokens: int) -> None:
         longs[TOKENS, at:stop] = chunk.tokens
         longs[POSITIONS, at:stop] = where
         longs[SLOTS, at:stop] = blocks[where // block_tokens - first] * block_tokens + where % block_tokens
+        if chunk.sequence.in_flight:  # its first row is the decode of that token
+            longs[SOURCES, at] = drawn_at[chunk.sequence.id]
         at = stop
 
 
-def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
+def known_tokens(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The tokens of `rows` as `fill_rows` made them, with those that were `drawn` where they have a
+    source."""
+    sources = rows[SOURCES]
+    return torch.where(sources >= 0, drawn[sources.clamp_min(0)], rows[TOKENS])
+
+
+def logit_rows(chunks: Many[TokenChunk], ordered: Many[TokenChunk]) -> Longs:
     """The rows to predict from, in the order of `chunks`; `ordered`: the same chunks in the order
     of their rows."""
     stops = itertools.accumulate(chunk.count for chunk in ordered)
@@ -46,31 +59,21 @@ def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
 
 
 def step_input(
-    chunks: Many[Chunk], ordered: Many[Chunk], before: StepInFlight | None, kv: KV, **attention: Any
+    chunks: Many[TokenChunk], ordered: Many[TokenChunk], before: StepInFlight | None, kv: KV, **attention: Any
 ) -> StepInput:
     """The step of `chunks`, whose rows are in the order of `ordered`, on the device of `kv`, with
     what `attention` needs. Tokens that are not known yet are the draws of the step `before`."""
-    longs = np.empty((3, sum(chunk.count for chunk in ordered)), np.int64)
-    fill_rows(longs, ordered, kv.block_tokens)
+    longs = np.zeros((4, sum(chunk.count for chunk in ordered)), np.int64)
+    fill_rows(longs, ordered, kv.block_tokens, before)
     device = kv.pools[0].device
-    rows, predicted = (
-        torch.from_numpy(own).to(device, non_blocking=True) for own in (longs, logit_rows(chunks, ordered))
-    )
-    if before is not None:
-        _fill_in_drawn(rows[TOKENS], ordered, before)
+    rows = on_device(longs, device)
+    tokens = rows[TOKENS]
+    if before is not None and (longs[SOURCES] >= 0).any():
+        tokens = known_tokens(rows, before.drawn.ids)
     return StepInput(
-        token_ids=rows[TOKENS], positions=rows[POSITIONS], slots=rows[SLOTS], logit_rows=predicted, **attention
+        token_ids=tokens,
+        positions=rows[POSITIONS],
+        slots=rows[SLOTS],
+        logit_rows=on_device(logit_rows(chunks, ordered), device),
+        **attention,
     )
-
-
-def _fill_in_drawn(token_ids: torch.Tensor, chunks: Many[Chunk], before: StepInFlight) -> None:
-    """Fill in the draws of the step `before` where the chunks' tokens are unknown: each is a decode
-    of that one token."""
-    places = before.places()
-    starts = itertools.accumulate((chunk.count for chunk in chunks), initial=0)
-    found = [
-        (row, places[chunk.sequence.id]) for row, chunk in zip(starts, chunks, strict=False) if chunk.sequence.in_flight
-    ]
-    if found:
-        rows, own = torch.tensor(found, device=token_ids.device).T
-        token_ids[rows] = before.drawn.ids[own]

@@ -1,5 +1,5 @@
-"""Which sequences look at the same beginning, so that it can be attended to once for all of them
-(cascade attention).
+"""Groups sequences that begin alike, so that attention computes their common prefix once (cascade
+attention).
 
 Knows lists of block ids, no tokens and no tensors: sequences share a prefix where their block
 tables begin alike, which prefix reuse has brought about. Invariant: the groups are disjoint, and
@@ -27,10 +27,10 @@ def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Pref
     shorter one of more where it saves more."""
     order = sorted(range(len(tables)), key=lambda index: tables[index])
     alike = [_common(tables[one], tables[next_]) for one, next_ in itertools.pairwise(order)]
-    found = _best(alike, 0, len(order))
+    groups = _best(alike, 0, len(order))
     return [
         Prefix(tuple(order[first:stop]), blocks)
-        for first, stop, blocks in found
+        for first, stop, blocks in groups
         if blocks * (stop - first - 1) >= max(1, saved_blocks_min)
     ]
 
@@ -57,12 +57,12 @@ def _saved(group: tuple[int, int, int]) -> int:
     return blocks * (stop - first - 1)
 
 
-def _common(one: list[int], other: list[int]) -> int:
-    """How many blocks two tables have in common from the start."""
-    low, high = 0, min(len(one), len(other))
+def _common(table: list[int], other: list[int]) -> int:
+    """The number of blocks that two tables have in common from the start."""
+    low, high = 0, min(len(table), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if table[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

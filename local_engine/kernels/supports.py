@@ -21,19 +21,19 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 FP8_CAPABILITY = (8, 9)  # of a GPU that has 8-bit floats: Ada, Hopper and later
 # devices on which a kernel of that part failed or was wrong
-_left_alone: set[tuple[str, Part]] = set()
+left_alone: set[tuple[str, Part]] = set()
 
 
 def supports(device: torch.device, part: Part) -> bool:
     """Whether the kernels of this part run on this device."""
     wish = os.environ.get("SAMEWAY_TRITON", "")
-    is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and (str(device), part) not in _left_alone
+    is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and (str(device), part) not in left_alone
     return is_wanted and has_triton()
 
 
 def leave_alone(device: torch.device, part: Part) -> None:
     """From now on torch does this part's work on that device."""
-    _left_alone.add((str(device), part))
+    left_alone.add((str(device), part))
 
 
 def is_interpreted() -> bool:
@@ -44,7 +44,8 @@ def is_interpreted() -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; a few where there is no GPU: work is split there too."""
+    """The number of programs that run side by side. Without a GPU it is 2, so that work is split
+    there too."""
     if device.type != "cuda":
         return 2
     import torch

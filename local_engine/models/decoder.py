@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a checkpoint's tensor goes: the `index`-th rows of a Linear."""
+    """A target of a checkpoint's tensor: the `index`-th rows of a Linear."""
 
     linear: Linear
     index: int
@@ -69,14 +69,15 @@ _NORMS = {
 
 def _normalise_wide(qkv: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> None:
     """All of a row's queries as one vector, and all of its keys, in place."""
-    for heads in (slice(config.heads), slice(config.heads, len(weight))):
+    queries = config.attention.heads
+    for heads in (slice(queries), slice(queries, len(weight))):
         own = qkv[:, heads]
         own.copy_(rms_norm(own.flatten(1), weight[heads].flatten(), config.rms_epsilon).view_as(own))
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
-    """Raises ModelError for types that are no weights, and for weights that are not finite: every
-    answer would be nonsense."""
+    """Raises ModelError for number types other than weights have, and for weights that are not
+    finite: every answer would be nonsense."""
     numbers = [tensor] if isinstance(tensor, torch.Tensor) else [tensor.scales]
     if isinstance(tensor, Quantised):
         numbers.append(tensor.minimums)
@@ -159,7 +160,7 @@ class Decoder:
                 raise ModelError(f"unexpected tensor {name!r} in a {self.config.architecture} checkpoint")
 
     def forms(self) -> Counter[str]:
-        """How many matrices are held as what: "4 bits", "8 bits", or a number type."""
+        """The number of matrices in each form: "4 bits", "8 bits", or a number type."""
         return Counter(form for linear in self.linears() for form in linear.forms())
 
     def _is_unused(self, name: str) -> bool:
@@ -182,7 +183,7 @@ class Decoder:
         _check_numbers(name, tensor)
         module = name.split(".")[-2]
         if module in ("q_proj", "k_proj") and (dims := self.config.ropes[int(name.split(".")[2])].dims) is not None:
-            tensor = rows_of(tensor, turning_first(tensor.shape[0], self.config.head_dim, dims))
+            tensor = rows_of(tensor, turning_first(tensor.shape[0], self.config.attention.head_dim, dims))
         if isinstance(target, Part):
             target.linear.load(target.index, tensor)
             if name == "model.embed_tokens.weight" and not (self.head.has_rows and self.head.holds(0, tensor)):
@@ -205,7 +206,7 @@ class Decoder:
             norm += config.norm_offset
         self.final_norm /= config.logit_divisor
         tables = {
-            rope: rotary(rope, config.head_dim, context_tokens, dtype=self.dtype, device=self.device)
+            rope: rotary(rope, config.attention.head_dim, context_tokens, dtype=self.dtype, device=self.device)
             for rope in set(config.ropes)
         }
         self.rotary = [tables[rope] for rope in config.ropes]
@@ -214,14 +215,14 @@ class Decoder:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
         afterwards."""
         config = self.config
-        heads, epsilon = config.heads + 2 * config.kv_heads, config.rms_epsilon
+        epsilon = config.rms_epsilon
         x = self.embed(step.token_ids)
         more = torch.zeros_like(x)  # the layer before adds this to x
         tables = {id(table): table for table in self.rotary}
         angles = {key: kv.angles(*table, step.positions) for key, table in tables.items()}
         for index, layer in enumerate(self.layers):
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
-            qkv = layer.qkv(y).view(-1, heads, config.head_dim)
+            qkv = layer.qkv(y).view(len(y), -1, config.attention.head_dim)
             qk_norm = layer.qk_norm
             if config.has_wide_qk_norm and qk_norm is not None:
                 _normalise_wide(qkv, qk_norm, config)
@@ -265,8 +266,8 @@ class Decoder:
         options: LinearOptions | None = None,
         is_exact: bool = False,
     ) -> Linear:
-        """One Linear of the checkpoint's tensors of these names, one below the other. `options`: by
-        default the model's. `is_exact`: never quantised further."""
+        """One Linear of the checkpoint's tensors of these names, one below the other. `options`
+        default to the model's. `is_exact` keeps it from being quantised further."""
         bits = None if self._bits is None or is_exact else [bits_of(n, self._bits, self.config.layers) for n in names]
         linear = Linear(rows, columns, options or self._options, has_bias=has_bias, bits=bits)
         self._targets |= {f"{name}.weight": Part(linear, index) for index, name in enumerate(names)}
@@ -277,14 +278,14 @@ class Decoder:
 
     def _make_layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}"
-        hidden, size = config.hidden_size, config.head_dim
+        hidden, qkv_rows, heads = config.hidden_size, config.attention.qkv_rows, config.attention.heads
         attention = f"{prefix}.self_attn"
-        qkv_rows = (config.heads * size, config.kv_heads * size, config.kv_heads * size)
         qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
         qk_norm = None
         if config.has_qk_norm:
-            qk_norm = self._norm(f"{attention}.q_norm.weight", config.heads + config.kv_heads, size)
-            for name, own in (("q_norm", qk_norm[: config.heads]), ("k_norm", qk_norm[config.heads :])):
+            shape = (heads + config.attention.kv_heads, config.attention.head_dim)
+            qk_norm = self._norm(f"{attention}.q_norm.weight", *shape)
+            for name, own in (("q_norm", qk_norm[:heads]), ("k_norm", qk_norm[heads:])):
                 self._targets[f"{attention}.{name}.weight"] = own.flatten() if config.has_wide_qk_norm else own
         attention_norm, output_norm, mlp_norm, down_norm = (
             None if name is None else self._norm(f"{prefix}.{name}_layernorm.weight", hidden)
@@ -294,9 +295,7 @@ class Decoder:
             attention_norm=attention_norm,
             qkv=self._linear(qkv, qkv_rows, hidden, has_bias=config.has_qkv_bias),
             qk_norm=qk_norm,
-            output=self._linear(
-                (f"{attention}.o_proj",), (hidden,), config.heads * size, has_bias=config.has_output_bias
-            ),
+            output=self._linear((f"{attention}.o_proj",), (hidden,), qkv_rows[0], has_bias=config.has_output_bias),
             output_norm=output_norm,
             mlp_norm=mlp_norm,
             mlp=self._make_mlp(index, f"{prefix}.mlp"),

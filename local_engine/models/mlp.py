@@ -50,7 +50,7 @@ class Experts:
 
     def prepare(self, device: torch.device) -> None:
         """After the experts' own: group them where a GPU's kernel serves matrices as theirs are."""
-        one = self.experts[0]
+        first_expert = self.experts[0]
         pairs = [(expert.gate_up.whole, expert.down.whole) for expert in self.experts]
         gate_ups, downs = ([whole for whole in wholes if whole is not None] for wholes in zip(*pairs, strict=True))
         if not supports(device, "experts") or min(len(gate_ups), len(downs)) < len(pairs):
@@ -60,7 +60,7 @@ class Experts:
         stacks = torch.stack(gate_ups), torch.stack(downs)
         for expert, gate_up, down in zip(self.experts, *stacks, strict=True):
             expert.gate_up.whole, expert.down.whole = gate_up, down
-        self.grouped = GroupedExperts(*stacks, one.activation, one.native)
+        self.grouped = GroupedExperts(*stacks, first_expert.activation, first_expert.native)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shares, chosen = self.router(x).float().softmax(-1).topk(self.per_token, -1)

@@ -30,8 +30,8 @@ def rotary(rope: RopeConfig, head_dim: int, context_tokens: int, *, dtype: torch
 
 
 def turning_first(rows: int, head_dim: int, dims: int) -> torch.Tensor:
-    """The rows of q's or k's heads in the order that `rotary`'s tables are for: in each half of a
-    head first those of the `dims` that turn. Products of q and k stay the same."""
+    """The order of q's or k's rows that `rotary`'s tables expect: in each half of a head first the
+    `dims` that turn. Products of q and k stay the same."""
     (x, y), (u, v) = torch.arange(dims).chunk(2), torch.arange(dims, head_dim).chunk(2)
     return (torch.arange(0, rows, head_dim).unsqueeze(1) + torch.cat((x, u, y, v))).flatten()
 
@@ -72,7 +72,7 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.T
     a ramp leads from kept to divided frequencies (arXiv:2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
-        """Where the dimension is that turns so often."""
+        """The dimension that turns this many times within the trained context."""
         ratio = rope.original_context_tokens / (turns * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
 

@@ -15,35 +15,36 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import uvloop
 
+from ipc import IncomingCall, RpcServer, add_options, options_from
 from local_engine import messages as wire
 from local_engine.apart.process import AT_ONCE
 from local_engine.config import EngineConfig, ModelError
-from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
-from local_engine.process.thread import EngineThread, Key, Ready
+from local_engine.process import prepare_environment
+from local_engine.process.thread import EngineThread, Replies
 
 _STATE_PERIOD_S = 0.05
-_STATE_REPEAT_S = 1.0
 _STEP_TIMES_MAX = 30.0  # of what the longest step took of late
-_PARENT_PERIOD_S = 0.5
 _WHY_CHARS = 1_000
-_UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
 
 if TYPE_CHECKING:
     from local_engine.grammar import Compiled
     from local_engine.text.tokenizer import Tokenizer
+
+Call = IncomingCall[wire.EngineRequest]
 
 _CONVERSIONS_MAX = 64  # that wait
 _GRAMMARS_MAX = 8  # that wait, of one partition
@@ -51,134 +52,76 @@ _GRAMMARS_MAX = 8  # that wait, of one partition
 _log = logging.getLogger("local_engine.worker")
 
 
-class Server:
-    """The socket's side: connections in, frames out, and the end of the process."""
+class EngineServer:
+    """Connects clients with the engine's thread, and decides when the process ends."""
 
     def __init__(self, config: EngineConfig, *, drain_s: float, step_s_max: float = 120.0) -> None:
-        """`drain_s`: how long running answers have after SIGTERM. A step that takes longer than
-        `step_s_max` and than 30 times what the longest one took of late never ends: the device
-        hangs. A slow machine that is busy takes less."""
+        """Running answers have `drain_s` seconds after SIGTERM. A step never ends if it takes
+        longer than `step_s_max` and than 30 times the longest step of late: the device hangs. A
+        slow machine that is busy takes less.
+        """
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(config, lambda sent: self._loop.call_soon_threadsafe(self._deliver, sent))
+        self._thread: EngineThread[Call] = EngineThread(
+            config, lambda replies: self._loop.call_soon_threadsafe(self._deliver, replies)
+        )
         self._drain_s = drain_s
+        self._drains_until: float | None = None
         self._step_s_max = step_s_max
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._running: set[Key] = set()
-        self._clients = 0
-        self._is_draining = False
-        self._drain: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._server = RpcServer(wire.WIRE, state=self._state, on_call=self._take, on_cancel=self._thread.abort)
         self._converter = ThreadPoolExecutor(1, "tokenizer")
         self._compiler = ThreadPoolExecutor(AT_ONCE, "grammars")
         self._turns: dict[bytes, asyncio.Lock] = {}  # one grammar of a partition at a time
         self._compiling: Counter[bytes] = Counter()
-        self._conversions: set[asyncio.Task[None]] = set()
-        self._compilations: set[asyncio.Task[None]] = set()
-        self._sent: wire.State | None = None
-        self._is_over = asyncio.Event()
-        self._is_idle = asyncio.Event()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[list[wire.ToWorker]] = msgspec.msgpack.Decoder(list[wire.ToWorker])
+        self._converting = 0
+        self._shown = ""  # stage
+        self._looks, self._steps_ended = 0, 0
 
     async def serve(self, socket_path: Path) -> int:
-        """Until SIGTERM, the parent's death or a failure to load; returns the exit status."""
-        server = await asyncio.start_unix_server(self._on_connection, socket_path)
-        socket_path.chmod(0o600)
+        """Serve until SIGTERM, the parent's death or a failure of the engine. Returns the exit
+        status.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal)
+            self._loop.add_signal_handler(number, self._drain)
         self._thread.start()
-        tasks = [asyncio.create_task(self._push_state()), asyncio.create_task(self._watch_parent())]
-        await self._is_over.wait()
-        server.close()
-        for task in tasks:
-            task.cancel()
-        for writer in list(self._writers.values()):
-            writer.close()
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=1.0)
-        with contextlib.suppress(FileNotFoundError):
-            socket_path.unlink()
+        await self._server.serve(socket_path, self._is_over, _STATE_PERIOD_S)
         error = self._thread.error
         if error is None:
             return 0
-        if isinstance(error, ModelError | ValueError):
+        if self._thread.info is None and isinstance(error, ModelError | ValueError):
             return _refuse_to_run(socket_path, error)
         _log.error("the engine gave up", exc_info=error)
-        _write_ended(socket_path, wire.Ended(f"{type(error).__name__}: {error}"))
+        wire.write_ended(socket_path, wire.EngineEnded(f"{type(error).__name__}: {error}"))
         return 1
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-        self._clients += 1
-        client = self._clients
-        self._writers[client] = writer
-        self._write(writer, [self._state()])
-        try:
-            while True:
-                size_bytes = int.from_bytes(await reader.readexactly(4), "big")
-                if size_bytes > wire.FRAME_SIZE_MAX_BYTES:
-                    _log.warning("a client sent a frame of %d bytes; its connection is closed", size_bytes)
-                    break
-                frame = await reader.readexactly(size_bytes)
-                for message in self._decoder.decode(frame):
-                    self._on_message(Key(client, message.id), message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client left: the `finally` does the rest
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _log.warning("a client sent what is no message (%s); its connection is closed", error)
-        finally:
-            del self._writers[client]
-            for key in [key for key in self._running if key.client == client]:
-                self._forget(key)
-                self._thread.send((key, wire.Abort(key.id)))
-            writer.close()
-
-    def _on_message(self, key: Key, message: wire.ToWorker) -> None:
-        refusal: wire.EngineError | None = None
-        if self._is_draining:
-            refusal = wire.EngineUnavailable("the engine is shutting down")
+    def _take(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        request = call.body
+        if self._drains_until is not None:
+            call.fail(wire.EngineUnavailable("the engine is shutting down"))
         elif not self._thread.load.is_ready:
-            refusal = wire.EngineLoading("the model is loading")
-        if isinstance(message, wire.Abort):
-            self._forget(key)
-        elif refusal is not None:
-            self._deliver([(key, wire.error_to_wire(key.id, refusal))])
-            return
-        elif isinstance(message, wire.Tokenize | wire.Detokenize):
-            task = asyncio.create_task(self._convert(key, message))
-            self._conversions.add(task)
-            task.add_done_callback(self._conversions.discard)
-            return
+            call.fail(wire.EngineLoading("the model is loading"))
+        elif not isinstance(request, wire.GenerateRequest):
+            return self._convert(call, request)
+        elif request.grammar is not None or request.tools:
+            return self._compile(call, request)
         else:
-            self._running.add(key)
-            self._is_idle.clear()
-            if message.request.grammar is not None or message.request.tools:
-                compilation = asyncio.create_task(self._compile(key, message))
-                self._compilations.add(compilation)
-                compilation.add_done_callback(self._compilations.discard)
-                return
-        self._thread.send((key, message if isinstance(message, wire.Abort) else Ready(message.request)))
+            self._thread.submit(call, request)
+        return None
 
-    async def _convert(self, key: Key, message: wire.Tokenize | wire.Detokenize) -> None:
-        """Answer a request for tokens or their text; its error is its own answer."""
-        answer: wire.ToClient
+    async def _convert(self, call: Call, request: wire.TokenizeCall | wire.DetokenizeCall) -> None:
+        """Answer with tokens or their text. Raises EngineError."""
+        self._converting += 1
         try:
-            if len(self._conversions) > _CONVERSIONS_MAX:
+            if self._converting > _CONVERSIONS_MAX:
                 raise wire.Overloaded(f"{_CONVERSIONS_MAX} requests wait for the tokenizer")
             assert self._thread.tokenizer is not None, "the engine is ready"
-            answer = await self._loop.run_in_executor(self._converter, _converted, self._thread.tokenizer, message)
-        except Exception as error:  # its own answer, whatever it is
-            answer = wire.error_to_wire(key.id, error)
-        writer = self._writers.get(key.client)
-        if writer is not None:
-            self._write(writer, [answer])
+            call.reply(await self._loop.run_in_executor(self._converter, _converted, self._thread.tokenizer, request))
+        finally:
+            self._converting -= 1
 
-    async def _compile(self, key: Key, message: wire.Submit) -> None:
-        """Submit a request once its grammar is compiled, unless it was aborted meanwhile."""
-        request = message.request
+    async def _compile(self, call: Call, request: wire.GenerateRequest) -> None:
+        """Compile the grammar of a request, then submit it, unless its client has left. Raises
+        EngineError.
+        """
         self._compiling[request.salt] += 1
         try:
             if self._compiling[request.salt] > _GRAMMARS_MAX:
@@ -190,151 +133,99 @@ class Server:
             grammar = None if isinstance(kept, wire.InvalidRequest) else kept
             if wanted is not None and grammar is None:
                 async with self._turns.setdefault(request.salt, asyncio.Lock()):
-                    compiled = self._loop.run_in_executor(self._compiler, self._compiled, key, wanted, request.salt)
+                    compiled = self._loop.run_in_executor(self._compiler, self._compiled, call, wanted, request.salt)
                     grammar = await compiled
-        except Exception as error:
-            self._deliver([(key, wire.error_to_wire(key.id, error))])
-        else:
-            if key in self._running and (grammar is not None or wanted is None):
-                self._thread.send((key, Ready(request, grammar)))
+            if call.is_open:
+                self._thread.submit(call, request, grammar)
         finally:
             self._compiling[request.salt] -= 1
             if not self._compiling[request.salt]:
                 del self._compiling[request.salt]
                 self._turns.pop(request.salt, None)
 
-    def _compiled(self, key: Key, wanted: wire.Grammar, salt: bytes) -> Compiled | None:
+    def _compiled(self, call: Call, wanted: wire.Grammar, salt: bytes) -> Compiled | None:
         assert self._thread.grammars is not None, "the engine is ready"
-        return self._thread.grammars.compiled(wanted, salt) if key in self._running else None
+        return self._thread.grammars.compiled(wanted, salt) if call.is_open else None
 
-    def _forget(self, key: Key) -> None:
-        self._running.discard(key)
-        if not self._running:
-            self._is_idle.set()
+    def _deliver(self, replies: Replies[Call]) -> None:
+        for call, reply in replies:
+            if isinstance(reply, Exception):
+                call.fail(reply)
+            else:
+                call.reply(reply, is_last=reply.usage is not None)
 
-    def _deliver(self, messages: list[tuple[Key, wire.ToClient]]) -> None:
-        """One frame per client for all that a step had for it."""
-        by_client: dict[int, list[wire.ToClient]] = {}
-        for key, message in messages:
-            by_client.setdefault(key.client, []).append(message)
-            if not isinstance(message, wire.Outputs) or message.usage is not None:
-                self._forget(key)
-        for client, own in by_client.items():
-            writer = self._writers.get(client)
-            if writer is not None:
-                self._write(writer, own)
-
-    def _write(self, writer: asyncio.StreamWriter, messages: list[wire.ToClient]) -> None:
-        if writer.is_closing():
-            return
-        if writer.transport.get_write_buffer_size() > _UNREAD_SIZE_MAX_BYTES:
-            _log.warning("a client does not read; its connection is closed")
-            writer.transport.abort()
-            return
-        body = self._encoder.encode(messages)
-        writer.write(len(body).to_bytes(4, "big") + body)
-
-    def _state(self) -> wire.State:
+    def _state(self) -> wire.EngineState:
         load = self._thread.load
-        if self._is_draining:
+        if self._drains_until is not None:
             load = msgspec.structs.replace(load, is_ready=False, is_draining=True, stage="shutting down")
-        return wire.State(load, self._thread.info)
+        return wire.EngineState(load, self._thread.info)
 
-    async def _push_state(self) -> None:
-        """Push every change of the load to the clients, a few times a second, and the load every
-        second at least; print the stages of the loading. A step that never ends is the end of the
-        process. It is counted in looks, not by the clock: if the process was stopped, the step was
-        too."""
-        shown, sent_at, looks, ended = "", 0.0, 0, 0
-        while True:
-            state, now = self._state(), time.monotonic()
-            if state != self._sent or now - sent_at >= _STATE_REPEAT_S:
-                self._sent, sent_at = state, now
-                for writer in list(self._writers.values()):
-                    self._write(writer, [state])
-                line = f"{state.load.stage} {10 * int(10 * state.load.progress)}%"
-                if not shown.startswith("ready") and line != shown:
-                    shown = line
-                    print(f"local_engine: {line}", file=sys.stderr, flush=True)
-            thread = self._thread
-            is_same_step = thread.steps_begun > thread.steps_ended == ended
-            looks, ended = looks + 1 if is_same_step else 0, thread.steps_ended
-            if looks * _STATE_PERIOD_S > max(self._step_s_max, _STEP_TIMES_MAX * thread.step_s_expected):
-                thread.error = TimeoutError(f"a step has taken more than {looks * _STATE_PERIOD_S:g} s")
-                self._is_over.set()
-            if not self._thread.is_alive():
-                self._is_over.set()
-            await asyncio.sleep(_STATE_PERIOD_S)
+    def _is_over(self) -> bool:
+        """Whether the process must end. Prints each stage of the loading.
 
-    async def _watch_parent(self) -> None:
-        parent = os.getppid()
-        while not self._is_over.is_set():
-            await asyncio.sleep(_PARENT_PERIOD_S)
-            if os.getppid() != parent:
-                _log.warning("the parent process is gone")
-                self._is_over.set()
+        A step that never ends ends the process. Looks are counted, not seconds: while the process
+        was stopped, the step was too.
+        """
+        thread, until = self._thread, self._drains_until
+        line = f"{thread.load.stage} {10 * int(10 * thread.load.progress)}%"
+        if not self._shown.startswith("ready") and line != self._shown:
+            self._shown = line
+            print(f"local_engine: {line}", file=sys.stderr, flush=True)
+        is_same_step = thread.steps_begun > thread.steps_ended == self._steps_ended
+        self._looks, self._steps_ended = self._looks + 1 if is_same_step else 0, thread.steps_ended
+        step_s = self._looks * _STATE_PERIOD_S
+        if step_s > max(self._step_s_max, _STEP_TIMES_MAX * thread.step_s_expected):
+            thread.error = TimeoutError(f"a step has taken more than {step_s:g} s")
+            return True
+        is_drained = until is not None and (not self._server.has_calls or time.monotonic() >= until)
+        return is_drained or not thread.is_alive()
 
-    def _on_signal(self) -> None:
-        """The first signal drains, the second one ends."""
-        if self._is_draining:
-            self._is_over.set()
-            return
-        self._is_draining = True
-        self._drain = self._loop.create_task(self._finish_running())
-
-    async def _finish_running(self) -> None:
-        if self._running:
-            self._is_idle.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_idle.wait(), self._drain_s)
-        self._is_over.set()
+    def _drain(self) -> None:
+        """Let running answers finish at the first signal, and end at the second."""
+        self._drains_until = time.monotonic() + self._drain_s if self._drains_until is None else 0.0
 
 
-def _converted(tokenizer: Tokenizer, asked: wire.Tokenize | wire.Detokenize) -> wire.Tokens | wire.Text:
-    """The tokens or the text that a client asked for. Raises InvalidRequest."""
-    if isinstance(asked, wire.Detokenize):
-        return wire.Text(asked.id, tokenizer.decode_all(asked.token_ids))
-    if asked.messages is not None:
-        is_rendered = not asked.has_special
-        ids = tokenizer.encode_chat(asked.messages, None, opens_answer=asked.opens_answer, is_rendered=is_rendered)
+def _converted(
+    tokenizer: Tokenizer, request: wire.TokenizeCall | wire.DetokenizeCall
+) -> wire.TokenIds | wire.TokensText:
+    """Return the tokens or the text that a client asks for. Raises InvalidRequest."""
+    if isinstance(request, wire.DetokenizeCall):
+        return wire.TokensText(tokenizer.decode_all(request.token_ids))
+    if request.messages is not None:
+        is_rendered = not request.has_special
+        ids = tokenizer.encode_chat(request.messages, None, opens_answer=request.opens_answer, is_rendered=is_rendered)
     else:
-        ids = tokenizer.encode(asked.prompt or "", is_rendered=not asked.has_special)
-    return wire.Tokens(asked.id, ids, [tokenizer.token(id) for id in ids] if asked.wants_texts else None)
+        ids = tokenizer.encode(request.prompt or "", is_rendered=not request.has_special)
+    return wire.TokenIds(ids, [tokenizer.token(id) for id in ids] if request.wants_texts else None)
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
-    """Print why in one line, and write it down for the clients."""
+    """Print why in one line, and write it down for the clients. Returns the exit status."""
     # a checkpoint's own words may be of any length, and no UTF-8
     why = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:_WHY_CHARS]
     print(f"local_engine: {why}", file=sys.stderr, flush=True)
-    _write_ended(socket_path, wire.Ended(why, is_final=True))
-    return EX_CONFIG
-
-
-def _write_ended(socket_path: Path, ended: wire.Ended) -> None:
-    try:
-        wire.write_ended(socket_path, ended)
-    except OSError as error:
-        _log.warning("why this engine ended is told here alone: %s", error)
+    wire.write_ended(socket_path, wire.EngineEnded(why, is_final=True))
+    return os.EX_CONFIG
 
 
 async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:
-    return await Server(config, drain_s=drain_s).serve(socket_path)
+    return await EngineServer(config, drain_s=drain_s).serve(socket_path)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="local_engine.process.worker", description=__doc__, parents=[arguments()])
+    parser = argparse.ArgumentParser(prog="local_engine.process.worker", description=__doc__)
+    add_options(parser, EngineConfig)
     parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
     parser.add_argument("--drain-s", type=float, default=2.0, help="seconds that running answers have after SIGTERM")
-    options = parser.parse_args()
+    arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="local_engine: %(message)s", stream=sys.stderr)
     prepare_environment()
     try:
-        config = config_from(options)
+        config = options_from(EngineConfig, arguments)
     except ValueError as error:
-        return _refuse_to_run(options.socket, error)
-    wire.ended_path(options.socket).unlink(missing_ok=True)
-    return asyncio.run(_serve(config, options.socket, options.drain_s))
+        return _refuse_to_run(arguments.socket, error)
+    wire.ended_path(arguments.socket).unlink(missing_ok=True)
+    return uvloop.run(_serve(config, arguments.socket, arguments.drain_s))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ _PLAIN_EVERY = 64  # steps: the time of a plain one has to be measured, too
 _MODEL_STEPS = 32  # at most, among which the price of catching up is divided
 
 
-class Source(StrEnum):
-    """Where a draft comes from."""
+class DraftSource(StrEnum):
+    """The origin of a draft."""
 
     TEXT = "text"
     REFERENCE = "reference"
@@ -45,11 +45,11 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DraftKind:
     """A class of drafts with about the same chance to be right: of one source, after about as many
     tokens that agree."""
 
-    source: Source
+    source: DraftSource
     match: int = 0
 
 
@@ -57,7 +57,7 @@ class Kind:
 class Draft:
     """Tokens to verify; for the draft model only how many are `wanted`."""
 
-    kind: Kind
+    kind: DraftKind
     tokens: tuple[int, ...] = ()
     wanted: int = 0
 
@@ -67,9 +67,9 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Lookup:
-    """Where each pair of tokens ended, over `reference` and then the sequence; grows as the
-    sequence does. `_before[end]` is where the pair that ends there ended the time before (LZ77's
+class PromptLookup:
+    """The last position of each pair of tokens, over `reference` and then the sequence; it grows as
+    the sequence does. `_before[end]` is the previous end of the pair that ends there (LZ77's
     hash chains)."""
 
     reference: list[int] = field(default_factory=list)
@@ -90,36 +90,35 @@ class Lookup:
             pair = (text[end - 2], text[end - 1])
             before.append(self._last.get(pair, 0))
             self._last[pair] = end
-        place = self._last.get((text[-2], text[-1]), 0) if len(text) > 2 else 0
+        position = self._last.get((text[-2], text[-1]), 0) if len(text) > 2 else 0
         best, match = 0, 0
         for _ in range(_CHAIN_MAX):
-            if not place or match == MATCH_MAX:
+            if not position or match == MATCH_MAX:
                 break
-            alike = self._alike(place)
+            alike = self._alike(position)
             if alike > match:
-                best, match = place, alike
-            place = before[place]
+                best, match = position, alike
+            position = before[position]
         return (best, match) if best else None
 
-    def follow(self, place: int, count: int) -> tuple[int, ...]:
+    def follow(self, position: int, count: int) -> tuple[int, ...]:
         """The `count` tokens from there on."""
         text = self._text
-        period = len(text) - place  # a loop is assumed to go on
-        return tuple(text[place + index % period] for index in range(count))
+        period = len(text) - position  # a loop is assumed to go on
+        return tuple(text[position + index % period] for index in range(count))
 
-    def _alike(self, place: int) -> int:
+    def _alike(self, position: int) -> int:
         text, size = self._text, len(self._text)
-        for back in range(2, min(MATCH_MAX, place)):
-            if text[place - 1 - back] != text[size - 1 - back]:
+        for back in range(2, min(MATCH_MAX, position)):
+            if text[position - 1 - back] != text[size - 1 - back]:
                 return back
-        return min(MATCH_MAX, place)
+        return min(MATCH_MAX, position)
 
 
 @dataclass(slots=True)
-class Tally:
-    """How often guesses of one kind were right where those before them were. Counts fade, to an
-    assumption that is worth a try: so a kind that lost is tried again, the later the more often it
-    lost."""
+class GuessRate:
+    """The share of right guesses of one kind, counted where the guesses before them were right.
+    Counts fade to an optimistic prior, so that a kind that lost is tried again, later each time."""
 
     _right: float = 0.0
     _tried: float = 0.0
@@ -136,7 +135,8 @@ class Tally:
 
 @dataclass(slots=True)
 class RateCorrection:
-    """How much more often one source's guesses are right in one sequence than in others."""
+    """The ratio of one source's right guesses in one sequence to those expected from all
+    sequences."""
 
     _right: float = 3.0
     _expected: float = 3.0
@@ -154,8 +154,10 @@ class RateCorrection:
 class Speculation:
     """The state of speculation for one sequence."""
 
-    lookup: Lookup
-    corrections: dict[Source, RateCorrection] = field(default_factory=lambda: {s: RateCorrection() for s in Source})
+    lookup: PromptLookup
+    corrections: dict[DraftSource, RateCorrection] = field(
+        default_factory=lambda: {s: RateCorrection() for s in DraftSource}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +177,20 @@ class DraftRequest:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A possible draft for `request`: at most `room` tokens, each right with probability `rate`
-    where those before it are; `place` is where they are looked up."""
+    where those before it are; `position` is where they are looked up."""
 
     request: DraftRequest
-    kind: Kind
+    kind: DraftKind
     rate: float
     room: int
-    place: int = 0
+    position: int = 0
 
     def draft(self, count: int) -> Draft:
         """The first `count` of it."""
-        if self.kind.source is Source.MODEL:
+        if self.kind.source is DraftSource.MODEL:
             return Draft(self.kind, wanted=count)
         ahead = self.request.in_flight
-        return Draft(self.kind, self.request.speculation.lookup.follow(self.place, ahead + count)[ahead:])
+        return Draft(self.kind, self.request.speculation.lookup.follow(self.position, ahead + count)[ahead:])
 
 
 @dataclass(slots=True)
@@ -199,7 +201,7 @@ class DraftPlan:
     tokens: float
     ms: float
     counts: list[tuple[Offer, int]] = field(default_factory=list)
-    spent_ms: dict[Source, float] = field(default_factory=lambda: dict.fromkeys(Source, 0.0))
+    spent_ms: dict[DraftSource, float] = field(default_factory=lambda: dict.fromkeys(DraftSource, 0.0))
 
     @property
     def speed(self) -> float:
@@ -207,15 +209,15 @@ class DraftPlan:
 
 
 class Speculator:
-    """Decides the drafts of a step's sequences, and learns from their results. `tokens_max`: of one
-    draft; `model_context_tokens`: a draft model's context, 0 where there is none."""
+    """Decides the drafts of a step's sequences, and learns from their results. `tokens_max` bounds
+    one draft; `model_context_tokens` is the draft model's context, 0 without a draft model."""
 
     def __init__(self, timing: StepTiming, tokens_max: int, model_context_tokens: int = 0) -> None:
         self.timing = timing
         self._tokens_max = tokens_max
         self._model_context_tokens = model_context_tokens
-        self._tallies: dict[Kind, Tally] = {}
-        self._credit_ms: dict[Source, float] = {}
+        self._tallies: dict[DraftKind, GuessRate] = {}
+        self._credit_ms: dict[DraftSource, float] = {}
         self._token_ms = 0.0  # milliseconds of a token without drafts
         self._now = self._plain_at = 0
 
@@ -227,19 +229,19 @@ class Speculator:
             self._plain_at = self._now
             return {}
         self._token_ms = plain_ms / rows
-        for source in Source:
+        for source in DraftSource:
             credit_ms = self._credit_ms.get(source, _CREDIT_AT_FIRST * plain_ms) + _ALLOWANCE * plain_ms
             self._credit_ms[source] = min(credit_ms, _CREDIT_MAX * plain_ms)
-        found = [offer for request in requests if (offer := self._of_lookup(request)) is not None]
-        plan = self._extended(DraftPlan(rows, plain_ms), found)
+        looked_up = [offer for request in requests if (offer := self._of_lookup(request)) is not None]
+        plan = self._extended(DraftPlan(rows, plain_ms), looked_up)
         if self._model_context_tokens:
-            rates = {offer.request.id: offer.rate for offer in found}
-            asked = [
+            rates = {offer.request.id: offer.rate for offer in looked_up}
+            likelier = [
                 offer for request in requests if (offer := self._of_model(request)).rate > rates.get(request.id, 0.0)
             ]
-            modelled = self._modelled(DraftPlan(rows, plain_ms), asked)
+            modelled = self._modelled(DraftPlan(rows, plain_ms), likelier)
             theirs = {offer.request.id for offer, _ in modelled.counts}
-            rest = [offer for offer in found if offer.request.id not in theirs]
+            rest = [offer for offer in looked_up if offer.request.id not in theirs]
             plan = max(plan, self._extended(modelled, rest), key=lambda one: one.speed)
         if not plan.counts:
             self._plain_at = self._now
@@ -247,10 +249,10 @@ class Speculator:
             self._credit_ms[source] -= ms
         return {offer.request.id: offer.draft(count) for offer, count in plan.counts}
 
-    def observe(self, speculation: Speculation, kind: Kind, drafted: int, accepted: int) -> None:
+    def observe(self, speculation: Speculation, kind: DraftKind, drafted: int, accepted: int) -> None:
         """Learn from a verified draft."""
         tried = min(accepted + 1, drafted)
-        tally = self._tallies.setdefault(kind, Tally())
+        tally = self._tallies.setdefault(kind, GuessRate())
         speculation.corrections[kind.source].add(accepted, tried * tally.rate(self._now))
         tally.add(accepted, tried, self._now)
         self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
@@ -260,21 +262,21 @@ class Speculator:
         self._tallies.clear()
         self._credit_ms.clear()
 
-    def _rate(self, request: DraftRequest, kind: Kind) -> float:
-        tally = self._tallies.get(kind) or Tally()
+    def _rate(self, request: DraftRequest, kind: DraftKind) -> float:
+        tally = self._tallies.get(kind) or GuessRate()
         return min(_RATE_MAX, request.speculation.corrections[kind.source].factor * tally.rate(self._now))
 
     def _of_lookup(self, request: DraftRequest) -> Offer | None:
-        found = request.speculation.lookup.find(request.tokens)
-        if found is None:
+        match_at = request.speculation.lookup.find(request.tokens)
+        if match_at is None:
             return None
-        place, match = found
-        source = Source.REFERENCE if place < len(request.speculation.lookup.reference) else Source.TEXT
-        kind = Kind(source, (match - 1).bit_length())
-        return Offer(request, kind, self._rate(request, kind), min(request.room, self._tokens_max), place)
+        position, match = match_at
+        source = DraftSource.REFERENCE if position < len(request.speculation.lookup.reference) else DraftSource.TEXT
+        kind = DraftKind(source, (match - 1).bit_length())
+        return Offer(request, kind, self._rate(request, kind), min(request.room, self._tokens_max), position)
 
     def _of_model(self, request: DraftRequest) -> Offer:
-        kind = Kind(Source.MODEL)
+        kind = DraftKind(DraftSource.MODEL)
         room = min(request.room, self._tokens_max, self._model_context_tokens - len(request.tokens))
         return Offer(request, kind, self._rate(request, kind), room)
 
@@ -305,7 +307,7 @@ class Speculator:
     def _modelled(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
         """The plan with drafts of the model, each as deep as its guesses are worth their rows, and
         all as deep as is worth the model's steps."""
-        timing, credit_ms = self.timing, self._credit_ms[Source.MODEL]
+        timing, credit_ms = self.timing, self._credit_ms[DraftSource.MODEL]
         best, spent_ms = plan, 0.0
         tokens, ms = plan.tokens, plan.ms
         going = []
@@ -330,5 +332,5 @@ class Speculator:
             depths |= dict.fromkeys(map(id, going), depth)
             if tokens / ms > best.speed:
                 counts = [(offer, depths[id(offer)]) for offer in offers if id(offer) in depths]
-                best = DraftPlan(tokens, ms, counts, plan.spent_ms | {Source.MODEL: spent_ms})
+                best = DraftPlan(tokens, ms, counts, plan.spent_ms | {DraftSource.MODEL: spent_ms})
         return best

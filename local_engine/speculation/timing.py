@@ -43,23 +43,23 @@ class Line:
     row_ms: float = 0.0
     # a row's time to fall back to where it was not measured for long; 0 is unknown
     assumed_ms: float = 0.0
-    _count: int = 0
-    _rows: float = 0.0
-    _ms: float = 0.0
+    count: int = 0
+    mean_rows: float = 0.0
+    mean_ms: float = 0.0
 
     def observe(self, rows: int, duration_s: float) -> None:
-        """Learn from a step of so many rows."""
+        """Learn from a step of `rows` rows."""
         predicted = self.at(rows)
-        self._count += 1
+        self.count += 1
         if predicted is None:
-            self._rows, self._ms = rows, 1000.0 * duration_s
+            self.mean_rows, self.mean_ms = rows, 1000.0 * duration_s
             return
         error = 1000.0 * duration_s - predicted
-        if error > 0.0 and self._count > 2:
+        if error > 0.0 and self.count > 2:
             error = _SLOW_SHARE * min(error, predicted)
-        off, new = rows - self._rows, 1.0 / self._count
-        self._rows += max(_SHARE, new) * off
-        self._ms += max(_SHARE, new) * (predicted + error - self._ms)
+        off, new = rows - self.mean_rows, 1.0 / self.count
+        self.mean_rows += max(_SHARE, new) * off
+        self.mean_ms += max(_SHARE, new) * (predicted + error - self.mean_ms)
         self.row_ms = max(0.0, self.row_ms + max(_SLOPE_SHARE, new) * off * error / (off * off + _OFF_MIN))
         if self.assumed_ms:
             self.row_ms += _FORGETS * (self.assumed_ms - self.row_ms)
@@ -70,16 +70,16 @@ class Line:
         self.row_ms = self.row_ms or self.assumed_ms
 
     def at(self, rows: int) -> float | None:
-        """Milliseconds of a step of so many rows; None while nothing is measured."""
-        if not self._count:
+        """Milliseconds of a step of `rows` rows; None before the first measurement."""
+        if not self.count:
             return None
-        return max(0.1 * self._ms, self._ms + self.row_ms * (rows - self._rows))
+        return max(0.1 * self.mean_ms, self.mean_ms + self.row_ms * (rows - self.mean_rows))
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """`steps`: decode steps by their rows, those of drafts and forced tokens included. `draft_steps`: those of the draft
-    model, where there is one."""
+    """The speed of this engine. `steps`: decode steps by their rows, drafts and forced tokens
+    included. `draft_steps`: steps of the draft model."""
 
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0

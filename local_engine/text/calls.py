@@ -76,9 +76,9 @@ CALLS_MAX = 16  # in one answer, where a grammar forces them
 def calls_grammar(
     format: Format, tools: Sequence[Mapping[str, Any]], choice: str, calls_max: int, answer: Grammar | None
 ) -> Grammar | None:
-    """What holds an answer to the calls that may be made: to one at least where `choice` is a
-    tool's name or `ANY_TOOL`. Otherwise it may be text, or have the form of `answer`; then a tool that
-    is not `strict` may get any arguments. None where nothing is to be held."""
+    """The grammar of an answer that may call these tools. It demands a call where `choice` is a
+    tool's name or `ANY_TOOL`. Otherwise the answer may be text, or have the form of `answer`;
+    then a tool that is not `strict` may get any arguments. None where any text is allowed."""
     functions = [tool["function"] for tool in tools if choice in ("", ANY_TOOL, tool["function"]["name"])]
     if not choice and answer is None and not any(function.get("strict") for function in functions):
         return None
@@ -133,15 +133,15 @@ _read_calls = msgspec.json.Decoder(_Call | list[_Call]).decode
 
 
 @dataclass(slots=True)
-class Parts:
-    """What a piece of text adds to an answer."""
+class AnswerParts:
+    """The text, the thinking and the calls that one piece of text adds to an answer."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[CallPart] = field(default_factory=list)
 
 
-class Reader:
+class AnswerReader:
     """Reads one answer piece by piece. `thinking`: the marks of the model's thinking block, which
     is open already where the answer `thinks`. `format` and `names`: of the tools. `is_held`: a
     grammar keeps calls in their frame, so they leave before they are complete. `is_forced`: it lets
@@ -186,10 +186,10 @@ class Reader:
         """Whether the last call that may be made is complete."""
         return 0 < self._calls_max <= self._calls and not self.is_framed
 
-    def read(self, text: str, *, is_last: bool = False) -> Parts:
+    def read(self, text: str, *, is_last: bool = False) -> AnswerParts:
         """The parts that are certain by now; with `is_last` all of them."""
         self._rest += text
-        said = Parts()
+        said = AnswerParts()
         while self._state(said, is_last):
             pass
         if self._is_forced:
@@ -198,7 +198,7 @@ class Reader:
 
     # -- each state takes what it can from the rest; false: it needs more text
 
-    def _begin(self, said: Parts, is_last: bool) -> bool:
+    def _begin(self, said: AnswerParts, is_last: bool) -> bool:
         """Before any text: a thinking block may open, or a call without a mark begin."""
         text = self._rest.lstrip()
         opens = self._thinking[0] if self._thinking is not None and not self._strips else None
@@ -214,41 +214,41 @@ class Reader:
             self._state = self._text
         return True
 
-    def _think(self, said: Parts, is_last: bool) -> bool:
+    def _think(self, said: AnswerParts, is_last: bool) -> bool:
         assert self._thinking is not None
-        before, found, after = self._rest.partition(self._thinking[1])
+        before, mark, after = self._rest.partition(self._thinking[1])
         if self._strips:
             before = before.lstrip()
-        sure = before.rstrip() if found or is_last else _sure(before, self._thinking[1])
+        sure = before.rstrip() if mark or is_last else _sure(before, self._thinking[1])
         said.reasoning += sure
         self._strips = self._strips and not sure
-        self._rest = after if found else before[len(sure) :]
-        if found:
+        self._rest = after if mark else before[len(sure) :]
+        if mark:
             self._state, self._strips = self._begin, True
-        return bool(found)
+        return bool(mark)
 
-    def _text(self, said: Parts, is_last: bool) -> bool:
+    def _text(self, said: AnswerParts, is_last: bool) -> bool:
         opens = self._format.opens if self._format is not None and self._broken < _BROKEN_MAX else ""
         if self._is_alone and not self._calls and opens:
             text = self._rest.lstrip() if self._strips else self._rest
             if not opens.startswith(text[: len(opens)]):
                 self._broken, opens = _BROKEN_MAX, ""
-        before, found, after = self._rest.partition(opens) if opens else (self._rest, "", "")
+        before, mark, after = self._rest.partition(opens) if opens else (self._rest, "", "")
         if self._strips:
             before = before.lstrip()
-        sure = before.rstrip() if found else before if is_last or not opens else _sure(before, opens)
+        sure = before.rstrip() if mark else before if is_last or not opens else _sure(before, opens)
         said.text += sure
         self._strips = self._strips and not sure
         self._rest = before[len(sure) :]
-        if found:
+        if mark:
             self._open(after, frame=self._rest + opens)
-        return bool(found)
+        return bool(mark)
 
     def _open(self, rest: str, frame: str = "") -> None:
         self._rest, self._frame, self._state = rest, frame, self._call
         self._at, self._depth, self._quote = 0, 0, ""
 
-    def _call(self, said: Parts, is_last: bool) -> bool:
+    def _call(self, said: AnswerParts, is_last: bool) -> bool:
         """Read calls: JSON, or Python, or a name and JSON."""
         if self._is_held and (head := _HEAD.match(self._rest)) and (head[1] or head[2]) in self._names:
             said.calls.append(CallPart(self._calls, head[1] or head[2]))
@@ -280,7 +280,7 @@ class Reader:
             self._state, self._strips = self._text, False
         return True
 
-    def _after(self, said: Parts, is_last: bool) -> bool:
+    def _after(self, said: AnswerParts, is_last: bool) -> bool:
         """After a call: its frame closes, another call follows in it, or text."""
         assert self._format is not None
         closes, self._rest = self._format.closes, self._rest.lstrip(" \t\r\n" if self._format.opens else " \t\r\n;")
@@ -299,7 +299,7 @@ class Reader:
             self._state = self._text
         return True
 
-    def _arguments(self, said: Parts, is_last: bool) -> bool:
+    def _arguments(self, said: AnswerParts, is_last: bool) -> bool:
         """Pass on the arguments of a call that a grammar holds, as they come."""
         end = self._end()
         sure = self._rest[: end or self._at]
@@ -310,8 +310,8 @@ class Reader:
             self._state = self._tail
         return end > 0
 
-    def _tail(self, said: Parts, is_last: bool) -> bool:
-        """After such a call: the next one begins, or the frame ends."""
+    def _tail(self, said: AnswerParts, is_last: bool) -> bool:
+        """After a call that a grammar holds: the next call begins, or the frame ends."""
         assert self._format is not None
         more, last = self._format.tail + self._format.between, self._format.tail + self._format.last
         if self._rest.startswith(more):
@@ -325,11 +325,11 @@ class Reader:
         return True
 
     def _end(self) -> int:
-        """Where the brackets that open first are closed; 0: not yet."""
-        for found in _BRACKET.finditer(self._rest, self._at):
-            mark = found[0]
+        """The end of the brackets that open first; 0 while they are open."""
+        for bracket in _BRACKET.finditer(self._rest, self._at):
+            mark = bracket[0]
             if mark == "\\":  # what it escapes has not come
-                self._at = found.start()
+                self._at = bracket.start()
                 return 0
             if self._quote:
                 self._quote = "" if mark == self._quote else self._quote
@@ -338,14 +338,14 @@ class Reader:
             elif mark in "}])":
                 self._depth -= 1
                 if self._depth <= 0:
-                    return found.end()
+                    return bracket.end()
             elif mark in "\"'":
                 self._quote = mark
         self._at = len(self._rest)
         return 0
 
     def _made(self, body: str) -> list[tuple[str, str]]:
-        """The calls in `body`: names, and arguments as JSON. None where it has anything else."""
+        """The calls in `body`: names, and arguments as JSON. Empty where it has anything else."""
         named = _NAMED.match(body)
         try:
             if named is None:
@@ -364,7 +364,7 @@ def _is_part(text: str, mark: str) -> bool:
 
 
 def _sure(text: str, mark: str) -> str:
-    """Its beginning that is no white space before `mark`, nor a part of it."""
+    """The beginning of `text` that is neither white space before `mark` nor a part of `mark`."""
     return text[: len(text) - begun(text, mark)].rstrip()
 
 

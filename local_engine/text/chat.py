@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from local_engine.apart.process import Apart, Refusal
+from local_engine.apart.process import Apart, ProgramRefusal
 from local_engine.messages import InvalidRequest
 from local_engine.text.calls import DEFAULT, THINKING, Format, format_of
 
@@ -36,7 +36,7 @@ _PROBE = {"type": "function", "function": {"name": "sameway_probe", "description
 _CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them out of all text
 
 
-class Chat:
+class ChatTemplate:
     """One model's template. `control`: the spellings of its control tokens."""
 
     def __init__(self, template: str, bos_token: str, eos_token: str, control: Sequence[str]) -> None:
@@ -53,25 +53,26 @@ class Chat:
 
     @functools.cached_property
     def _reads_tools(self) -> str:
-        """Where the template takes tools from: `apart`, a value of their own, `in system`, JSON in the
-        system's message (Phi-4-mini), or nowhere."""
-        asked = {"role": "user", "content": "?"}
-        for place, messages, tools in (
-            ("apart", [asked], [_PROBE]),
-            ("in system", [{"role": "system", "content": "", "tools": json.dumps([_PROBE])}, asked], None),
+        """The way in which the template takes tools: `apart`, as a value of their own; `in system`,
+        as JSON in the system's message (Phi-4-mini); or empty, where it takes none."""
+        question = {"role": "user", "content": "?"}
+        for way, messages, tools in (
+            ("apart", [question], [_PROBE]),
+            ("in system", [{"role": "system", "content": "", "tools": json.dumps([_PROBE])}, question], None),
         ):
-            with contextlib.suppress(Refusal):
+            with contextlib.suppress(ProgramRefusal):
                 if "sameway_probe" in self._ask(messages, tools, opens_answer=True):
-                    return place
+                    return way
         return ""
 
     @property
     def format(self) -> Format:
-        """How the model writes calls of tools, if its template tells it of tools."""
+        """The format in which the model writes calls of tools, if its template tells it of
+        tools."""
         return self._format if self._format is not None and self._reads_tools else DEFAULT
 
     def _ask(self, messages: Any, tools: Any, *, opens_answer: bool) -> str:
-        """Raises Refusal."""
+        """Raises ProgramRefusal."""
         return self._template.ask(
             {
                 "messages": messages,
@@ -110,7 +111,7 @@ class Chat:
             closes = [closes for opens, closes in THINKING if prefix and text.rstrip().endswith(opens)]
             text += "".join(f"{mark}\n\n" for mark in closes) + str(self._cut(prefix, cut))
             text.encode()  # a tool call's arguments can spell what is no character
-        except Refusal as error:
+        except ProgramRefusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         except RecursionError:
             raise InvalidRequest("messages, tool calls or tools are nested too deeply", param="messages") from None
@@ -119,7 +120,7 @@ class Chat:
         return text.split(cut)
 
     def _cut(self, value: Any, mark: str) -> Any:
-        """The same value with `mark` inside every control token that one of its strings spells."""
+        """A copy with `mark` inside every control token that one of its strings spells."""
         if isinstance(value, str):
             if self._control is None:
                 return value
@@ -187,25 +188,25 @@ def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -
             messages = [{"role": "system", "content": _WITH_TOOLS}, *messages]
         text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
         messages = [{**messages[0], "tools": text}, *messages[1:]]
-    found = []
+    laid_out = []
     for message in messages:
         calls = _calls_of(message)
         text = json.dumps(calls)
         content = f"{message['content']}{format.opens}{text}{format.closes}" if calls else message["content"]
-        found.append({**message, "content": content})
-    return found
+        laid_out.append({**message, "content": content})
+    return laid_out
 
 
 def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """The conversation for a template without tools: the tools in the system's message, calls in
     the assistant's and their results, together, in a user's. The frames are those of Hermes."""
-    found: list[dict[str, Any]] = []
+    laid_out: list[dict[str, Any]] = []
     if tools:
         text = _TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if messages[0]["role"] == "system":
             text = f"{messages[0]['content']}\n\n{text}"
             messages = messages[1:]
-        found.append({"role": "system", "content": text})
+        laid_out.append({"role": "system", "content": text})
     is_result = False
     for message in messages:
         role, content = message["role"], message["content"]
@@ -217,7 +218,7 @@ def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, An
             content += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
         content = content.lstrip("\n") if calls else content
         if is_result and was_result:
-            found[-1]["content"] += "\n" + content
+            laid_out[-1]["content"] += "\n" + content
         else:
-            found.append({**message, "role": role, "content": content})
-    return found
+            laid_out.append({**message, "role": role, "content": content})
+    return laid_out

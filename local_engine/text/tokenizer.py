@@ -12,14 +12,16 @@ import codecs
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from local_engine.config import ModelError
-from local_engine.messages import CallPart, GenerateRequest, Grammar, InvalidRequest, TokenLogprob
-from local_engine.text.calls import DEFAULT, MARKS, THINKING, Format, Reader, begun, calls_grammar
-from local_engine.text.chat import Chat
+from local_engine.messages import FinishReason, GenerateRequest, Grammar, InvalidRequest, Output, TokenLogprob
+from local_engine.text.calls import DEFAULT, MARKS, THINKING, AnswerReader, Format, begun, calls_grammar
+from local_engine.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -39,24 +41,23 @@ class Thinking:
     may_open: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The backend's surroundings: special tokens' spellings for templates, the chat template,
-    whether BOS is added."""
-
-    bos_token: str = ""
-    eos_token: str = ""
-    chat_template: str | None = None
-    bos_token_id_added: int | None = None
-
-
 class Tokenizer:
     """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece has a
     word's leading space in its token, and mostly decoding drops it at the very start."""
 
-    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        chat_template: str | None = None,
+        bos_token_id_added: int | None = None,
+    ) -> None:
+        """`bos_token_id_added`: the token that the backend leaves for us to put before a prompt."""
         self._backend = backend
-        self._vocabulary = vocabulary
+        self._bos_token_id_added = bos_token_id_added
+        self.eos_token_id: int | None = backend.token_to_id(eos_token)
         self._spelling: dict[int, bytes] = {}
         # the decoder's own description: that of the whole tokenizer spells out the vocabulary,
         # which takes a while
@@ -79,10 +80,10 @@ class Tokenizer:
         self._block: tuple[int, int] | None = next(
             ((opens, closes) for opens, closes in blocks if opens and closes), None
         )
-        self._chat: Chat | None = None
-        if vocabulary.chat_template is not None:
+        self._chat: ChatTemplate | None = None
+        if chat_template is not None:
             control = tuple(token.content for token in added.values() if token.special)
-            self._chat = Chat(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token, control)
+            self._chat = ChatTemplate(chat_template, bos_token, eos_token, control)
 
     def start_chat(self) -> None:
         """Start what renders conversations, where there is a template, so that the first one need
@@ -96,16 +97,11 @@ class Tokenizer:
 
     @property
     def format(self) -> Format:
-        """How the model writes calls of tools."""
+        """The format in which the model writes calls of tools."""
         return DEFAULT if self._chat is None else self._chat.format
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends an answer, where the tokenizer names one."""
-        return self._backend.token_to_id(self._vocabulary.eos_token)
-
     def thinking(self, prompt: Sequence[int], *, is_continued: bool = False) -> Thinking | None:
-        """Where an answer to `prompt` begins to think; None where the model has no such block.
+        """The thinking block of an answer to `prompt`; None where the model has no such block.
         `is_continued`: the prompt ends with the beginning of the answer."""
         if self._block is None:
             return None
@@ -117,7 +113,8 @@ class Tokenizer:
         return Thinking(self._block, is_open=False, may_open=not is_continued)
 
     def grammar_of(self, request: GenerateRequest) -> Grammar | None:
-        """What the answer to a request must match: its own grammar, and that of its tools' calls."""
+        """The grammar that the answer to a request must match: the request's own, and that of its
+        tools' calls."""
         if not request.tools:
             return request.grammar
         choice, calls_max = request.tool_choice, request.calls_max
@@ -125,13 +122,13 @@ class Tokenizer:
 
     def reader(
         self, request: GenerateRequest, thinking: Thinking | None, *, is_held: bool
-    ) -> tuple[Reader | None, frozenset[int]]:
-        """What reads an answer to `request`, and the control tokens that it reads; None where
-        text is all that there may be. `is_held`: a grammar keeps calls in their frame."""
+    ) -> tuple[AnswerReader | None, frozenset[int]]:
+        """The reader of an answer to `request`, and the control tokens that it reads; None where
+        the answer is text alone. `is_held`: a grammar keeps calls in their frame."""
         if request.messages is None or (thinking is None and not request.tools):
             return None, frozenset()
         block = None if thinking is None else thinking.block
-        reader = Reader(
+        reader = AnswerReader(
             None if block is None else (self.token(block[0]), self.token(block[1])),
             thinks=thinking is not None and thinking.is_open,
             format=self.format if request.tools else None,
@@ -153,7 +150,7 @@ class Tokenizer:
         them."""
         # unlike `encode` it lets other threads run meanwhile
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=not is_rendered)[0].ids
-        bos = self._vocabulary.bos_token_id_added
+        bos = self._bos_token_id_added
         if bos is not None and not is_rendered and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
@@ -190,7 +187,7 @@ class Tokenizer:
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, is_rendered=True)
 
     def spell(self, id: int) -> bytes:
-        """The bytes a token stands for, special tokens included; an id without a token has none."""
+        """The bytes of a token, control tokens included; empty for an id without a token."""
         if id not in self._spelling:
             self._spelling[id] = self._spell(id)
         return self._spelling[id]
@@ -265,38 +262,20 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that is final, with the tokens that it completes; `is_stopped` when a stop string was
-    met, `stop_token` where a token ended it."""
-
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    is_stopped: bool = False
-    stop_token: TokenLogprob | None = None
-    reasoning: str = ""
-    calls: tuple[CallPart, ...] = ()
-
-    def joined(self, more: Piece) -> Piece:
-        """Both, one after the other."""
-        return replace(
-            more,
-            text=self.text + more.text,
-            token_ids=self.token_ids + more.token_ids,
-            logprobs=self.logprobs + more.logprobs,
-            reasoning=self.reasoning + more.reasoning,
-            calls=self.calls + more.calls,
-        )
-
-    def read(self, reader: Reader, *, is_last: bool) -> Piece:
-        """The same with its text in parts."""
-        said = reader.read(self.text, is_last=is_last)
-        return replace(self, text=said.text, reasoning=said.reasoning, calls=tuple(said.calls))
+def joined(output: Output, more: Output) -> Output:
+    """Both pieces of an answer as one; it ends as `more` does."""
+    return msgspec.structs.replace(
+        more,
+        text=output.text + more.text,
+        reasoning=output.reasoning + more.reasoning,
+        calls=output.calls + more.calls,
+        token_ids=output.token_ids + more.token_ids,
+        logprobs=output.logprobs + more.logprobs,
+    )
 
 
 @dataclass(slots=True)
-class _Held:
+class HeldToken:
     """A token not emitted yet. `start`: where its text begins, in characters of the whole
     answer."""
 
@@ -315,16 +294,17 @@ class TextStream:
     stop: tuple[str, ...] = ()
     is_at_start: bool = True
     shown: frozenset[int] = frozenset()
-    _held: deque[_Held] = field(default_factory=deque)
+    _held: deque[HeldToken] = field(default_factory=deque)
     _text: str = ""
     _emitted: int = 0
     _utf8: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
-    def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Piece:
-        """Add a token; returns what became final. Once a piece `is_stopped`, push no more."""
-        self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
+    def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Output:
+        """Add a token; returns what became final. After a piece with a `finish_reason`, which a stop
+        string gives it, push no more."""
+        self._held.append(HeldToken(id, logprob, self._emitted + len(self._text)))
         if id in self.shown or not self.tokenizer.is_special(id):
             data = self.tokenizer.spell(id)
             if self.is_at_start and data:
@@ -334,26 +314,26 @@ class TextStream:
         if self.stop and can_stop:
             found = [at for at in (self._text.find(stop) for stop in self.stop) if at >= 0]
             if found:
-                return self._emit(min(found), is_stopped=True)
+                return self._emit(min(found), "stop")
         kept = max((begun(self._text, stop) for stop in self.stop if can_stop), default=0)
         return self._emit(len(self._text) - kept)
 
-    def finish(self) -> Piece:
+    def finish(self, reason: FinishReason) -> Output:
         """The end without a stop string: everything held is final, but for the bytes of an
         unfinished character."""
-        return self._emit(len(self._text), is_last=True)
+        return self._emit(len(self._text), reason, is_last=True)
 
-    def _emit(self, length: int, *, is_stopped: bool = False, is_last: bool = False) -> Piece:
+    def _emit(self, length: int, reason: FinishReason | None = None, *, is_last: bool = False) -> Output:
         text, self._text = self._text[:length], self._text[length:]
         self._emitted += length
-        final: list[_Held] = []
+        final: list[HeldToken] = []
         has_half, _ = self._utf8.getstate()
-        has_rest = not is_last and (self._text or has_half or is_stopped)
+        has_rest = not is_last and (self._text or has_half or reason is not None)
         while self._held and (self._held[0].start < self._emitted or not has_rest):
             final.append(self._held.popleft())
-        return Piece(
-            text,
-            tuple(held.id for held in final),
-            tuple(held.logprob for held in final if held.logprob is not None),
-            is_stopped,
+        return Output(
+            text=text,
+            token_ids=tuple(held.id for held in final),
+            logprobs=tuple(held.logprob for held in final if held.logprob is not None),
+            finish_reason=reason,
         )

@@ -17,7 +17,7 @@ from tokenizers.models import BPE, Unigram
 
 from local_engine.config import ModelError, read_json, require_among
 from local_engine.text.sentencepiece import sentencepiece_metadata
-from local_engine.text.tokenizer import Tokenizer, Vocabulary, byte_of_character
+from local_engine.text.tokenizer import Tokenizer, byte_of_character
 
 # How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models'
 # own (tokenizer.json).
@@ -47,22 +47,20 @@ _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 # what llama.cpp has for it
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe", "mellum", "a.x-4.0", "granite-docling"),
-        (_GPT2,),
-    ),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
-    ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2,)),
-    "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
-    "deepseek-coder": _DEEPSEEK_CODER,
-    "deepseek-v3": _DEEPSEEK_V3,
-    "falcon": _FALCON,
-    "default": _UNNAMED,
+    name: splits
+    for names, splits in (
+        ("gpt-2 phi-2 mpt olmo jais gigachat roberta-bpe mellum a.x-4.0 granite-docling", (_GPT2,)),
+        ("smollm starcoder refact command-r codeshell exaone minerva-7b", (r"\p{N}", _GPT2)),
+        ("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx chatglm-bpe", (_LLAMA3,)),
+        ("qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan", (_QWEN2,)),
+        ("tekken", (_TEKKEN,)),
+        ("gpt-4o llama4", (_GPT4O,)),
+        ("deepseek-coder", _DEEPSEEK_CODER),
+        ("deepseek-v3", _DEEPSEEK_V3),
+        ("falcon", _FALCON),
+        ("default", _UNNAMED),
+    )
+    for name in names.split()
 }
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -82,40 +80,35 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     backend.no_padding()
     return Tokenizer(
         backend,
-        Vocabulary(
-            bos_token=_token_text(config.get("bos_token")),
-            eos_token=_token_text(config.get("eos_token")),
-            chat_template=_chat_template(folder, config),
-        ),
+        bos_token=_token_text(config.get("bos_token")),
+        eos_token=_token_text(config.get("eos_token")),
+        chat_template=_chat_template(folder, config),
     )
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises
     ModelError."""
+    # not by `transformers`, which needs two more packages for it and reads unigram models as BPE
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model")
     metadata = sentencepiece_metadata(path)
-    backend = _backend(metadata, is_legacy=config.get("legacy") is not False)
-    added = sorted((int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items())
-    for id, token in added:
-        backend.add_tokens([AddedToken(token["content"], normalized=False, special=bool(token.get("special")))])
-        if backend.token_to_id(token["content"]) != id:
+    tokens, scores, kinds = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    for id, token in sorted((int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items()):
+        if id == len(tokens):
+            tokens.append(token["content"])
+            scores.append(0.0)
+            kinds.append(0)
+        if tokens[id : id + 1] != [token["content"]]:
             raise ModelError(f"{folder}: token {token['content']!r} can't be added to tokenizer.model as number {id}")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    bos, eos = (
-        _token_text(config.get(f"{name}_token")) or tokens[metadata.get(f"tokenizer.ggml.{name}_token_id", 0)]
-        for name in ("bos", "eos")
-    )
-    adds_bos = config.get("add_bos_token", True)
-    vocabulary = Vocabulary(
-        bos_token=bos,
-        eos_token=eos,
-        chat_template=_chat_template(folder, config),
-        bos_token_id_added=backend.token_to_id(bos) if adds_bos else None,
-    )
-    return Tokenizer(backend, vocabulary)
+        kinds[id] = _CONTROL if token.get("special") else _USER_DEFINED
+    for name in ("bos", "eos"):
+        if text := _token_text(config.get(f"{name}_token")):
+            metadata[f"tokenizer.ggml.{name}_token_id"] = tokens.index(text) if text in tokens else None
+    metadata["tokenizer.ggml.add_bos_token"] = config.get("add_bos_token", True)
+    metadata["tokenizer.chat_template"] = _chat_template(folder, config)
+    return tokenizer_from_gguf(metadata, is_legacy=config.get("legacy") is not False)
 
 
 def _token_text(token: Any) -> str:
@@ -140,39 +133,30 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return str(template) if template else None
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """From a GGUF file's metadata. Raises ModelError for a kind that cannot be rebuilt."""
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    template = metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise ModelError(f"tokenizer.chat_template is of type {type(template).__name__}, expected a text")
-    backend = _backend(metadata)
-
-    def spelled(name: str) -> str:
-        id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return tokens[id] if id is not None and 0 <= id < len(tokens) else ""
-
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
-    return Tokenizer(
-        backend,
-        Vocabulary(
-            bos_token=spelled("bos"),
-            eos_token=spelled("eos"),
-            chat_template=template,
-            bos_token_id_added=metadata.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
-        ),
-    )
-
-
-def _backend(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Backend:
-    """The backend, from a vocabulary under GGUF's keys. Raises ModelError for a kind that cannot be
-    rebuilt."""
+def tokenizer_from_gguf(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Tokenizer:
+    """From a GGUF file's metadata, or the same facts of a SentencePiece model. Raises ModelError for
+    a kind that cannot be rebuilt."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
     require_among(kind, ("gpt2", "llama", "t5"), "a GGUF file's tokenizer")
     is_byte_level = kind == "gpt2"
     backend = _byte_level(metadata, tokens) if is_byte_level else _sentencepiece(metadata, tokens, is_legacy=is_legacy)
     _add_marked_tokens(backend, metadata, tokens, is_byte_level=is_byte_level)
-    return backend
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ModelError(f"tokenizer.chat_template is of type {type(template).__name__}, expected a text")
+
+    def spelled(name: str) -> str:
+        id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return tokens[id] if id is not None and 0 <= id < len(tokens) else ""
+
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    return Tokenizer(
+        backend,
+        bos_token=spelled("bos"),
+        eos_token=spelled("eos"),
+        chat_template=template,
+        bos_token_id_added=metadata.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
+    )
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
@@ -223,14 +207,14 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy:
 def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
     """BPE by scores: the merges are all pairs of tokens that join to a token, best score first."""
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
     for id, token in enumerate(tokens):
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[id], left, right, (token[:cut], token[cut:])))
-    found.sort()
-    return BPE(vocabulary, [pair for *_, pair in found], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+                merges.append((-scores[id], left, right, (token[:cut], token[cut:])))
+    merges.sort()
+    return BPE(vocabulary, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _add_marked_tokens(

@@ -35,10 +35,10 @@ _ROWS_ALL = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions:
-    """How a matrix is held and multiplied.
+    """The form in which a matrix is held and multiplied.
 
-    `fp8`: whether 8-bit floats are kept where a GPU multiplies them, or other weights are rounded
-    to them as well, on any device. `is_batch_invariant`: one order of sums for any number of rows.
+    `fp8`: 8-bit floats are kept where a GPU multiplies them, or other weights are rounded to them
+    as well, on any device. `is_batch_invariant`: one order of sums for any number of rows.
     `is_head`: the result is float32 where the native product gives it; logits lie so close together
     that half precision would make some equal.
     """
@@ -350,7 +350,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     x = torch.randn(3, 64, generator=generator).to(dtype)
     try:
         repacked = _operators()._reorder_linear_weight(weight, _ROWS_HINT)
-        found = _operators()._linear_pointwise(x, repacked, None, "none", [], "")
+        product = _operators()._linear_pointwise(x, repacked, None, "none", [], "")
     except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
         return False
-    return torch.allclose(found, functional.linear(x, weight), rtol=1e-2, atol=1e-2)
+    return torch.allclose(product, functional.linear(x, weight), rtol=1e-2, atol=1e-2)

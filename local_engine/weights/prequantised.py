@@ -6,6 +6,8 @@ it is quantised at all, so lists of modules left alone (lm_head, routers) need n
 of quantised activations are not read: activations are rounded by row where 8-bit floats are
 multiplied as such, and nowhere else.
 
+One reader serves all methods: a `Packing` says where the numbers lie.
+
 Layouts: AWQ as AutoAWQ's "gemm" packs it (casper-hansen/AutoAWQ, arXiv:2306.00978); GPTQ as
 AutoGPTQ and GPTQModel do (arXiv:2210.17323); FP8 with a scale for each tensor, row or block
 (DeepSeek-V3, arXiv:2412.19437, section 3.3); vllm-project/compressed-tensors. Knows names and bits,
@@ -17,8 +19,7 @@ where that would lose more, or the native products can't hold it, it comes out a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +29,12 @@ from local_engine.kernels.cpu import GROUP
 from local_engine.weights.quantised import Quantised
 from local_engine.weights.scaled import Scaled
 
-# scales of quantised activations and keys, and GPTQModel's own notes
-_LEFT_OUT = frozenset((
+# the ends of names: of what is read with the codes, of quantised activations and keys, and GPTQModel's own notes
+_BESIDE = frozenset((
+    "scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "weight_shape",
     "input_scale", "activation_scale", "input_zero_point", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale",
 ))  # fmt: skip
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in an int32 the nibble of each of eight columns lies
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in an int32 the nibble of each of eight outputs lies
 _PACKED_BITS = (2, 4, 8)
 
 
@@ -42,39 +44,96 @@ class Tensors(Protocol):
     def __contains__(self, name: object, /) -> bool: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Raises ModelError where there is none."""
+        """Raises ModelError for a name that is not there."""
 
 
-Unpack = Callable[[Tensors, str], torch.Tensor | Quantised | Scaled]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How a checkpoint holds quantised matrices. `main` ends the name of the tensor that stands for
-    a matrix, `beside` those of the tensors that go with it; a matrix is quantised where one of
-    `signs` is there."""
+    """The layout of a method's quantised matrices, by the ends of their tensors' names. The tensor
+    `codes` stands for the matrix, and one of `scales` shows that it is quantised.
+
+    `is_transposed`: tensors are [inputs, outputs]. `bits` of a code, where shapes do not show them.
+    `zeros_missing` is added to zeros. `order`: codes are packed along the outputs, in this order,
+    and not along the inputs. `block`: the rows and columns that share the scale of 8-bit floats.
+    """
 
     name: str
-    main: str
-    beside: frozenset[str]
-    signs: tuple[str, ...]
-    unpack: Unpack
+    codes: str = "weight"
+    scales: tuple[str, ...] = ("weight_scale_inv", "weight_scale")
+    zeros: str = "weight_zero_point"
+    groups: str = "weight_g_idx"
+    is_transposed: bool = False
+    bits: int = 0
+    zeros_missing: int = 0
+    order: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
 
     def module_of(self, name: str, tensors: Tensors) -> str | None:
         """The module of the quantised matrix that this tensor stands for; None for any other
         tensor."""
         module, _, kind = name.rpartition(".")
-        return module if kind == self.main and any(f"{module}.{sign}" in tensors for sign in self.signs) else None
+        return module if kind == self.codes and any(f"{module}.{scale}" in tensors for scale in self.scales) else None
 
-    def is_beside(self, name: str) -> bool:
-        """Whether this tensor is read with another one, or not needed."""
-        kind = name.rpartition(".")[2]
-        return kind in self.beside or kind in _LEFT_OUT
+    def unpack(self, tensors: Tensors, module: str) -> torch.Tensor | Quantised | Scaled:
+        """The matrix of a module, (code - zero) * scale. Raises ModelError where its tensors
+        contradict one another."""
+        scale = next(kind for kind in self.scales if f"{module}.{kind}" in tensors)
+        kinds = (self.codes, scale, self.zeros, self.groups, "weight_shape")
+        codes, scales, zeros, groups, shape = (self._read(tensors, module, kind) for kind in kinds)
+        assert codes is not None
+        assert scales is not None
+        is_packed = self.codes != "weight"
+        if not is_packed and codes.dtype.is_floating_point and codes.dtype.itemsize == 1:
+            return _scaled(codes, scales.float(), self.block, f"{module}.{scale}")
+        if codes.dim() != 2 or codes.dtype != (torch.int32 if is_packed else torch.int8):
+            expected = "a matrix of torch.int32" if is_packed else "a matrix of 8-bit floats or integers"
+            raise ModelError(
+                f"tensor '{module}.{self.codes}' is {codes.dtype} {tuple(codes.shape)}; expected {expected}"
+            )
+        # what an initial, unused order is filled with
+        if groups is not None and (not len(groups) or bool((groups < 0).any())):
+            groups = None
+        if not is_packed:
+            bits, codes = 8, codes.view(torch.uint8) ^ 0x80
+        else:
+            columns = int(shape[1]) if shape is not None else None if groups is None else len(groups)
+            bits = self.bits if columns is None else self._bits(module, codes, columns)
+            codes = _unpacked(codes, bits, 1 if self.order is None else 0, self.order)[:, :columns]
+        rows = len(codes)
+        if zeros is not None and zeros.dtype == torch.int8:  # around 0, as codes in int8 are
+            zeros = _by_row(zeros.short() + 2 ** (bits - 1), rows)
+        elif zeros is not None:
+            zeros = (_unpacked(zeros, bits, 0, self.order)[:rows] + self.zeros_missing) & (2**bits - 1)
+        return _matrix(module, codes, zeros, _by_row(scales, rows), bits, None if groups is None else groups.long())
+
+    def _read(self, tensors: Tensors, module: str, kind: str) -> torch.Tensor | None:
+        """One of the module's tensors, its outputs first; None where the module lacks it."""
+        if f"{module}.{kind}" not in tensors:
+            return None
+        tensor = tensors.read(f"{module}.{kind}")
+        return tensor.T if self.is_transposed and tensor.dim() == 2 else tensor
+
+    def _bits(self, module: str, codes: torch.Tensor, columns: int) -> int:
+        """A module's own bits, which may differ from the config's. Raises ModelError for others
+        than are supported."""
+        for bits in _PACKED_BITS:
+            if codes.shape[1] == -(-columns * bits // 32):
+                return bits
+        raise ModelError(
+            f"tensor '{module}.{self.codes}' has shape {tuple(codes.shape)}, which holds no codes of {_PACKED_BITS} bits "
+            f"for {columns} inputs"
+        )
+
+
+def is_beside(name: str) -> bool:
+    """Whether a quantised checkpoint's tensor is read with another one, or not needed."""
+    return name.rpartition(".")[2] in _BESIDE
 
 
 def packing_from(config: Mapping[str, Any], source: str) -> Packing | None:
-    """The quantisation that a config.json describes; None where there is none. Raises ModelError
-    with the list of methods for one that is not known, and by name for a variant that is not."""
+    """The quantisation that a config.json describes; None for a config without any. Raises
+    ModelError with the list of methods for one that is not known, and by name for a variant that is
+    not."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not section:
         return None
@@ -85,27 +144,15 @@ def packing_from(config: Mapping[str, Any], source: str) -> Packing | None:
     return _METHODS[method](section, f"{source}: quantization_config:")
 
 
-# -- AWQ and GPTQ ------------------------------------------------------------------------------------------------------
+_GPTQ = Packing(name="", codes="qweight", scales=("scales",), zeros="qzeros", groups="g_idx", is_transposed=True)
 
 
 def _awq(section: Mapping[str, Any], source: str) -> Packing:
-    version = str(section.get("version") or section.get("format") or "gemm").lower()
-    bits = int(section.get("bits") or section.get("w_bit") or 4)
-    require_among(version, ("gemm",), f"{source} version")
-    require_among(bits, (4,), f"{source} bits")
-    return Packing("awq", "qweight", frozenset(("qzeros", "scales")), ("scales",), _unpack_awq)
-
-
-def _unpack_awq(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; value =
-    (code - zero) * scale."""
-
-    def columns(name: str) -> torch.Tensor:
-        words = _int32(tensors, f"{module}.{name}")
-        return _unpacked(words, 4).view(*words.shape, 8)[..., _AWQ_PLACES].flatten(-2)
-
-    codes = columns("qweight").T.contiguous()
-    return _matrix(module, codes, columns("qzeros").T, tensors.read(f"{module}.scales").T, 4)
+    require_among(
+        str(section.get("version") or section.get("format") or "gemm").lower(), ("gemm",), f"{source} version"
+    )
+    require_among(int(section.get("bits") or section.get("w_bit") or 4), (4,), f"{source} bits")
+    return replace(_GPTQ, name="awq", bits=4, order=_AWQ_ORDER)
 
 
 def _gptq(section: Mapping[str, Any], source: str) -> Packing:
@@ -115,29 +162,7 @@ def _gptq(section: Mapping[str, Any], source: str) -> Packing:
     require_among(layout, ("gptq", "gptq_v2"), f"{source} checkpoint_format")
     require_among(bits, _PACKED_BITS, f"{source} bits")
     # the first layout stores zeros less one
-    unpack = partial(_unpack_gptq, bits=bits, missing=int(layout == "gptq"))
-    return Packing(f"gptq ({layout})", "qweight", frozenset(("qzeros", "scales", "g_idx")), ("scales",), unpack)
-
-
-def _unpack_gptq(tensors: Tensors, module: str, *, bits: int, missing: int) -> torch.Tensor | Quantised:
-    """qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
-    out], g_idx int32 [in]: the group of each input. A module's own bits may differ from the
-    config's, as its shapes show."""
-    words = _int32(tensors, f"{module}.qweight")
-    groups = tensors.read(f"{module}.g_idx").long() if f"{module}.g_idx" in tensors else None
-    if groups is not None and len(groups):
-        bits = 32 * words.shape[0] // len(groups)
-    if bits not in _PACKED_BITS:
-        raise ModelError(f"tensor '{module}.qweight' holds codes of {bits} bits; supported: {_PACKED_BITS}")
-    codes = _unpacked(words.T.contiguous(), bits)
-    zeros = _unpacked(_int32(tensors, f"{module}.qzeros"), bits)
-    zeros = (zeros + missing) & (2**bits - 1)
-    return _matrix(module, codes, zeros.T, tensors.read(f"{module}.scales").T, bits, groups)
-
-
-# -- FP8 ---------------------------------------------------------------------------------------------------------------
-
-_FP8_SCALES = ("weight_scale_inv", "weight_scale")
+    return replace(_GPTQ, name=f"gptq ({layout})", bits=bits, zeros_missing=int(layout == "gptq"))
 
 
 def _fp8(section: Mapping[str, Any], source: str) -> Packing:
@@ -145,108 +170,33 @@ def _fp8(section: Mapping[str, Any], source: str) -> Packing:
     block = section.get("weight_block_size")
     if block is not None and not (isinstance(block, list | tuple) and len(block) == 2):
         raise ModelError(f"{source} weight_block_size {block!r} is not supported; supported: [rows, columns]")
-    unpack = partial(_unpack_scaled, block=tuple(map(int, block)) if block else None)
-    method = str(section.get("quant_method")).lower()
-    return Packing(method, "weight", frozenset(_FP8_SCALES), _FP8_SCALES, unpack)
+    return Packing(name=str(section["quant_method"]).lower(), block=tuple(map(int, block)) if block else None)
 
-
-def _unpack_scaled(tensors: Tensors, module: str, *, block: tuple[int, ...] | None) -> torch.Tensor | Scaled:
-    """weight float8 [out, in] times a scale: one for all, one for each row, or (dequantised) one
-    for each block."""
-    weight = tensors.read(f"{module}.weight")
-    if not weight.dtype.is_floating_point or weight.dtype.itemsize != 1:
-        raise ModelError(f"tensor '{module}.weight' is {weight.dtype} beside a scale; expected an 8-bit float")
-    name = next(f"{module}.{kind}" for kind in _FP8_SCALES if f"{module}.{kind}" in tensors)
-    scales = tensors.read(name).float()
-    values = weight.float()
-    if not torch.isfinite(values).all():
-        raise ModelError(f"tensor '{module}.weight' has values that are no numbers")
-    rows, columns = values.shape
-    if scales.numel() == 1 or (scales.numel() == rows and scales.shape[0] == rows):
-        scales = scales.view(-1, 1).expand(rows, 1)
-        return Scaled(weight, scales) if weight.dtype is torch.float8_e4m3fn else values.mul_(scales)
-    if block is not None and scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
-        wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-        return values.mul_(wide)
-    raise ModelError(f"tensor {name!r} has shape {tuple(scales.shape)}, which fits no weight of {rows} x {columns}")
-
-
-# -- compressed-tensors ------------------------------------------------------------------------------------------------
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 def _compressed_tensors(section: Mapping[str, Any], source: str) -> Packing:
-    groups = section.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    formats = {str(group.get("format") or section.get("format")) for group in found}
-    for name in sorted(formats or {str(section.get("format"))}):
+    named = section.get("config_groups")
+    groups = list(named.values()) if isinstance(named, Mapping) else []
+    formats = {str(group.get("format") or section.get("format")) for group in groups} or {str(section.get("format"))}
+    for name in sorted(formats):
         require_among(name, _FORMATS, f"{source} format")
+    if len(formats) > 1 and "pack-quantized" in formats:
+        require_among(sorted(formats), _FORMATS, f"{source} format")
     for key in ("sparsity_config", "transform_config"):
         extra = section.get(key)
         if extra and extra.get("format", "") != "dense":
             raise ModelError(f"{source} {key} {extra!r} is not supported; supported: none")
-    blocks = {tuple(w["block_structure"]) for g in found if (w := g.get("weights") or {}).get("block_structure")}
+    blocks = {tuple(w["block_structure"]) for g in groups if (w := g.get("weights") or {}).get("block_structure")}
     if len(blocks) > 1:
         raise ModelError(f"{source} block_structure {sorted(blocks)} is not supported; supported: one for all")
-    block = next(iter(blocks), None)
-    name = f"compressed-tensors ({', '.join(sorted(formats))})"
-    beside = frozenset(("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"))
-    if formats == {"pack-quantized"}:
-        return Packing(name, "weight_packed", beside, ("weight_scale",), _unpack_packed)
-    if "pack-quantized" in formats:
-        require_among(sorted(formats), _FORMATS, f"{source} format")
-
-    def unpack(tensors: Tensors, module: str) -> torch.Tensor | Quantised | Scaled:
-        if tensors.read(f"{module}.weight").dtype == torch.int8:
-            return _unpack_int8(tensors, module)
-        return _unpack_scaled(tensors, module, block=block)
-
-    return Packing(name, "weight", beside, ("weight_scale",), unpack)
-
-
-def _unpack_packed(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-    """weight_packed int32 [out, in * bits / 32], weight_shape [out, in], weight_scale [out,
-    groups]; where it is not symmetric weight_zero_point int32 [out * bits / 32, groups] or int8
-    [out, groups]; with activation order weight_g_idx [in]."""
-    words = _int32(tensors, f"{module}.weight_packed")
-    rows, columns = (int(size) for size in tensors.read(f"{module}.weight_shape").tolist())
-    bits = next((b for b in _PACKED_BITS if words.shape == (rows, -(-columns * b // 32))), None)
-    if bits is None:
-        raise ModelError(
-            f"tensor '{module}.weight_packed' has shape {tuple(words.shape)}, which holds no {rows} x {columns} codes "
-            f"of {_PACKED_BITS} bits"
-        )
-    codes = _unpacked(words, bits)[:, :columns]
-    scales = tensors.read(f"{module}.weight_scale")
-    scales = scales.view(1, 1).expand(rows, 1) if scales.numel() == 1 else scales
-    zeros: torch.Tensor | None = None
-    if f"{module}.weight_zero_point" in tensors:
-        zeros = tensors.read(f"{module}.weight_zero_point")
-        if zeros.dtype == torch.int8:  # as the first versions wrote them
-            zeros = zeros.short() + 2 ** (bits - 1)
-        else:
-            words = _int32(tensors, f"{module}.weight_zero_point")
-            zeros = _unpacked(words.T.contiguous(), bits)[:, :rows].T
-    groups = tensors.read(f"{module}.weight_g_idx").long() if f"{module}.weight_g_idx" in tensors else None
-    # what an initial, unused one is filled with
-    if groups is not None and bool((groups < 0).any()):
-        groups = None
-    return _matrix(module, codes, zeros, scales, bits, groups)
-
-
-def _unpack_int8(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-    """weight int8 [out, in], weight_scale [out, groups], [out, 1] or [1], and maybe
-    weight_zero_point as the scale."""
-    weight = tensors.read(f"{module}.weight")
-
-    def wide(name: str) -> torch.Tensor:
-        values = tensors.read(f"{module}.{name}")
-        return values.view(1, 1).expand(weight.shape[0], 1) if values.numel() == 1 else values.view(len(weight), -1)
-
-    zeros = wide("weight_zero_point").short() + 128 if f"{module}.weight_zero_point" in tensors else None
-    codes = weight.view(torch.uint8) ^ 0x80
-    return _matrix(module, codes, zeros, wide("weight_scale"), 8)
+    return Packing(
+        name=f"compressed-tensors ({', '.join(sorted(formats))})",
+        codes="weight_packed" if formats == {"pack-quantized"} else "weight",
+        scales=("weight_scale",),
+        block=next(iter(blocks), None),
+    )
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any], str], Packing]] = {
@@ -254,23 +204,40 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], str], Packing]] = {
 }  # fmt: skip
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
+def _scaled(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None, name: str
+) -> torch.Tensor | Scaled:
+    """8-bit floats [rows, columns] times a scale: one for all, one for each row, or (dequantised)
+    one for each block. `name`: of the scales' tensor."""
+    values = codes.float()
+    if not torch.isfinite(values).all():
+        raise ModelError(f"tensor '{name.rpartition('.')[0]}.weight' has values that are no numbers")
+    rows, columns = values.shape
+    if scales.numel() == 1 or (scales.numel() == rows and scales.shape[0] == rows):
+        scales = scales.view(-1, 1).expand(rows, 1)
+        return Scaled(codes, scales) if codes.dtype is torch.float8_e4m3fn else values.mul_(scales)
+    if block is not None and scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
+        wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        return values.mul_(wide)
+    raise ModelError(f"tensor {name!r} has shape {tuple(scales.shape)}, which fits no weight of {rows} x {columns}")
 
 
-def _int32(tensors: Tensors, name: str) -> torch.Tensor:
-    words = tensors.read(name)
-    if words.dtype != torch.int32 or words.dim() != 2:
-        raise ModelError(f"tensor {name!r} is {words.dtype} {tuple(words.shape)}; expected a matrix of torch.int32")
-    return words
-
-
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, n] to uint8 [rows, n * 32 / bits]: the lowest bits come first."""
-    octets = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return octets
+def _unpacked(packed_codes: torch.Tensor, bits: int, axis: int, order: tuple[int, ...] | None) -> torch.Tensor:
+    """int32 to uint8, 32 / bits times as long along `axis`: the lowest bits come first, or each
+    word's codes in the `order`."""
+    octets = packed_codes.movedim(axis, -1).contiguous().view(torch.uint8)
     mask = 2**bits - 1
-    return torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)
+    codes = torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)
+    if order is not None:
+        codes = codes.view(*codes.shape[:-1], -1, len(order))[..., order].flatten(-2)
+    return codes.movedim(-1, axis)
+
+
+def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Scales or zeros as [rows, groups], be they one for all or one for each row."""
+    if values.numel() == 1:
+        return values.view(1, 1).expand(rows, 1)
+    return values.unsqueeze(-1) if values.dim() == 1 else values
 
 
 def _matrix(
@@ -279,7 +246,7 @@ def _matrix(
     zeros: torch.Tensor | None,
     scales: torch.Tensor,
     bits: int,
-    groups: torch.Tensor | None = None,
+    groups: torch.Tensor | None,
 ) -> torch.Tensor | Quantised:
     """(code - zero) * scale. codes uint8 [rows, columns]; zeros (None: the middle code) and scales
     [rows, groups]; `groups` [columns] names each column's, None: they follow one another. Raises
@@ -294,13 +261,11 @@ def _matrix(
     size = columns // count
     wide = scales.float()
     minimums = wide * (-(2 ** (bits - 1)) if zeros is None else -zeros.float())
-    order = None
-    if groups is not None and not torch.equal(groups, torch.arange(columns) // size):
-        order = torch.argsort(groups, stable=True)
-        if not torch.equal(groups[order], torch.arange(columns) // size):  # groups of several sizes
-            return codes * wide[:, groups] + minimums[:, groups]
-    if size % GROUP or not (_fits_half(wide) and _fits_half(minimums)):
-        groups = torch.arange(columns) // size if groups is None else groups
+    consecutive = torch.arange(columns) // size
+    groups = consecutive if groups is None else groups
+    order = None if torch.equal(groups, consecutive) else torch.argsort(groups, stable=True)
+    is_even = order is None or torch.equal(groups[order], consecutive)  # else groups are of several sizes
+    if not is_even or size % GROUP or not (_fits_half(wide) and _fits_half(minimums)):
         return codes * wide[:, groups] + minimums[:, groups]
     repeats = size // GROUP
     return Quantised(

@@ -87,23 +87,23 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
     )
     # in float32 a large matrix would be many times what comes of it
     for start in range(0, rows, _ROWS_AT_ONCE):
-        some = slice(start, start + _ROWS_AT_ONCE)
-        groups = values[some].float().view(-1, columns // GROUP, GROUP)
+        batch = slice(start, start + _ROWS_AT_ONCE)
+        groups = values[batch].float().view(-1, columns // GROUP, GROUP)
         if bits == 8:
-            own_scales = (groups.abs().amax(-1) / 127).half()
-            own_minimums = (own_scales.float() * -128).half()
-            own = _nearest(groups, own_scales, 0.0).clamp_(-127, 127).add_(128)
+            row_scales = (groups.abs().amax(-1) / 127).half()
+            row_minimums = (row_scales.float() * -128).half()
+            row_codes = _nearest(groups, row_scales, 0.0).clamp_(-127, 127).add_(128)
         else:
-            own_scales, own_minimums = _fitted(groups)
-            own = _nearest(groups, own_scales, own_minimums.float().unsqueeze(-1)).clamp_(0, 15)
-        codes[some], scales[some], minimums[some] = own.view(-1, columns), own_scales, own_minimums
+            row_scales, row_minimums = _fitted(groups)
+            row_codes = _nearest(groups, row_scales, row_minimums.float().unsqueeze(-1)).clamp_(0, 15)
+        codes[batch], scales[batch], minimums[batch] = row_codes.view(-1, columns), row_scales, row_minimums
     return Quantised(codes, scales, minimums, bits)
 
 
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums for codes of 4 bits, for each group those of three fits with the least
-    square error: to the codes between its ends, and with either end cut by a thirtieth a line is
-    laid through the values by least squares."""
+    """Scales and minimums for codes of 4 bits, the best of three fits for each group by their
+    square error. The fits round to codes between the group's ends, or with either end cut by a
+    thirtieth, and lay a line through the values by least squares."""
     lowest, highest = groups.aminmax(dim=-1)
     best = torch.full_like(lowest, torch.inf)
     scales, minimums = (torch.zeros_like(lowest, dtype=torch.float16) for _ in range(2))
@@ -124,7 +124,8 @@ def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(parts: list[Quantised]) -> Quantised:
-    """One below the other: parts with codes as wide, in groups of consecutive inputs."""
+    """One matrix of several, one below the other, of codes as wide in groups of consecutive
+    inputs."""
     if len(parts) == 1:
         return parts[0]
     codes, scales, minimums = (

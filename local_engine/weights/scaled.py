@@ -71,7 +71,7 @@ def to_scaled(values: torch.Tensor) -> Scaled:
 
 
 def joined(parts: list[Scaled]) -> Scaled:
-    """One below the other."""
+    """One matrix of several, one below the other."""
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
     return Scaled(codes.view(torch.float8_e4m3fn), torch.cat([part.scales for part in parts]))
 
@@ -107,9 +107,9 @@ def multiplies_fp8(device: torch.device) -> bool:
     weight, x = (torch.randn(rows, 64, generator=generator).to(device) for rows in (48, 3))
     matrix = to_scaled(weight)
     try:
-        found = ScaledProduct(matrix)(x)
+        product = ScaledProduct(matrix)(x)
     except (RuntimeError, AttributeError, TypeError) as error:
         _log.warning("8-bit floats are not multiplied on %s: %s", device, error)
         return False
     wanted = to_scaled(x).dequantised() @ matrix.dequantised().T
-    return bool((found - wanted).abs().max() <= 0.02 * wanted.abs().max())
+    return bool((product - wanted).abs().max() <= 0.02 * wanted.abs().max())

@@ -26,8 +26,8 @@ from redis.asyncio import Redis
 from cache import CacheLimits, Entry, ExactCache, Hit, Miss, MissReason, Recorded, SemanticClient, fingerprint
 from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
-from cache.worker import Status, WorkerState
-from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
+from cache.worker import WorkerState, WorkerStatus
+from cache.worker import messages as wire
 from gateway.accounts import Accounts, Audit, Ledger, LedgerRow
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
@@ -48,9 +48,11 @@ from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
+from ipc import IncomingCall, RpcServer
 from local_engine import EngineLoad
 from policies import Budgets, Usage
 from policies.holds import LEDGER_LOCK
+from tests.rpc import StandIn
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
 SECRET = "secret of the tests"
@@ -155,6 +157,9 @@ class World:
         )
         await self.exact.store(entry)
         self.known_texts[prompt] = asked.exact
+        async with asyncio.timeout(5):
+            while self.admin.semantic.status.entries < len(self.known_texts):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
         return entry
 
     async def spend(
@@ -204,7 +209,8 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
     known_texts: dict[str, bytes] = {}
     socket_path = folder / "cache.sock"
-    worker = await asyncio.start_unix_server(lambda r, w: _answer(r, w, known_texts), str(socket_path))
+    worker = _worker(known_texts)
+    await worker.start(socket_path)
     semantic = SemanticClient(socket_path)
     semantic.start()
     budgets = Budgets(redis, lambda: world.now_s)
@@ -265,31 +271,30 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     world.session = await guard.new_session()
     world.app.state.parts = admin
     world.app.router.routes.extend(admin_routes(admin))
-    while not (await semantic.status()).is_ready:  # noqa: ASYNC110
+    while not semantic.status.is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:
         yield world
     finally:
         await semantic.aclose()
-        worker.close()
+        await worker.stop()
         await accounts.close()
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, known: dict[str, bytes]) -> None:
-    """The worker's side of one connection: texts that share words are near, those with all words in common are hits."""
-    try:
-        while True:
-            ask = read_ask(await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")))
-            if isinstance(ask, AskNear):
-                writer.write(frame(Answer(ask.id, _neighbourhood(ask, known))))
-            else:
-                status = Status(WorkerState.READY, 1.0, entries=len(known), embedder="all-MiniLM-L6-v2", dims=384)
-                writer.write(frame(Answer(ask.id, status)))
-    except asyncio.IncompleteReadError:
-        writer.close()
+def _worker(known: dict[str, bytes]) -> StandIn:
+    """Texts that share words are near, those with all words in common are hits."""
+
+    def answer(call: IncomingCall[wire.Ask]) -> None:
+        assert isinstance(call.body, wire.AskLookup)
+        call.reply(_neighbourhood(call.body, known))
+
+    def status() -> WorkerStatus:
+        return WorkerStatus(WorkerState.READY, 1.0, entries=len(known), embedder="all-MiniLM-L6-v2")
+
+    return StandIn(RpcServer(wire.WIRE, state=status, on_call=answer))
 
 
-def _neighbourhood(ask: AskNear, known: dict[str, bytes]) -> Neighbourhood:
+def _neighbourhood(ask: wire.AskLookup, known: dict[str, bytes]) -> Neighbourhood:
     asked = set(ask.query.text.lower().split())
     found = []
     for text, exact in known.items():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.message_events import MessageRenderer
-from gateway.api.response_events import Response
+from gateway.api.response_events import ResponseRenderer
 from gateway.journey.turn import Arrival
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
@@ -56,7 +56,7 @@ def test_the_three_shapes_say_the_same(thought: str, text: str, calls: list[tupl
     }
     chunks.append(_chunk({}, finish, usage=usage))
     chat = json.loads(fold(chunks))["choices"][0]
-    response = json.loads(Response({"model": "m"}, Arrival("req_1", 1.0, "responses")).whole(chunks, None))
+    response = json.loads(ResponseRenderer({"model": "m"}, Arrival("req_1", 1.0, "responses")).whole(chunks, None))
     message = json.loads(MessageRenderer("m", False, "req_1").whole(chunks, None))
     items, blocks = response["output"], message["content"]
     assert (chat["message"]["content"] or "") == text

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.response_events import Response
+from gateway.api.response_events import ResponseRenderer
 from gateway.journey.turn import Arrival
 from gateway.wire.chunks import read, unfold
 from gateway.wire.errors import Unavailable
@@ -20,8 +20,8 @@ _texts = st.text(max_size=90)
 _calls = st.lists(st.tuples(_texts, _texts), max_size=3)
 
 
-def response(*, is_stream: bool) -> Response:
-    return Response({"model": "m", "stream": is_stream}, Arrival("req_1", 1.0, "responses"))
+def response(*, is_stream: bool) -> ResponseRenderer:
+    return ResponseRenderer({"model": "m", "stream": is_stream}, Arrival("req_1", 1.0, "responses"))
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def test_calls_of_a_clients_other_tools_have_their_own_items_and_events() -> Non
         {"id": "call_2", "type": "function", "function": {"name": "local_shell", "arguments": "rm -rf"}},
     ]
     body = {"model": "m", "stream": True, "tools": [{"type": "custom"}, {"type": "local_shell"}]}
-    renderer = Response(body, Arrival("req_1", 1.0, "responses"))
+    renderer = ResponseRenderer(body, Arrival("req_1", 1.0, "responses"))
     told = events(b"".join([*(renderer.events([one]) for one in unfold(whole({"tool_calls": calls}))), renderer.end()]))
     custom, listed, broken = told[-1]["response"]["output"]
     assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "apply_patch", "*** Begin Patch")

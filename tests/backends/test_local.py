@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,31 @@ from gateway.backends.local.request import engine_requests
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk
-from local_engine import EngineLoad, GenerateRequest, Grammar, InvalidRequest, ModelInfo, Output, TokenLogprob
-from local_engine import Usage as EngineUsage
+from ipc import IncomingCall, RpcServer
+from local_engine import (
+    EngineFailed,
+    EngineLoad,
+    EngineUsage,
+    GenerateRequest,
+    Grammar,
+    InvalidRequest,
+    ModelInfo,
+    Output,
+    TokenLogprob,
+)
 from local_engine.messages import (
-    Abort,
+    WIRE,
     CallPart,
-    Ended,
-    Failed,
-    Outputs,
-    State,
-    Submit,
-    ToWorker,
-    error_to_wire,
+    EngineEnded,
+    EngineError,
+    EngineRequest,
+    EngineState,
     write_ended,
 )
 from policies import Usage
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
+from tests.rpc import StandIn
 
 INFO = ModelInfo(
     name="tiny", architecture="llama", context_tokens=64, vocabulary_size=320, parameters=1, dtype="float32",
@@ -65,7 +73,7 @@ WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
-Script = Callable[[int, GenerateRequest], list[Outputs | Failed]]
+Script = Callable[[GenerateRequest], Sequence[Output | EngineError]]
 
 
 def _schema(is_strict: bool) -> dict[str, Any]:
@@ -73,57 +81,38 @@ def _schema(is_strict: bool) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": inner}
 
 
-class ScriptedEngine:
-    """Speaks the engine's messages on a unix socket and answers each generation by its script."""
+class ScriptedEngine(StandIn):
+    """Answers each generation by its script."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(
+            RpcServer(
+                WIRE,
+                state=lambda: EngineState(self.load, INFO if self.load.is_ready else None),
+                on_call=self._play,
+                on_cancel=lambda call: self.aborted.set(),
+            )
+        )
         self.path = folder / "engine.sock"
-        self.script: Script = lambda id, request: []
+        self.script: Script = lambda request: []
         self.requests: list[GenerateRequest] = []
         self.aborted = asyncio.Event()
         self.load = READY
-        self.writers: list[asyncio.StreamWriter] = []
 
-    async def start(self) -> None:
-        self.server = await asyncio.start_unix_server(self.serve, self.path)
-
-    async def stop(self) -> None:
-        self.server.close()
-        for writer in self.writers:
-            writer.close()
-
-    def die(self) -> None:
-        """As a process does: every connection ends; the next one is answered, by its successor."""
-        for writer in self.writers:
-            writer.transport.abort()
-        self.writers.clear()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.writers.append(writer)
-        self.send(writer, [State(self.load, INFO if self.load.is_ready else None)])
-        try:
-            while True:
-                size_bytes = int.from_bytes(await reader.readexactly(4), "big")
-                for message in msgspec.msgpack.decode(await reader.readexactly(size_bytes), type=list[ToWorker]):
-                    match message:
-                        case Submit():
-                            self.requests.append(message.request)
-                            self.send(writer, self.script(message.id, message.request))
-                        case Abort():
-                            self.aborted.set()
-        except asyncio.IncompleteReadError:
-            return
-
-    def send(self, writer: asyncio.StreamWriter, messages: list[Any]) -> None:
-        if messages:
-            body = msgspec.msgpack.encode(messages)
-            writer.write(len(body).to_bytes(4, "big") + body)
+    def _play(self, call: IncomingCall[EngineRequest]) -> None:
+        assert isinstance(call.body, GenerateRequest)
+        self.requests.append(call.body)
+        for reply in self.script(call.body):
+            if isinstance(reply, EngineError):
+                call.fail(reply)
+            else:
+                call.reply(reply, is_last=reply.usage is not None)
 
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[ScriptedEngine]:
     engine = ScriptedEngine(tmp_path)
-    await engine.start()
+    await engine.start(engine.path)
     yield engine
     await engine.stop()
 
@@ -143,9 +132,9 @@ def make_local(path: Path) -> LocalBackend:
     )
 
 
-def told(id: int, *outputs: Output, usage: EngineUsage | None = None) -> list[Outputs | Failed]:
-    """One message a step, the last with the usage."""
-    return [Outputs(id, (output,), usage if output is outputs[-1] else None) for output in outputs]
+def told(*outputs: Output, usage: EngineUsage | None = None) -> list[Output]:
+    """One reply a step, the last with the usage."""
+    return [*outputs[:-1], msgspec.structs.replace(outputs[-1], usage=usage)]
 
 
 USAGE = EngineUsage(prompt_tokens=9, completion_tokens=3, cached_tokens=4)
@@ -153,8 +142,8 @@ USAGE = EngineUsage(prompt_tokens=9, completion_tokens=3, cached_tokens=4)
 
 async def test_an_answer_has_the_shape_of_openais(engine: ScriptedEngine, local: LocalBackend) -> None:
     """Role first, then text, the finish, and usage alone at the end; the official client's types accept each chunk."""
-    engine.script = lambda id, request: told(
-        id, Output(text="Hi "), Output(text='"é"\n'), Output(finish_reason="stop"), usage=USAGE
+    engine.script = lambda request: told(
+        Output(text="Hi "), Output(text='"é"\n'), Output(finish_reason="stop"), usage=USAGE
     )
     chunks = await collect(local.stream(ask()))
     parsed = [ChatCompletionChunk.model_validate_json(chunk.data) for chunk in chunks]
@@ -177,8 +166,7 @@ async def test_choices_and_log_probabilities(engine: ScriptedEngine, local: Loca
     """Each choice has its role and finish; log probabilities carry exact bytes, and never an infinity."""
     never = TokenLogprob(7, "�", b"\xf0", float("-inf"))
     token = TokenLogprob(5, "a", b"a", -0.5, top=(TokenLogprob(5, "a", b"a", -0.5), never))
-    engine.script = lambda id, request: told(
-        id,
+    engine.script = lambda request: told(
         Output(index=1, text="a", logprobs=(token,)),
         Output(index=0, text="b", finish_reason="length"),
         Output(index=1, finish_reason="stop"),
@@ -222,7 +210,7 @@ async def test_tokens_stand_where_their_text_does(engine: ScriptedEngine, local:
         Output(text="\nto", token_ids=(2,), logprobs=(spelled(b"to"),)),
         Output(text="", stop_token=spelled(b"</s>", -1.5), finish_reason="stop"),
     ]
-    engine.script = lambda id, request: [Outputs(id, tuple(said), EngineUsage(prompt_tokens=4, completion_tokens=3))]
+    engine.script = lambda request: told(*said, usage=EngineUsage(prompt_tokens=4, completion_tokens=3))
     chunks = await collect(local.stream(of_completion("café", echo=True, logprobs=1)))
     (choice,) = json.loads(fold(chunks))["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("café go\nto", "stop")
@@ -329,7 +317,7 @@ async def test_a_schema_that_is_not_held_may_go_to_another_deployment(
 ) -> None:
     """The engine's refusal is a 400 that names the field, of the kind that lets others try."""
     why = InvalidRequest("the schema cannot be held: not (#/not)", param="grammar")
-    engine.script = lambda id, request: [error_to_wire(id, why)]
+    engine.script = lambda request: [why]
     for field, body in (
         ("response_format", {"response_format": _schema(True)}),
         ("guided_regex", {"guided_regex": "a+"}),
@@ -369,10 +357,7 @@ async def test_parts_of_an_answer_are_openais(engine: ScriptedEngine, local: Loc
         {"calls": (CallPart(1, "weather"), CallPart(1, "", "{}"))}, {"finish_reason": "stop"},
     )  # fmt: skip
     usage = EngineUsage(prompt_tokens=3, completion_tokens=9, reasoning_tokens=4)
-    engine.script = lambda id, request: [
-        *(Outputs(id, (Output(token_ids=(1,), **one),)) for one in said[:-1]),
-        Outputs(id, (Output(**said[-1]),), usage),
-    ]
+    engine.script = lambda request: told(*(Output(token_ids=(1,), **one) for one in said), usage=usage)
     chunks = await collect(local.stream(ask(is_stream=is_stream, tools=[WEATHER])))
     parts = [ChatCompletionChunk.model_validate_json(chunk.data).choices for chunk in chunks]
     names = [call.function.name for choices in parts for one in choices for call in one.delta.tool_calls or ()]  # type: ignore[union-attr]
@@ -437,8 +422,10 @@ async def test_the_engines_errors_have_their_place(
     engine: ScriptedEngine, local: LocalBackend, kind: str, expected: type[BackendError], code: str | None
 ) -> None:
     """Each error of the engine is one of the seam's; the client's own faults say so in OpenAI's shape."""
-    facts = {"param": "seed", "prompt_tokens": 99, "context_tokens": 64}
-    engine.script = lambda id, request: [Failed(id, kind, "words", facts)]
+    facts = {"param": "seed", "prompt_tokens": 99, "context_tokens": 64, "is_death": False}
+    (error,) = [error.__new__(error, "words") for error in WIRE.errors if error.__name__ == kind]
+    vars(error).update(facts)
+    engine.script = lambda request: [error]
     with pytest.raises(BackendError) as caught:
         await collect(local.stream(ask()))
     assert type(caught.value) is expected
@@ -453,14 +440,14 @@ async def test_the_engines_errors_have_their_place(
 async def test_a_broken_answer_is_never_a_finished_one(engine: ScriptedEngine, local: LocalBackend, end: str) -> None:
     """After its first piece an answer that fails, is given up, loses its engine or falls silent is an error."""
 
-    def script(id: int, request: GenerateRequest) -> list[Outputs | Failed]:
-        ends: dict[str, list[Outputs | Failed]] = {
-            "failed": [Failed(id, "EngineFailed", "out of memory")],
-            "abort": told(id, Output(finish_reason="abort"), usage=USAGE),
+    def script(request: GenerateRequest) -> Sequence[Output | EngineError]:
+        ends: dict[str, Sequence[Output | EngineError]] = {
+            "failed": [EngineFailed("out of memory")],
+            "abort": told(Output(finish_reason="abort"), usage=USAGE),
         }
         if end == "gone":
-            asyncio.get_running_loop().call_later(0.05, lambda: [writer.close() for writer in engine.writers])
-        return [*told(id, Output(text="half")), *ends.get(end, [])]
+            asyncio.get_running_loop().call_later(0.05, engine.die)
+        return [*told(Output(text="half")), *ends.get(end, [])]
 
     engine.script = script
     seen: list[Chunk] = []
@@ -473,7 +460,7 @@ async def test_a_broken_answer_is_never_a_finished_one(engine: ScriptedEngine, l
 
 async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: LocalBackend) -> None:
     """In the middle, while waiting, by the first chunk's time-out; never where nothing was asked or all is told."""
-    engine.script = lambda id, request: told(id, Output(text="half"))
+    engine.script = lambda request: told(Output(text="half"))
     stream = local.stream(ask())
     await anext(stream)
     await stream.aclose()
@@ -482,7 +469,7 @@ async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: Local
         await anext(stream)
 
     engine.aborted.clear()
-    engine.script = lambda id, request: []
+    engine.script = lambda request: []
     stream = local.stream(ask())
     reader = asyncio.create_task(collect(stream))
     await asyncio.sleep(0.05)
@@ -497,7 +484,7 @@ async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: Local
     await asyncio.wait_for(engine.aborted.wait(), 5)
 
     engine.aborted.clear()
-    engine.script = lambda id, request: told(id, Output(text="a", finish_reason="stop"), usage=USAGE)
+    engine.script = lambda request: told(Output(text="a", finish_reason="stop"), usage=USAGE)
     asked = len(engine.requests)
     await local.stream(ask()).aclose()
     assert len(engine.requests) == asked
@@ -512,11 +499,11 @@ async def test_a_request_that_kills_the_engine_is_refused(engine: ScriptedEngine
     """A request that was there when the engine died has one more chance, alone; after a second death it is refused as its own
     fault, and who was there by accident is answered."""
 
-    def script(id: int, request: GenerateRequest) -> list[Outputs | Failed]:
+    def script(request: GenerateRequest) -> Sequence[Output | EngineError]:
         said = (request.messages or [{}])[0]["content"]
         if said == "poison":
             engine.die()
-        return told(id, Output(text="well", finish_reason="stop"), usage=USAGE) if said == "again" else []
+        return told(Output(text="well", finish_reason="stop"), usage=USAGE) if said == "again" else []
 
     async def back() -> None:
         async with asyncio.timeout(5):
@@ -526,7 +513,7 @@ async def test_a_request_that_kills_the_engine_is_refused(engine: ScriptedEngine
     def asking(content: str) -> BackendRequest:
         return ask(messages=[{"role": "user", "content": content}])
 
-    engine.script = lambda id, request: engine.die() or [] if len(engine.requests) == 3 else []
+    engine.script = lambda request: engine.die() or [] if len(engine.requests) == 3 else []
     dying = [asyncio.create_task(collect(local.stream(asking(what)))) for what in ("again", "poison", "other")]
     for task in dying:
         with pytest.raises(BackendUnavailable):
@@ -581,23 +568,23 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
             while word not in local.load(1).why:  # noqa: ASYNC110 - the client has no event for this
                 await asyncio.sleep(0.01)
 
-    write_ended(engine.path, Ended("it was killed by SIGKILL"))
+    write_ended(engine.path, EngineEnded("it was killed by SIGKILL"))
     await engine.stop()
     await until_said("SIGKILL")
     assert local.load(1).is_starting
     engine.load = EngineLoad(stage="reading weights")
     for _ in range(3):
-        await engine.start()
+        await engine.start(engine.path)
         await until_said("reading weights")
         assert "SIGKILL" in local.load(1).why
         await engine.stop()
         await until_said("the engine's process ended")
     assert not local.load(1).is_starting
     engine.load = READY
-    await engine.start()
+    await engine.start(engine.path)
     await asyncio.wait_for(local.engine.wait_ready(), 5)
     assert (local.load(1).is_ready, local.load(1).why) == (True, "")
-    write_ended(engine.path, Ended("there is no model at /nowhere", is_final=True))
+    write_ended(engine.path, EngineEnded("there is no model at /nowhere", is_final=True))
     await engine.stop()
     await until_said("is not started again: there is no model at /nowhere")
     assert local.load(1).reason.endswith("is not started again")

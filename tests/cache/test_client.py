@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -11,10 +10,12 @@ import pytest
 import uvloop
 
 from cache import CacheWorkerUnavailable, Miss, MissReason, SemanticClient
-from cache.worker import Answered, Status, WorkerState
-from cache.worker.messages import LENGTH_BYTES, Answer, AskLookup, frame, read_ask
-from cache.worker.queue import Connection
+from cache.query import Neighbourhood
+from cache.worker import Answered, WorkerState, WorkerStatus
+from cache.worker import messages as wire
+from ipc import CallFrame, IncomingCall, RpcServer
 from tests.cache.fakes import ACME, query
+from tests.rpc import StandIn
 
 _TURNS = 60  # of the event loop: more than the end of a connection takes to be read
 
@@ -31,8 +32,6 @@ async def ask(client: SemanticClient, kind: str) -> str:
             found = await client.lookup(query("x"))
             assert isinstance(found, Miss)
             return found.reason.value
-        case "status":
-            return (await client.status()).state.value
         case "judge":
             asked = client.judge(ACME, b"c" * 16, Answered(b"", 0.0, "yes"), [])
         case "near":
@@ -48,7 +47,6 @@ async def ask(client: SemanticClient, kind: str) -> str:
     ("kind", "told"),
     [
         ("lookup", MissReason.UNAVAILABLE.value),
-        ("status", WorkerState.AWAY.value),
         ("judge", "unavailable"),
         ("near", "unavailable"),
         ("embed", "unavailable"),
@@ -56,21 +54,20 @@ async def ask(client: SemanticClient, kind: str) -> str:
 )
 async def test_a_worker_that_is_killed_fails_no_request(tmp_path: Path, kind: str, told: str) -> None:
     """Asked in any turn of the event loop from the worker's end on, each request has the outcome of one without a worker."""
-    worker = list[asyncio.StreamWriter]()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker.append(writer)
-        while length := int.from_bytes(await reader.read(LENGTH_BYTES), "big"):
-            asked = read_ask(await reader.readexactly(length))
-            is_lookup = isinstance(asked, AskLookup)
-            writer.write(frame(Answer(asked.id, Miss(MissReason.EMPTY) if is_lookup else Status(WorkerState.READY))))
-
-    server = await asyncio.start_unix_server(serve, tmp_path / "s")
+    status = WorkerStatus(WorkerState.READY)
+    worker = StandIn(
+        RpcServer(
+            wire.WIRE,
+            state=lambda: status,
+            on_call=lambda call: call.reply(Neighbourhood(Miss(MissReason.EMPTY), ())),
+        )
+    )
+    await worker.start(tmp_path / "s")
     async with SemanticClient(tmp_path / "s", timeout_s=20) as client, asyncio.timeout(15):
         while await client.lookup(query("x")) != Miss(MissReason.EMPTY):  # noqa: ASYNC110
             await asyncio.sleep(0)
-        server.close()
-        worker[0].transport.abort()
+        worker.die()
+        await worker.stop()
 
         async def late(turns: int) -> str:
             for _ in range(turns):
@@ -80,13 +77,20 @@ async def test_a_worker_that_is_killed_fails_no_request(tmp_path: Path, kind: st
         assert Counter(await asyncio.gather(*map(late, range(_TURNS)))) == {told: _TURNS}
 
 
-async def test_a_gateway_that_is_killed_does_not_harm_the_worker() -> None:
+async def test_a_gateway_that_is_killed_does_not_harm_the_worker(tmp_path: Path) -> None:
     """An answer to a client that has left is dropped, in any turn of the event loop from its end on."""
-    ours, theirs = socket.socketpair()
-    _, writer = await asyncio.open_unix_connection(sock=ours)
-    connection = Connection(writer)
-    theirs.close()
-    for id in range(_TURNS):
-        connection.answer(id, Status(WorkerState.READY))
+    calls = list[IncomingCall[wire.Ask]]()
+    worker = StandIn(RpcServer(wire.WIRE, state=lambda: None, on_call=calls.append))
+    await worker.start(tmp_path / "s")
+    _, writer = await asyncio.open_unix_connection(tmp_path / "s")
+    for id in range(1, _TURNS + 1):
+        writer.write(wire.WIRE.encode(CallFrame(id, wire.AskEmbed(("x",)))))
+    while len(calls) < _TURNS:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    assert writer.is_closing()
+    writer.transport.abort()
+    for call in calls:
+        call.reply(wire.Judged(()))
+        await asyncio.sleep(0)
+    assert not worker.server.has_calls
+    assert not worker.server.peers
+    await worker.stop()

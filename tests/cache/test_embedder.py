@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import cache.encoder.embedder as module
 from cache.encoder.bert import BertEmbedder, has_bfloat16, read_plan
-from cache.encoder.embedder import Memo, SentenceEmbedder, _packaged, open_embedder
+from cache.encoder.embedder import Memo, SentenceEmbedder, open_embedder, packaged_folder
 from cache.encoder.types import Embedder, PrecisionUnavailable
 from cache.semantic.cache import PromptAdded, SemanticCache
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder
@@ -29,7 +29,7 @@ def embedder() -> Embedder:
 @pytest.fixture(scope="module")
 def reference() -> SentenceEmbedder:
     """The same model through the library."""
-    return SentenceEmbedder(_packaged(), "reference", "cpu")
+    return SentenceEmbedder(packaged_folder(), "reference", "cpu")
 
 
 TEXTS = [
@@ -103,7 +103,7 @@ def test_any_model_by_path_and_a_key_that_knows_its_weights(embedder: Embedder, 
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(_packaged() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(packaged_folder() / "tokenizer.json"))
     weights = np.random.default_rng(0).normal(size=(tokenizer.get_vocab_size(), 16)).astype(np.float32)
     keys = []
     for number, change in enumerate((0.0, 0.0, 1.0)):
@@ -203,7 +203,7 @@ def save_bert(folder: Path, pooling: str) -> None:
         hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40, max_position_embeddings=16
     )
     BertModel(settings).save_pretrained(folder / "bert")
-    AutoTokenizer.from_pretrained(str(_packaged())).save_pretrained(str(folder / "bert"))
+    AutoTokenizer.from_pretrained(str(packaged_folder())).save_pretrained(str(folder / "bert"))
     bert = Transformer(str(folder / "bert"), max_seq_length=12)
     SentenceTransformer(modules=[bert, Pooling(24, pooling_mode=pooling)]).save(str(folder))
 

@@ -55,7 +55,7 @@ class Host:
 
     async def judges(self, fresh: Answered, *others: Answered, text: str = "one", tenant: Partition = ACME) -> None:
         await self.follower.follow()
-        await self.judging.judge(AskJudge(1, tenant, ask(text, tenant).compat, fresh, others, 1.0), at_once)
+        await self.judging.judge(AskJudge(tenant, ask(text, tenant).compat, fresh, others), at_once)
         await self.follower.follow()
 
     async def has(self, *texts: str, tenant: Partition = ACME) -> list[bool]:
@@ -264,7 +264,7 @@ async def test_hostile_answers_are_cheap(answer: str) -> None:
 
     cache.embed_sentences = embed  # type: ignore[method-assign]
     fresh, other = Answered(b"", 0.0, answer), Answered(b"o" * 16, 1.0, LONG)
-    judged = await AnswerJudging(cache).judge(AskJudge(1, ACME, b"c" * 16, fresh, (other, fresh), 1.0), at_once)
+    judged = await AnswerJudging(cache).judge(AskJudge(ACME, b"c" * 16, fresh, (other, fresh)), at_once)
     assert [one.ruling for one in judged.judgements] == [Ruling.UNKNOWN] * 2
     assert sum(pieces) <= 20_000
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(judged))

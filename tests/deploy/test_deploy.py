@@ -111,7 +111,7 @@ def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
     assert "/healthz" in final
     sent = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
     sources = [word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M) for word in line.split()]
-    assert {"pyproject.toml", "gateway", "cache", "policies", "local_engine"} <= set(sources)
+    assert {"pyproject.toml", "gateway", "cache", "policies", "local_engine", "ipc"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
         assert source in sent, f"{source} is not sent to the build"

@@ -174,7 +174,8 @@ def test_money_is_decimal(usd: float, digits: int, expected: int) -> None:
 )
 def test_each_kind_has_its_backend(fields: dict[str, Any], kind: str) -> None:
     """Built without connecting, importing litellm or needing a loop."""
-    backend = build_backend("alias", deployment(name="d", **fields), Settings(), {})
+    given = deployment(name="d", **fields)
+    backend = build_backend("alias", given, describe(given), Settings(), {})
     assert type(backend).__name__ == kind
     assert backend.name == "d"
     assert backend.capabilities == describe(deployment(**fields)).capabilities
@@ -184,7 +185,8 @@ def test_each_kind_has_its_backend(fields: dict[str, Any], kind: str) -> None:
 def test_a_missing_key_keeps_a_deployment_unready(backend: str) -> None:
     """The gateway starts without it, and routing is told why this one is out."""
     fields = {"backend": backend, "base_url": "http://h/v1", "model": "m", "api_key_env": "SOME_KEY"}
-    load = build_backend("alias", deployment(**fields), Settings(), {}).load(1)
+    given = deployment(**fields)
+    load = build_backend("alias", given, describe(given), Settings(), {}).load(1)
     assert (load.is_ready, load.reason) == (False, "SOME_KEY is not set in the environment")
-    ready = build_backend("alias", deployment(**fields), Settings(), {"SOME_KEY": "sk"}).load(1)
+    ready = build_backend("alias", given, describe(given), Settings(), {"SOME_KEY": "sk"}).load(1)
     assert ready.is_ready == (backend == "openai")

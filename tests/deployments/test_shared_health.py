@@ -44,7 +44,7 @@ class Worker:
 
     @property
     def one(self) -> Deployment:
-        (found,) = (shared.deployment for shared in self.health._shared)
+        (found,) = (shared.deployment for shared in self.health.exchanged)
         return found
 
     def allows(self, caller: str = "a", *, is_alone: bool = False) -> bool:
@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def key(self) -> str:
-        return self.health._shared[0].key
+        return self.health.exchanged[0].key
 
 
 @pytest.fixture

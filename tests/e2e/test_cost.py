@@ -26,7 +26,7 @@ from sqlalchemy import event
 from cache.decision import normal_form
 from cache.entry import Purge
 from cache.query import Hit, Trial
-from gateway.app import Parts
+from gateway.app import WorkerParts
 from gateway.settings import Settings
 from policies import WindowKind
 from tests.e2e.gateway import API_KEY, Gateway, deployment
@@ -53,7 +53,7 @@ class Cost:
 class Worker:
     """A gateway worker and one client's connection to it."""
 
-    def __init__(self, parts: Parts, upstream: Upstream, port: int) -> None:
+    def __init__(self, parts: WorkerParts, upstream: Upstream, port: int) -> None:
         self.parts = parts
         self._upstream = upstream
         self._port = port

@@ -22,19 +22,20 @@ import pytest
 import uvloop
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cache import Miss, MissReason
+from cache import CacheWorkerUnavailable, Miss, MissReason
 from cache.event_loop import Loop
 from cache.worker import messages as cache_wire
 from gateway.journey import attempt
 from gateway.settings import Settings
-from local_engine import Output
-from local_engine import Usage as EngineUsage
-from local_engine.messages import Failed, Outputs
+from ipc import IncomingCall, RpcServer
+from local_engine import EngineUsage, Output
+from local_engine.messages import EngineError, EngineFailed, PromptTooLong
 from policies import WindowKind
 from tests.backends.test_local import ScriptedEngine
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.upstream import Upstream
 from tests.e2e.worker import OpenWorker, open_worker
+from tests.rpc import StandIn
 from tests.services import RedisServer
 
 TIMES = 10
@@ -87,7 +88,7 @@ class Sender:
         self.worker = worker
         self.engine_plays = ""
         self.is_cache_worker_silent = False
-        self.cache_worker: list[asyncio.StreamWriter] = []
+        self.cache_worker = _cache_worker(self)
         self.keys: dict[str, str] = {}
         self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
@@ -176,8 +177,7 @@ class Sender:
         self.is_cache_worker_silent = True
         waiting = await self.open(CHAT, self.body())
         await asyncio.sleep(0.02)
-        while self.cache_worker:
-            self.cache_worker.pop().transport.abort()
+        self.cache_worker.die()
         self.is_cache_worker_silent = False
         status = await self.all_of(waiting)
         async with asyncio.timeout(60):
@@ -305,38 +305,30 @@ async def _left(
     return await to.leave(opened, **how)
 
 
-def _script(to: Sender) -> Callable[[int, Any], list[Outputs | Failed]]:
-    def play(id: int, request: Any) -> list[Outputs | Failed]:
+def _script(to: Sender) -> Callable[[Any], list[Output | EngineError]]:
+    def play(request: Any) -> list[Output | EngineError]:
         usage = EngineUsage(prompt_tokens=1, completion_tokens=1)
         ended = {"answers": "stop", "aborts": "abort"}.get(to.engine_plays)
         if ended is not None:
-            return [Outputs(id, (Output(index=0, text="well", finish_reason=ended),), usage)]  # type: ignore[arg-type]
-        kind = {"too long": "PromptTooLong", "fails": "EngineFailed"}.get(to.engine_plays)
-        return [Failed(id, kind, "no", {"param": None, "prompt_tokens": 9, "context_tokens": 5})] if kind else []
+            return [Output(index=0, text="well", finish_reason=ended, usage=usage)]  # type: ignore[arg-type]
+        too_long = PromptTooLong("no", prompt_tokens=9, context_tokens=5)
+        error = {"too long": too_long, "fails": EngineFailed("no")}.get(to.engine_plays)
+        return [error] if error is not None else []
 
     return play
 
 
-def _cache_worker(to: Sender) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+def _cache_worker(to: Sender) -> StandIn:
     """A cache worker with an empty index."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        to.cache_worker.append(writer)
-        try:
-            while True:
-                length = int.from_bytes(await reader.readexactly(cache_wire.LENGTH_BYTES), "big")
-                ask = cache_wire.read_ask(await reader.readexactly(length))
-                if isinstance(ask, cache_wire.AskLookup) and not to.is_cache_worker_silent:
-                    writer.write(cache_wire.frame(cache_wire.Answer(ask.id, Miss(MissReason.EMPTY))))
-                elif isinstance(ask, cache_wire.AskEmbed):
-                    writer.write(cache_wire.frame(cache_wire.Answer(ask.id, cache_wire.Failed("not here"))))
-                elif isinstance(ask, cache_wire.AskStatus):
-                    status = cache_wire.Status(cache_wire.WorkerState.AWAY)
-                    writer.write(cache_wire.frame(cache_wire.Answer(ask.id, status)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+    def answer(call: IncomingCall[cache_wire.Ask]) -> None:
+        if isinstance(call.body, cache_wire.AskLookup) and not to.is_cache_worker_silent:
+            call.reply(Miss(MissReason.EMPTY))
+        elif isinstance(call.body, cache_wire.AskEmbed):
+            call.fail(CacheWorkerUnavailable("not here"))
 
-    return serve
+    status = cache_wire.WorkerStatus(cache_wire.WorkerState.AWAY)
+    return StandIn(RpcServer(cache_wire.WIRE, state=lambda: status, on_call=answer))
 
 
 def _models(url: str) -> dict[str, Any]:
@@ -400,15 +392,15 @@ async def to(
     settings.run_dir.mkdir(mode=0o700)
     engine = ScriptedEngine(tmp_path)
     engine.path = settings.engine_socket("default")
-    await engine.start()
+    await engine.start(engine.path)
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(open_worker(settings, monkeypatch))
         sender = Sender(worker)
         engine.script = _script(sender)
-        cache_worker = await asyncio.start_unix_server(_cache_worker(sender), str(settings.cache_socket))
+        await sender.cache_worker.start(settings.cache_socket)
         await _teams(sender)
         yield sender
-        cache_worker.close()
+        await sender.cache_worker.stop()
     await engine.stop()
 
 

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from cache import ExactCache
 from gateway import app as app_module
-from gateway.app import Parts, create_app
+from gateway.app import WorkerParts, create_app
 from gateway.settings import Settings
 from gateway.transport.http_server import reserve
 from gateway.worker import run
@@ -27,7 +27,7 @@ from tests.e2e.gateway import API_KEY
 class OpenWorker:
     """A worker that serves."""
 
-    parts: Parts
+    parts: WorkerParts
     port: int
 
 
@@ -71,7 +71,7 @@ async def answers(address: str, port: int) -> bool:
 class Host:
     """A worker, its files' folder, and clients of its teams."""
 
-    def __init__(self, parts: Parts, port: int) -> None:
+    def __init__(self, parts: WorkerParts, port: int) -> None:
         self.parts = parts
         self.url = f"http://127.0.0.1:{port}/v1"
         self.clients: list[AsyncOpenAI] = []

@@ -65,8 +65,8 @@ class FixedLine(Line):
 def at_fixed_prices(engine: Engine, model_step_ms: float = 0.0) -> Engine:
     """The engine, drafting wherever it can, by prices that no clock decides: a row costs nothing, a step 10 ms, one of the
     draft model `model_step_ms`."""
-    engine._speculator.timing = StepTiming(
-        steps=FixedLine(_count=1, _ms=10.0), draft_steps=FixedLine(_count=1, _ms=model_step_ms)
+    engine.speculator.timing = StepTiming(
+        steps=FixedLine(count=1, mean_ms=10.0), draft_steps=FixedLine(count=1, mean_ms=model_step_ms)
     )
     return engine
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine.attention import NativeKV, PagedRows, StepInput
-from local_engine.config import ModelConfig, RopeConfig
+from local_engine.config import AttentionConfig, ModelConfig, RopeConfig
 from local_engine.kernels import cpu
 from local_engine.models.rope import rotary
 
@@ -27,9 +27,9 @@ def make_model(heads: int, kv_heads: int, size: int, window: int, softcap: float
         name="attention",
         hidden_size=heads * size,
         layers=1,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=size,
+        attention=AttentionConfig(
+            heads=heads, kv_heads=kv_heads, head_dim=size, windows=(window,), scale=size**-0.5, softcap=softcap
+        ),
         intermediate_size=64,
         vocabulary_size=64,
         context_tokens=2048,
@@ -37,9 +37,6 @@ def make_model(heads: int, kv_heads: int, size: int, window: int, softcap: float
         ropes=(RopeConfig(),),
         has_qk_norm=False,
         has_qkv_bias=False,
-        windows=(window,),
-        attention_scale=size**-0.5,
-        attention_softcap=softcap,
     )
 
 
@@ -64,7 +61,7 @@ class Layer:
         native = cpu.kernels()
         assert native is not None
         self.kv = NativeKV(native, model, blocks=blocks, block_tokens=block_tokens, dtype=dtype)
-        self.rotary = rotary(model.ropes[0], model.head_dim, 2048, dtype=dtype, device=CPU)
+        self.rotary = rotary(model.ropes[0], model.attention.head_dim, 2048, dtype=dtype, device=CPU)
 
     def step(self, parts: list[tuple[Looking, int, int]]) -> torch.Tensor:
         """Rows start .. stop of each sequence, in one step: [rows, heads * head_dim]."""
@@ -78,8 +75,6 @@ class Layer:
             positions=torch.tensor(positions),
             slots=torch.tensor(slots),
             logit_rows=torch.tensor([]),
-            decodes=(),
-            prefills=(),
             paged=PagedRows(
                 stop=len(positions),
                 blocks=torch.tensor([block for of, _, _ in parts for block in of.blocks]),
@@ -93,17 +88,17 @@ class Layer:
 
 def expected(model: ModelConfig, of: Looking) -> torch.Tensor:
     """The oracle: rotate, score, cap, mask, softmax and sum in float32, [tokens from `start` on, heads * head_dim]."""
-    cos, sin = rotary(model.ropes[0], model.head_dim, 2048, dtype=of.qkv.dtype, device=CPU)
-    qkv, group = of.qkv.float(), model.heads // model.kv_heads
-    qk, v = qkv[:, : -model.kv_heads], qkv[:, -model.kv_heads :]
+    cos, sin = rotary(model.ropes[0], model.attention.head_dim, 2048, dtype=of.qkv.dtype, device=CPU)
+    qkv, group = of.qkv.float(), model.attention.heads // model.attention.kv_heads
+    qk, v = qkv[:, : -model.attention.kv_heads], qkv[:, -model.attention.kv_heads :]
     cos, sin = cos[: of.tokens].float(), sin[: of.tokens].float()
-    qk = (qk * cos + qk.roll(model.head_dim // 2, -1) * sin).to(of.qkv.dtype).float()
-    q, k = qk[:, : model.heads], qk[:, model.heads :].repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * model.attention_scale
-    if model.attention_softcap is not None:
-        scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
+    qk = (qk * cos + qk.roll(model.attention.head_dim // 2, -1) * sin).to(of.qkv.dtype).float()
+    q, k = qk[:, : model.attention.heads], qk[:, model.attention.heads :].repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * model.attention.scale
+    if model.attention.softcap is not None:
+        scores = model.attention.softcap * torch.tanh(scores / model.attention.softcap)
     own, seen = torch.arange(of.tokens).unsqueeze(1), torch.arange(of.tokens)
-    window = model.windows[0]
+    window = model.attention.windows[0]
     hidden = (seen > own) | (seen <= own - window) if window else seen > own
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     found = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))

@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from local_engine import block_pool
 from local_engine.block_pool import BlockPool
 
 SIZE = 4
@@ -17,11 +16,11 @@ class Holder:
     """A sequence as the pool sees it: tokens, keys, blocks."""
 
     def __init__(self, pool: BlockPool, tokens: list[int], salt: bytes = b"") -> None:
-        self.pool, self.tokens, self.salt = pool, tokens, salt
+        self.pool = pool
         self.keys: list[bytes] = []
         full = len(tokens) // SIZE
         pool.extend_keys(self.keys, tokens, salt, full)
-        self.blocks = pool.match(self.keys, tokens, salt)
+        self.blocks = pool.match(self.keys)
         self.reused = len(self.blocks)
         pool.hold(self.blocks)
 
@@ -29,7 +28,7 @@ class Holder:
         """Allocate and register what was not found."""
         self.blocks += [self.pool.allocate() for _ in range(len(self.keys) - len(self.blocks))]
         for index in range(self.reused, len(self.keys)):
-            self.pool.register(self.blocks, index, self.keys, self.tokens, self.salt, is_written=True)
+            self.pool.register(self.blocks, index, self.keys, is_written=True)
 
     def release(self) -> None:
         self.pool.release(reversed(self.blocks))
@@ -48,16 +47,6 @@ def test_the_longest_known_prefix_is_found() -> None:
     held(pool, [1] * 12).release()
     assert Holder(pool, [1] * 8 + [2] * 4).reused == 2
     assert Holder(pool, [2] * 4 + [1] * 8).reused == 0
-
-
-def test_a_collision_of_keys_is_never_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two contents have one key, the tokens tell them apart: a miss, and the second stays private."""
-    monkeypatch.setattr(block_pool, "chain_key", lambda parent, tokens: b"same")
-    pool = BlockPool(4, SIZE)
-    first = held(pool, [1] * 4)
-    second = held(pool, [2] * 4)
-    assert second.reused == 0
-    assert second.blocks != first.blocks
 
 
 def test_unreferenced_leaves_go_first_and_the_oldest_before_all() -> None:
@@ -82,10 +71,10 @@ def test_a_shared_block_is_replaced_only_once_written() -> None:
     """A duplicate that is being written stays private; written, it gives way to the registered one."""
     pool = BlockPool(4, SIZE)
     first = held(pool, [1] * 4)
-    tokens, keys, blocks = [1] * 4, first.keys, [pool.allocate()]
-    assert not pool.register(blocks, 0, keys, tokens, b"", is_written=False)
+    keys, blocks = first.keys, [pool.allocate()]
+    assert not pool.register(blocks, 0, keys, is_written=False)
     assert blocks != first.blocks
-    assert pool.register(blocks, 0, keys, tokens, b"", is_written=True)
+    assert pool.register(blocks, 0, keys, is_written=True)
     assert blocks == first.blocks
 
 
@@ -110,7 +99,7 @@ class PoolMachine(RuleBasedStateMachine):
     def come(self, tokens: list[int], salt: bytes) -> None:
         keys: list[bytes] = []
         self.pool.extend_keys(keys, tokens, salt, len(tokens) // SIZE)
-        found = self.pool.match(keys, tokens, salt)
+        found = self.pool.match(keys)
         if len(keys) - len(found) + self.pool.unused(found) > self.pool.available:
             return
         self.holders.append(held(self.pool, tokens, salt))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from local_engine.engine import Engine
-from local_engine.grammar import Answer, Grammars
+from local_engine.grammar import Grammars, GrammarState
 from local_engine.messages import ANY_TOOL, GenerateRequest, Grammar, InvalidRequest, SamplingParams
-from local_engine.text.calls import FORMATS, THINKING, Format, Reader, format_of
-from local_engine.text.chat import Chat
-from local_engine.text.tokenizer import Tokenizer, Vocabulary
+from local_engine.text.calls import FORMATS, THINKING, AnswerReader, Format, format_of
+from local_engine.text.chat import ChatTemplate
+from local_engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import CHAT_TEMPLATE, make_tokenizer
 
 Folded = tuple[str, str, list[tuple[str, str]]]
@@ -97,7 +97,7 @@ RECORDED: list[tuple[Format, str, Folded]] = [
 ]
 
 
-def folded(reader: Reader, pieces: Sequence[str]) -> Folded:
+def folded(reader: AnswerReader, pieces: Sequence[str]) -> Folded:
     """All that an answer says; the name of a call comes before its arguments."""
     text, reasoning, calls = "", "", list[list[str]]()
     for number, piece in enumerate([*pieces, ""]):
@@ -111,8 +111,8 @@ def folded(reader: Reader, pieces: Sequence[str]) -> Folded:
     return text, reasoning, [(name, arguments) for name, arguments in calls]
 
 
-def reader_of(form: Format, **more: Any) -> Reader:
-    return Reader(THINKING[0], format=form, names={"f", "g"}, **more)
+def reader_of(form: Format, **more: Any) -> AnswerReader:
+    return AnswerReader(THINKING[0], format=form, names={"f", "g"}, **more)
 
 
 @pytest.mark.parametrize(("form", "text", "expected"), RECORDED)
@@ -218,7 +218,7 @@ PLAIN = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
 
 def test_a_template_without_tools_gets_a_default_rendering() -> None:
     """The tools stand in the system's message, which is there or is added; calls and results in messages of all templates."""
-    chat = Chat(PLAIN, "", "", ())
+    chat = ChatTemplate(PLAIN, "", "", ())
     (text,) = chat.render(HISTORY, [WEATHER])
     assert text.startswith("[system|# Tools")
     assert json.dumps(WEATHER) in text
@@ -238,7 +238,7 @@ def test_a_template_with_tools_lays_them_out_itself() -> None:
         "[TOOL_CALLS]{% for t in tools %}<{{ t.function.name }}>{% endfor %}{% for m in messages %}{{ m.role }}"
         "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments.city }}{% endfor %}{{ m.tool_call_id }};{% endfor %}"
     )
-    chat = Chat(template, "", "", ())
+    chat = ChatTemplate(template, "", "", ())
     (text,) = chat.render(HISTORY, [WEATHER])
     id = text.partition("assistant")[2][:9]
     assert text == f"[TOOL_CALLS]<get_weather>user;assistant{id}é{id}é;tool{id};tool{id};"
@@ -256,7 +256,7 @@ PHI4 = (
 
 def test_a_template_that_reads_tools_in_the_system_s_message_gets_them_there() -> None:
     """As JSON, with the calls of before in the model's own frame, and results as messages of their role."""
-    chat = Chat(PHI4, "", "", ())
+    chat = ChatTemplate(PHI4, "", "", ())
     (text,) = chat.render(HISTORY, [WEATHER])
     tools = json.dumps([WEATHER["function"]])
     call = '{"name": "get_weather", "arguments": {"city": "\\u00e9"}}'
@@ -273,7 +273,7 @@ def test_a_template_that_reads_tools_in_the_system_s_message_gets_them_there() -
 def test_a_template_may_name_the_tools_xml_tools() -> None:
     """As SmolLM3's does, which writes calls as Hermes."""
     template = "{% if xml_tools %}{% for t in xml_tools[:] %}{{ t | string }}{% endfor %}<tool_call>{% endif %}{{ messages[0].content }}"
-    chat = Chat(template + "{% for c in messages[0].tool_calls %}{% endfor %}", "", "", ())
+    chat = ChatTemplate(template + "{% for c in messages[0].tool_calls %}{% endfor %}", "", "", ())
     (text,) = chat.render([{"role": "user", "content": "hi"}], [WEATHER])
     assert "get_weather" in text
     assert text.endswith("<tool_call>hi")
@@ -289,7 +289,7 @@ class Model:
     def __init__(self, engine: Engine, template: str, *tokens: str, special: bool = False) -> None:
         backend = make_tokenizer(320 - len(tokens))
         backend.add_tokens([AddedToken(token, special=special) for token in tokens])
-        engine.tokenizer = Tokenizer(backend, Vocabulary("<|endoftext|>", "<|im_end|>", template))
+        engine.tokenizer = Tokenizer(backend, bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=template)
         engine.grammars = Grammars(engine.tokenizer, engine.info.vocabulary_size, frozenset({2}))
         self.engine = engine
 
@@ -370,7 +370,7 @@ def test_a_strict_tool_is_held_where_the_model_begins_a_call(make_engine: Any) -
     wanted = model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[WEATHER, CLOCK]))
     assert wanted is not None
     assert model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[WEATHER])) is None
-    answer = Answer(model.engine.grammars.compiled(wanted, b""), None)
+    answer = GrammarState(model.engine.grammars.compiled(wanted, b""), None)
     spell = model.engine.tokenizer.encode
     for token in spell("hi <tool_call", is_rendered=True):
         answer.take(token)
@@ -390,7 +390,7 @@ def test_other_tokens_may_not_spell_a_mark(make_engine: Any) -> None:
     model = Model(make_engine(), f"{CHAT_TEMPLATE}{{# <tool_call> #}}", "<tool_call>", special=True)
     wanted = model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[CLOCK]))
     assert wanted is not None
-    answer = Answer(model.engine.grammars.compiled(wanted, b""), None)
+    answer = GrammarState(model.engine.grammars.compiled(wanted, b""), None)
     for token in model.engine.tokenizer.encode("hi <tool_call", is_rendered=True):
         answer.take(token)
     (end,) = model.engine.tokenizer.encode(">", is_rendered=True)[-1:]

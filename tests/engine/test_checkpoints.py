@@ -84,13 +84,13 @@ def test_gguf_metadata_that_lies_is_refused(
 ) -> None:
     """What the decoder does not compute and what contradicts the tensors is refused in a sentence."""
     path = write_gguf(checkpoint("qwen3-moe"), tmp_path / "model.gguf", "qwen3moe")
-    parse = GgufFile._parse
+    opened = GgufFile.__init__
 
-    def lie(file: GgufFile) -> None:
-        parse(file)
+    def lie(file: GgufFile, path: Path) -> None:
+        opened(file, path)
         file.metadata[key] = value
 
-    monkeypatch.setattr(GgufFile, "_parse", lie)
+    monkeypatch.setattr(GgufFile, "__init__", lie)
     with pytest.raises(ModelError, match=words) as caught:
         Engine(EngineConfig(model=str(path), **SMALL))
     assert "\n" not in str(caught.value)
@@ -246,8 +246,8 @@ def test_a_gguf_file_s_template_says_what_ends_a_turn(
 
 def lie(monkeypatch: pytest.MonkeyPatch, **metadata: Any) -> None:
     """From now on GGUF files say this as well."""
-    parse = GgufFile._parse
-    monkeypatch.setattr(GgufFile, "_parse", lambda file: (parse(file), file.metadata.update(metadata)))
+    opened = GgufFile.__init__
+    monkeypatch.setattr(GgufFile, "__init__", lambda *file: (opened(*file), file[0].metadata.update(metadata))[0])
 
 
 @pytest.mark.parametrize(
@@ -486,8 +486,8 @@ def test_metadata_that_no_model_has_is_refused(
 ) -> None:
     """Numbers that would take all memory, and values of other types, beside whole tensors."""
     path = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", "llama")
-    parse = GgufFile._parse
-    monkeypatch.setattr(GgufFile, "_parse", lambda file: (parse(file), file.metadata.update({key: value})))
+    opened = GgufFile.__init__
+    monkeypatch.setattr(GgufFile, "__init__", lambda *file: (opened(*file), file[0].metadata.update({key: value}))[0])
     with pytest.raises(ModelError):
         Engine(EngineConfig(model=str(path), **SMALL))
 

@@ -134,16 +134,16 @@ def test_a_failing_step_forgets_the_drafts_too(make_engine: Make, checkpoint: Fo
     prompt = random_prompt(1, 20)
     engine.submit(prompt, greedy(20))
     engine.step()
-    assert engine._draft_model is not None
-    healthy = engine._draft_model.fill
+    assert engine.draft_model is not None
+    healthy = engine.draft_model.fill
 
     def broken(chunks: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    engine._draft_model.fill = broken  # type: ignore[method-assign]
+    engine.draft_model.fill = broken  # type: ignore[method-assign]
     (step,) = engine.step()
     assert step.error is not None
-    engine._draft_model.fill = healthy  # type: ignore[method-assign]
+    engine.draft_model.fill = healthy  # type: ignore[method-assign]
     id = engine.submit(prompt, greedy(20))
     assert run(engine)[id] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 20))
 

@@ -143,21 +143,21 @@ def test_a_failing_step_fails_its_sequences_only(
 ) -> None:
     """An exception in the model ends that step's sequences; waiting ones, and later ones, are answered correctly."""
     engine = make_engine(sequences_max=1, is_overlapped=is_overlapped)
-    healthy = engine._runner.run
+    healthy = engine.runner.run
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     prompt = random_prompt(1, 20)
     run_one(engine, prompt, greedy(2))
-    engine._runner.run = broken  # type: ignore[method-assign]
+    engine.runner.run = broken  # type: ignore[method-assign]
     failing, waiting = engine.submit(prompt, greedy(5)), engine.submit(prompt, greedy(5))
     (step,) = engine.step()
     engine.check_integrity()
     assert step.id == failing
     assert isinstance(step.error, EngineFailed)
     assert "out of memory" in str(step.error)
-    engine._runner.run = healthy  # type: ignore[method-assign]
+    engine.runner.run = healthy  # type: ignore[method-assign]
     assert engine.load().kv_blocks_cached == 0
     assert run(engine)[waiting] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 5))
 
@@ -169,22 +169,22 @@ def test_output_that_is_not_finite_spoils_nothing_else(
     """NaN from the model fails the sequence it is in; what it left in the KV pool reaches nobody, not even the step that
     was launched before anybody saw it."""
     engine = make_engine(is_overlapped=is_overlapped)
-    healthy = engine._runner.run
+    healthy = engine.runner.run
 
     def poisoned(*step: Any) -> Any:
         logits = healthy(*step)
         with torch.inference_mode():
-            for pool in engine._runner.kv.pools:
+            for pool in engine.runner.kv.pools:
                 pool.fill_(torch.nan)
             logits[0] = torch.nan
         return logits
 
     prompts = [random_prompt(seed, 12) for seed in range(3)]
-    engine._runner.run = poisoned  # type: ignore[method-assign]
+    engine.runner.run = poisoned  # type: ignore[method-assign]
     ids = [engine.submit(prompt, greedy(6)) for prompt in prompts]
     steps = engine.step()
     engine.check_integrity()
-    engine._runner.run = healthy  # type: ignore[method-assign]
+    engine.runner.run = healthy  # type: ignore[method-assign]
     if is_overlapped:
         assert steps == []
         steps = engine.step()

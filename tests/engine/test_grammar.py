@@ -17,7 +17,7 @@ import torch
 from bench.structured import draw_schema, faults
 from local_engine.apart.process import Apart
 from local_engine.engine import Engine
-from local_engine.grammar import SIZE_MAX_BYTES, Answer, Compiled
+from local_engine.grammar import SIZE_MAX_BYTES, Compiled, GrammarState
 from local_engine.messages import FinishReason, Grammar, InvalidRequest, SamplingParams
 from local_engine.sampler import ban
 from tests.engine.checkpoints import random_prompt
@@ -100,7 +100,7 @@ def test_a_grammar_with_which_an_answer_failed_is_compiled_anew(make_engine: Mak
     first = compiled(engine, {"type": "string", "maxLength": 300})
     assert compiled(engine, {"type": "string", "maxLength": 300}) is first
     with pytest.raises(InvalidRequest, match="too complex to go on"):
-        Answer(first, None).take(engine.tokenizer.encode("x")[0])
+        GrammarState(first, None).take(engine.tokenizer.encode("x")[0])
     assert compiled(engine, {"type": "string", "maxLength": 300}) is not first
 
 
@@ -287,7 +287,7 @@ def test_a_long_literal_is_forced_by_pieces(make_engine: Make) -> None:
     """However long the rest of a literal is, a step tokenizes a piece of it; the pieces are the literal."""
     engine = make_engine()
     literal = "東é the fox <|im_end|> " * 200
-    answer = Answer(compiled(engine, json.dumps([literal]), "choice"), None)
+    answer = GrammarState(compiled(engine, json.dumps([literal]), "choice"), None)
     said = b""
     while not answer.is_over:
         forced = answer.forced()

@@ -246,8 +246,8 @@ def test_a_step_in_one_call_is_the_decoder_s(
     if not has_pairs():
         pytest.skip("bfloat16 products are torch's on this processor")
     engine = make_engine(family, dtype="bfloat16", threads=2)
-    runner = engine._runner
-    executor, has_other_norms = runner._executor, runner.decoder.config.norms == "around"
+    runner = engine.runner
+    executor, has_other_norms = runner.executor, runner.decoder.config.norms == "around"
     assert isinstance(executor, NativeExecutor)
     at_once = executor.step
     assert isinstance(at_once, NativeStep)
@@ -273,7 +273,7 @@ def test_how_many_threads_there_are_changes_nothing(kernels: cpu.Kernels, make_e
     said = []
     for threads in (1, 3):
         engine = make_engine("qwen3-wide", weights=weights, is_batch_invariant=True, threads=threads)
-        executor = engine._runner._executor
+        executor = engine.runner.executor
         assert isinstance(executor, NativeExecutor)
         assert isinstance(executor.step, NativeStep)
         for seed in range(4):
@@ -300,7 +300,7 @@ def test_the_plain_path_gives_the_same_answers(
         found = run(engine)
         answers.append([found[id] for id in ids])
         monkeypatch.setattr("local_engine.kernels.cpu.kernels", lambda: None)
-    assert isinstance(engine._runner._executor, TorchExecutor)
+    assert isinstance(engine.runner.executor, TorchExecutor)
     assert answers[0] == answers[1]
 
 
@@ -339,8 +339,8 @@ def test_an_engine_without_kernels_says_what_to_do(
     """Not compiled, or compiled from other sources: the log names the way to have them, and the engine runs."""
     uncached = cpu.kernels.__wrapped__
     monkeypatch.setattr(cpu, "kernels", uncached)
-    monkeypatch.setattr(cpu, "_NEEDED", frozenset[str]())
-    monkeypatch.setattr(cpu, "_compiler", lambda: "g++")
+    monkeypatch.setattr(cpu, "NEEDED_FLAGS", frozenset[str]())
+    monkeypatch.setattr(cpu, "find_compiler", lambda: "g++")
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     folder = tmp_path / "lib" / "sameway"
     for why in ("not compiled", "other sources"):

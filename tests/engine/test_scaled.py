@@ -87,7 +87,7 @@ def test_a_checkpoint_of_8_bit_floats_keeps_them(
     engine, ours = said(folder, prompt, weights="fp8")
     errors = (ours - expected(packers.float_of(folder), prompt)).abs()
     assert float(errors.mean()) < 1.0
-    decoder = engine._runner.decoder
+    decoder = engine.runner.decoder
     assert decoder.forms()["8-bit floats"] == 12
     name = "model.layers.1.self_attn.o_proj.weight"
     stored = next(piece.tensor for piece in open_checkpoint(str(folder)).weights() if piece.name == name)

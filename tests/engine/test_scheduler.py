@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from local_engine.block_pool import BlockPool
 from local_engine.messages import EngineLoad, SamplingParams
 from local_engine.scheduler import Scheduler
-from local_engine.sequence import Sequence, Status
+from local_engine.sequence import Sequence, SequenceStatus
 from local_engine.text.tokenizer import TextStream
 from tests.engine.test_text import TOKENIZER
 
@@ -64,7 +64,6 @@ class Simulation:
             stop_token_ids=frozenset(),
             cache_salt=one.salt,
             priority=one.priority,
-            arrival=self.count,
             seed=0,
             text=TextStream(TOKENIZER),
         )
@@ -79,7 +78,7 @@ class Simulation:
         scheduler.check_integrity(self.live.keys())
         served = {chunk.sequence.id for chunk in chunks}
         assert chunks, "nobody gets on"
-        for lost in (s for s in was_running if s.status is Status.WAITING):
+        for lost in (s for s in was_running if s.status is SequenceStatus.WAITING):
             assert all(s.priority <= lost.priority for s in scheduler.running), "a lesser one kept its place"
         if scheduler.waiting:
             best = scheduler.waiting[0].priority

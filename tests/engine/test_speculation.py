@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
-from local_engine.speculation.speculator import MATCH_MAX, DraftRequest, Lookup, Source, Speculation, Speculator
+from local_engine.speculation.speculator import (
+    MATCH_MAX,
+    DraftRequest,
+    DraftSource,
+    PromptLookup,
+    Speculation,
+    Speculator,
+)
 from local_engine.speculation.timing import StepTiming
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.conftest import FixedLine, at_fixed_prices, greedy, run
@@ -26,23 +33,23 @@ def test_a_lookup_proposes_what_followed_last_time() -> None:
     """Of earlier places the one wins before which most is alike, of equal ones the latest; what never stood before proposes
     nothing."""
 
-    def propose(lookup: Lookup, tokens: list[int], count: int) -> tuple[int, tuple[int, ...]]:
+    def propose(lookup: PromptLookup, tokens: list[int], count: int) -> tuple[int, tuple[int, ...]]:
         found = lookup.find(tokens)
         return (0, ()) if found is None else (found[1], lookup.follow(found[0], count))
 
-    lookup = Lookup()
+    lookup = PromptLookup()
     assert propose(lookup, [1, 2, 3, 9, 9, 2, 3, 7, 1, 2, 3], 2) == (3, (9, 9))
     assert propose(lookup, [1, 2, 3, 9, 9, 2, 3, 7, 1, 2, 3, 8, 8, 2, 3], 1) == (2, (8,))
     assert propose(lookup, [1, 2, 3, 9, 9, 2, 3, 7, 1, 2, 3, 8, 8, 2, 3, 5], 4) == (0, ())
-    assert propose(Lookup([4, 5, 6, 7]), [4, 5], 8) == (2, (6, 7, 4, 5, 6, 7, 4, 5))
-    assert propose(Lookup(), [1, 2] * 30, 3) == (MATCH_MAX, (1, 2, 1))
+    assert propose(PromptLookup([4, 5, 6, 7]), [4, 5], 8) == (2, (6, 7, 4, 5, 6, 7, 4, 5))
+    assert propose(PromptLookup(), [1, 2] * 30, 3) == (MATCH_MAX, (1, 2, 1))
 
 
 def pace(base_ms: float = 8.0, row_ms: float = 2.0, model_step_ms: float | None = None) -> StepTiming:
     """One of a machine whose steps take so long with one row, and so much more with each other."""
-    measured = StepTiming(steps=FixedLine(row_ms=row_ms, _count=1, _rows=1.0, _ms=base_ms))
+    measured = StepTiming(steps=FixedLine(row_ms=row_ms, count=1, mean_rows=1.0, mean_ms=base_ms))
     if model_step_ms is not None:
-        measured.draft_steps = FixedLine(_count=1, _ms=model_step_ms)
+        measured.draft_steps = FixedLine(count=1, mean_ms=model_step_ms)
     return measured
 
 
@@ -54,7 +61,7 @@ class Text:
     rate: float
     model_rate: float = 0.0
     tokens: list[int] = field(default_factory=lambda: [1, 2, 3, 4] * 8)
-    speculation: Speculation = field(default_factory=lambda: Speculation(Lookup()))
+    speculation: Speculation = field(default_factory=lambda: Speculation(PromptLookup()))
 
     @property
     def ask(self) -> DraftRequest:
@@ -70,7 +77,7 @@ class World:
     seed: int = 0
     tokens: int = 0
     ms: float = 0.0
-    drafted: Counter[Source] = field(default_factory=Counter)
+    drafted: Counter[DraftSource] = field(default_factory=Counter)
     longest: int = 0
 
     def run(self, steps: int) -> None:
@@ -156,8 +163,8 @@ def test_the_better_source_drafts() -> None:
     last = [World(speculator, [text]) for text in texts]
     for world in last:
         world.run(60)
-    assert last[0].drafted[Source.TEXT] > 4 * last[0].drafted[Source.MODEL]
-    assert last[1].drafted[Source.MODEL] > 4 * last[1].drafted[Source.TEXT]
+    assert last[0].drafted[DraftSource.TEXT] > 4 * last[0].drafted[DraftSource.MODEL]
+    assert last[1].drafted[DraftSource.MODEL] > 4 * last[1].drafted[DraftSource.TEXT]
 
 
 def test_what_one_sequence_taught_the_next_one_knows() -> None:
@@ -183,7 +190,7 @@ def test_a_prompt_is_worth_the_draft_model_s_reading_only_while_it_pays() -> Non
     """Where the draft model has a long prompt to read first, it is asked when there is credit for that, and not before."""
     speculator = Speculator(pace(8.0, 1.0, 0.2), 8, 4096)
     speculator.timing.draft_steps.row_ms = 0.1
-    behind = DraftRequest(0, Speculation(Lookup()), list(range(2000)), 1000, draft_computed=0)
+    behind = DraftRequest(0, Speculation(PromptLookup()), list(range(2000)), 1000, draft_computed=0)
     assert speculator.plan(1, [behind]) == {}
     World(speculator, [Text(1, 0.0, 0.95)]).run(200)
     assert speculator.plan(1, [behind])[0].wanted > 0

@@ -19,14 +19,14 @@ from tokenizers import Tokenizer as Backend
 from local_engine.config import ModelError
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
-from local_engine.text.chat import Chat
-from local_engine.text.tokenizer import TextStream, Tokenizer, Vocabulary
+from local_engine.text.chat import ChatTemplate
+from local_engine.text.tokenizer import TextStream, Tokenizer
 from local_engine.text.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
 from tests.engine.checkpoints import CHAT_TEMPLATE, TEXT, make_tokenizer
 from tests.engine.conftest import greedy, run_text
 
 BACKEND = make_tokenizer()
-TOKENIZER = Tokenizer(BACKEND, Vocabulary("<|endoftext|>", "<|im_end|>", CHAT_TEMPLATE, bos_token_id_added=None))
+TOKENIZER = Tokenizer(BACKEND, bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
 
 
 def pieces(stream: TextStream, ids: list[int]) -> list[str]:
@@ -36,9 +36,9 @@ def pieces(stream: TextStream, ids: list[int]) -> list[str]:
         piece = stream.push(id, TokenLogprob(id, "", b"", 0.0))
         found.append(piece.text)
         assert len(piece.token_ids) == len(piece.logprobs)
-        if piece.is_stopped:
+        if piece.finish_reason:
             return found
-    return [*found, stream.finish().text]
+    return [*found, stream.finish("stop").text]
 
 
 def test_a_character_of_many_tokens_comes_whole() -> None:
@@ -85,10 +85,10 @@ def test_any_text_is_cut_at_its_first_stop_string(text: str, stops: list[str]) -
         piece = stream.push(id, None)
         emitted += piece.text
         tokens += piece.token_ids
-        if piece.is_stopped:
+        if piece.finish_reason:
             break
     else:
-        piece = stream.finish()
+        piece = stream.finish("stop")
         emitted += piece.text
         tokens += piece.token_ids
         assert tokens == ids
@@ -145,7 +145,7 @@ def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
         assert ids == (expected if text.startswith("<s>") else [1, *expected]), text
         assert ours.decode(ids) == theirs.decode(ids)
         stream = TextStream(ours)
-        assert "".join(stream.push(id, None).text for id in ids) + stream.finish().text == ours.decode(ids)
+        assert "".join(stream.push(id, None).text for id in ids) + stream.finish("stop").text == ours.decode(ids)
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -250,7 +250,7 @@ def test_text_begins_as_the_decoder_has_it(decoder: Any) -> None:
     backend = Backend(models.BPE({token: id for id, token in enumerate(tokens)}, []))
     if decoder is not None:
         backend.decoder = decoder
-    ours = Tokenizer(backend, Vocabulary())
+    ours = Tokenizer(backend)
     for ids in ([0, 1, 2], [1], [2, 0, 2]):
         assert ours.decode(ids) == backend.decode(ids)
 
@@ -378,7 +378,7 @@ def test_no_text_becomes_a_control_token(field: str) -> None:
 def test_a_template_ends_whatever_it_does(template: str, words: str) -> None:
     """Loops in loops, numbers and texts without end, and errors of all kinds: the request is refused with the reason, and the
     next is rendered."""
-    chat = Chat("{% if messages[0].role == 'good' %}fine{% else %}" + template + "{% endif %}", "", "", ())
+    chat = ChatTemplate("{% if messages[0].role == 'good' %}fine{% else %}" + template + "{% endif %}", "", "", ())
     if "if %}" not in template:
         assert chat.render([{"role": "good", "content": ""}], None) == ["fine"]
     with pytest.raises(InvalidRequest, match=words):
@@ -400,7 +400,7 @@ def test_a_template_ends_whatever_it_does(template: str, words: str) -> None:
 )
 def test_a_tool_call_that_cannot_be_laid_out_is_the_request_s_fault(arguments: str, words: str) -> None:
     """A caller's arguments are JSON inside JSON, which no check in front has read; they are no failure of the engine."""
-    chat = Chat(
+    chat = ChatTemplate(
         "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}", "", "", ()
     )
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -410,7 +410,7 @@ def test_a_tool_call_that_cannot_be_laid_out_is_the_request_s_fault(arguments: s
 
 def test_a_template_s_process_ends_with_its_chat_and_comes_back() -> None:
     """Killed between two conversations it is started anew; without its chat none is left."""
-    chat = Chat("{{ messages[0].content }}", "", "", ())
+    chat = ChatTemplate("{{ messages[0].content }}", "", "", ())
     before = set(psutil.Process().children())
     assert chat.render([{"role": "user", "content": "one"}], None) == ["one"]
     (child,) = set(psutil.Process().children()) - before

@@ -19,13 +19,14 @@ import pytest
 import torch
 import uvloop
 
+from ipc import CallFrame, ReplyFrame, ReplyStream
 from local_engine import (
     AsyncEngine,
     EngineError,
     EngineLoading,
     EngineUnavailable,
+    EngineUsage,
     GenerateRequest,
-    Generation,
     InvalidRequest,
     Output,
     Overloaded,
@@ -34,11 +35,11 @@ from local_engine import (
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.messages import EngineLoad, ModelInfo, State, Submit, ToClient, Tokenize, read_ended
-from local_engine.process import worker as worker_module
-from local_engine.process.thread import EngineThread, Key, Ready
+from local_engine.messages import WIRE, EngineLoad, EngineState, ModelInfo, TokenizeCall, read_ended
+from local_engine.process.thread import EngineThread, Replies
+from local_engine.process.worker import EngineServer
 from local_engine.runner import ModelRunner
-from local_engine.sequence import Chunk
+from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.text.tokenizer_loader import tokenizer_from_folder
 from tests.engine.checkpoints import naive_greedy, random_prompt
@@ -61,8 +62,15 @@ async def collect(engine: AsyncEngine, what: GenerateRequest) -> list[Output]:
         return [output async for output in generation]
 
 
-async def rest_of(generation: Generation) -> list[Output]:
+async def rest_of(generation: ReplyStream[Output]) -> list[Output]:
     return [output async for output in generation]
+
+
+def usage_of(outputs: list[Output]) -> EngineUsage:
+    """The counts, which come with the last output and no other."""
+    (usage,) = [output.usage for output in outputs if output.usage is not None]
+    assert usage is outputs[-1].usage
+    return usage
 
 
 def tokens_of(outputs: list[Output], index: int = 0) -> list[int]:
@@ -108,16 +116,15 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
     asked = [{"role": "user", "content": "the quick <|im_end|> fox 東京"}]
     async with worker.generate(request(random_prompt(2, 20), 200)) as generation:
         await anext(generation)
-        found = await worker.tokenize(Tokenize(prompt="a quick 東京 fox", has_special=True, wants_texts=True))
+        found = await worker.tokenize(TokenizeCall(prompt="a quick 東京 fox", has_special=True, wants_texts=True))
         assert found.token_ids == tokenizer.encode("a quick 東京 fox")
         assert found.texts == [tokenizer.token(id) for id in found.token_ids]
-        chat = await worker.tokenize(Tokenize(messages=asked, has_special=False))
+        chat = await worker.tokenize(TokenizeCall(messages=asked, has_special=False))
         assert (chat.token_ids, chat.texts) == (tokenizer.encode_chat(asked, None), None)
         async with worker.generate(GenerateRequest(messages=asked, sampling=greedy(1))) as counted:
-            assert [output async for output in counted]
-        assert counted.usage is not None
-        assert counted.usage.prompt_tokens == len(chat.token_ids)
-        closed = await worker.tokenize(Tokenize(messages=asked, has_special=False, opens_answer=False))
+            usage = usage_of(await rest_of(counted))
+        assert usage.prompt_tokens == len(chat.token_ids)
+        closed = await worker.tokenize(TokenizeCall(messages=asked, has_special=False, opens_answer=False))
         assert chat.token_ids[: len(closed.token_ids)] == closed.token_ids
         assert len(closed.token_ids) < len(chat.token_ids)
         text = await worker.detokenize(chat.token_ids)
@@ -126,7 +133,7 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
             with pytest.raises(InvalidRequest, match=rf"there is no token {wrong}"):
                 await worker.detokenize([wrong])
         with pytest.raises(InvalidRequest, match="must not be empty"):
-            await worker.tokenize(Tokenize(messages=[], has_special=False))
+            await worker.tokenize(TokenizeCall(messages=[], has_special=False))
     await idle(worker)
 
 
@@ -149,7 +156,7 @@ async def test_a_dead_engine_answers_no_question_for_tokens(checkpoint: Folder) 
     with worker_process(checkpoint("llama")) as running:
         async with connected(running.socket_path) as engine:
             running.process.send_signal(signal.SIGSTOP)
-            asked = asyncio.create_task(engine.tokenize(Tokenize(prompt="x", has_special=True)))
+            asked = asyncio.create_task(engine.tokenize(TokenizeCall(prompt="x", has_special=True)))
             await asyncio.sleep(0)
             running.process.kill()
             with pytest.raises(EngineUnavailable):
@@ -167,12 +174,8 @@ async def test_a_generation_streams_and_counts(worker: AsyncEngine, checkpoint: 
     assert tokens_of(outputs) == list(naive_greedy(checkpoint("llama"), tuple(prompt), 12))
     assert len(outputs) > 4
     assert [output.finish_reason for output in outputs if output.finish_reason] == ["length"]
-    assert generation.usage is not None
-    assert (generation.usage.prompt_tokens, generation.usage.completion_tokens) == (20, 12)
-    again = worker.generate(request(prompt, 1))
-    _ = [output async for output in again]
-    assert again.usage is not None
-    assert again.usage.cached_tokens == 16
+    assert (usage_of(outputs).prompt_tokens, usage_of(outputs).completion_tokens) == (20, 12)
+    assert usage_of(await collect(worker, request(prompt, 1))).cached_tokens == 16
 
 
 async def test_choices_share_their_prompt(worker: AsyncEngine) -> None:
@@ -196,12 +199,10 @@ async def test_the_best_of_several_is_the_likeliest(worker: AsyncEngine) -> None
     means = {index: sum(t.logprob for o in outputs if o.index == index for t in o.logprobs) / 8 for index in range(4)}
     order = sorted(means, key=lambda index: -means[index])
     plain = msgspec.structs.replace(sampling, logprobs=None)
-    generation = worker.generate(GenerateRequest(prompt="the quick brown", sampling=plain, n=2, best_of=4))
-    chosen = [output async for output in generation]
+    chosen = await collect(worker, GenerateRequest(prompt="the quick brown", sampling=plain, n=2, best_of=4))
     assert [tokens_of(chosen, i) for i in range(2)] == [tokens_of(outputs, index) for index in order[:2]]
     assert not any(output.logprobs for output in chosen)
-    assert generation.usage is not None
-    assert generation.usage.completion_tokens == 32
+    assert usage_of(chosen).completion_tokens == 32
 
 
 async def test_a_token_that_ends_an_answer_is_told(worker: AsyncEngine) -> None:
@@ -230,11 +231,9 @@ async def test_chat_goes_through_the_template(worker: AsyncEngine, checkpoint: F
     """Messages are laid out by the chat template; its tokens are the prompt's."""
     messages = [{"role": "user", "content": "hello 東京"}]
     what = GenerateRequest(messages=messages, sampling=greedy(2))
-    generation = worker.generate(what)
-    _ = [output async for output in generation]
-    assert generation.usage is not None
+    usage = usage_of(await collect(worker, what))
     tokens = tokenizer_from_folder(checkpoint("llama")).encode_chat(messages, None)
-    assert generation.usage.prompt_tokens == len(tokens)
+    assert usage.prompt_tokens == len(tokens)
 
 
 def much(seed: int) -> GenerateRequest:
@@ -277,12 +276,12 @@ async def test_a_client_that_disappears_leaves_nothing(worker: AsyncEngine) -> N
 async def test_two_clients_at_once_get_their_own_answers(worker: AsyncEngine, checkpoint: Folder) -> None:
     """Ids are each client's own: answers never cross."""
     other = AsyncEngine(worker.socket_path)
-    await other.connect()
+    other.start()
     await other.wait_ready()
     prompts = [random_prompt(seed, 10 + seed) for seed in range(8)]
     engines = [worker, other]
     found = await asyncio.gather(*(collect(engines[i % 2], request(p, 10)) for i, p in enumerate(prompts)))
-    await other.close()
+    await other.aclose()
     for prompt, outputs in zip(prompts, found, strict=True):
         assert tokens_of(outputs) == list(naive_greedy(checkpoint("llama"), tuple(prompt), 10))
 
@@ -410,8 +409,7 @@ def test_a_process_that_is_killed_fails_what_comes_next(tmp_path: Path) -> None:
         server_end = asyncio.get_running_loop().create_future()
 
         async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            body = msgspec.msgpack.encode([State(EngineLoad(is_ready=True), info)])
-            writer.write(len(body).to_bytes(4, "big") + body)
+            writer.write(WIRE.encode(ReplyFrame(0, EngineState(EngineLoad(is_ready=True), info))))
             server_end.set_result(writer)
 
         server = await asyncio.start_unix_server(serve, tmp_path / "s")
@@ -425,7 +423,7 @@ def test_a_process_that_is_killed_fails_what_comes_next(tmp_path: Path) -> None:
                 with pytest.raises(EngineUnavailable):
                     await rest_of(engine.generate(request([1, 2, 3], 1)))
                 with pytest.raises(EngineUnavailable):
-                    await engine.tokenize(Tokenize(prompt="x", has_special=False))
+                    await engine.tokenize(TokenizeCall(prompt="x", has_special=False))
 
             await asyncio.gather(*map(late, range(60)))
 
@@ -468,7 +466,7 @@ async def test_a_step_that_never_ends_ends_the_process(
     if is_slow:
         monkeypatch.setattr(Engine, "step_s_expected", 60.0)
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32", threads=1, kv_blocks=64)
-    serving = asyncio.create_task(worker_module.Server(config, drain_s=0.0, step_s_max=0.2).serve(tmp_path / "e.sock"))
+    serving = asyncio.create_task(EngineServer(config, drain_s=0.0, step_s_max=0.2).serve(tmp_path / "e.sock"))
     try:
         await until(lambda: (tmp_path / "e.sock").exists())
         async with connected(tmp_path / "e.sock") as engine:
@@ -486,10 +484,10 @@ async def test_a_step_that_never_ends_ends_the_process(
 async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path) -> None:
     """The socket answers while the model loads, with EngineLoading and progress, and then serves."""
     socket_path = tmp_path / "e.sock"
-    engine = AsyncEngine(socket_path, reconnect_min_s=0.01, reconnect_max_s=0.02)
+    engine = AsyncEngine(socket_path)
     process = start(socket_path, tmp_path / "log", "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
     try:
-        await engine.connect()
+        engine.start()
         await until(lambda: engine.load().is_connected)
         assert not engine.load().is_ready
         with pytest.raises(EngineLoading):
@@ -499,7 +497,7 @@ async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path
         assert info.architecture == "LlamaForCausalLM"
         assert engine.load().predicted_ttft_ms(100) is not None
     finally:
-        await engine.close()
+        await engine.aclose()
         process.kill()
         process.wait()
 
@@ -561,8 +559,8 @@ def test_a_model_that_cannot_load_ends_with_ex_config(tmp_path: Path) -> None:
 async def test_a_slow_reader_does_not_hold_up_others(worker: AsyncEngine) -> None:
     """A client that never reads gets its own buffer; everyone else streams on."""
     _, writer = await asyncio.open_unix_connection(worker.socket_path)
-    body = msgspec.msgpack.encode([Submit(id, request(random_prompt(id, 5), 100)) for id in range(1, 9)])
-    writer.write(len(body).to_bytes(4, "big") + body)
+    for id in range(1, 9):
+        writer.write(WIRE.encode(CallFrame(id, request(random_prompt(id, 5), 100))))
     assert len(tokens_of(await collect(worker, request(random_prompt(20, 5), 50)))) == 50
     writer.close()
     await idle(worker)
@@ -589,9 +587,8 @@ def test_the_command_line_answers_and_measures(checkpoint: Folder) -> None:
 
 def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing to do it looks once whether its blocks add up; where they do not it ends, to be started again."""
-    thread = EngineThread(
-        EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16), lambda messages: None
-    )
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16)
+    thread: EngineThread[int] = EngineThread(config, lambda replies: None)
     checks: list[str] = []
 
     def check(engine: Engine) -> None:
@@ -600,26 +597,26 @@ def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest
 
     monkeypatch.setattr(Engine, "check_integrity", check)
     thread.start()
-    key = Key(1, 1)
-    thread.send((key, Ready(request([1, 2, 3], 2))))
+    thread.submit(1, request([1, 2, 3], 2))
     while not checks:
         thread.join(0.01)
         assert thread.is_alive()
-    thread.send((key, Ready(request([1, 2, 3], 2))))
+    thread.submit(2, request([1, 2, 3], 2))
     thread.join(20)
     assert isinstance(thread.error, AssertionError)
     assert len(checks) == 2
 
 
-def ready_thread(checkpoint: Folder) -> tuple[EngineThread, queue.SimpleQueue[str]]:
-    """A thread whose model is loaded, and the kinds of the messages that it delivers."""
+def ready_thread(checkpoint: Folder) -> tuple[EngineThread[int], queue.SimpleQueue[str]]:
+    """A thread whose model is loaded, and the kinds of the replies that it delivers."""
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def deliver(messages: list[tuple[Key, ToClient]]) -> None:
-        for _, message in messages:
-            told.put(type(message).__name__)
+    def deliver(replies: Replies[int]) -> None:
+        for _, reply in replies:
+            told.put(type(reply).__name__)
 
-    thread = EngineThread(EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16), deliver)
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16)
+    thread: EngineThread[int] = EngineThread(config, deliver)
     thread.start()
     while not thread.load.is_ready:
         thread.join(0.01)
@@ -636,20 +633,20 @@ def test_an_engine_that_can_only_fail_ends(
     thread, told = ready_thread(checkpoint)
     healthy = ModelRunner.run
 
-    def run(self: ModelRunner, chunks: list[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self: ModelRunner, chunks: list[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         if is_poison and all(13 not in chunk.sequence.tokens for chunk in chunks):
             return healthy(self, chunks, before)
         raise RuntimeError("no memory for the step")
 
     monkeypatch.setattr(ModelRunner, "run", run)
     for id in range(1, 6 if is_poison else 2):
-        thread.send((Key(1, id), Ready(request([13], 2))))
-        assert told.get(timeout=20) == "Failed"
+        thread.submit(id, request([13], 2))
+        assert told.get(timeout=20) == "EngineFailed"
     if is_poison:
-        thread.send((Key(1, 99), Ready(request([5], 1))))
-        assert told.get(timeout=20) == "Outputs"
+        thread.submit(99, request([5], 1))
+        assert told.get(timeout=20) == "Output"
         assert thread.is_alive()
-        thread.send(None)
+        thread.stop()
     thread.join(20)
     assert not thread.is_alive()
     assert ("no memory for the step" in str(thread.error)) is not is_poison
@@ -663,11 +660,11 @@ def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
     healthy = ModelRunner.run
     shared: list[int] = []
 
-    def run(self: ModelRunner, chunks: list[Chunk], before: StepInFlight | None) -> torch.Tensor:
+    def run(self: ModelRunner, chunks: list[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         poisoned = [13 in chunk.sequence.tokens for chunk in chunks]
         if not shared and any(poisoned):
             shared.append(0)
-            thread.send((Key(1, 2), Ready(request([13], 2))))  # stands beside the engine's own
+            thread.submit(2, request([13], 2))  # stands beside the engine's own
             raise RuntimeError("no memory for the step")
         if any(poisoned):
             shared.append(len(chunks))
@@ -677,9 +674,9 @@ def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
         raise RuntimeError("no memory for any step")
 
     monkeypatch.setattr(ModelRunner, "run", run)
-    thread.send((Key(1, 1), Ready(request([13], 2))))
-    assert [told.get(timeout=20) for _ in range(2)] == ["Failed", "Failed"]
-    thread.send((Key(1, 3), Ready(request([5], 2))))
+    thread.submit(1, request([13], 2))
+    assert [told.get(timeout=20) for _ in range(2)] == ["EngineFailed", "EngineFailed"]
+    thread.submit(3, request([5], 2))
     thread.join(20)
     assert not thread.is_alive()
     assert shared == [0, 2]

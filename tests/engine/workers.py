@@ -52,9 +52,9 @@ async def connected(socket_path: Path, look_s: float = 1.0) -> AsyncIterator[Asy
     """A client of a worker that is ready."""
     engine = AsyncEngine(socket_path, look_s=look_s)
     try:
-        await engine.connect()
+        engine.start()
         async with asyncio.timeout(60):
             await engine.wait_ready()
         yield engine
     finally:
-        await engine.close()
+        await engine.aclose()

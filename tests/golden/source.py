@@ -34,7 +34,7 @@ from gateway.journey.record import FIELDS, Record
 from gateway.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("gateway", "cache", "policies", "local_engine")
+PACKAGES = ("gateway", "cache", "policies", "local_engine", "ipc")
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 _STORED_TAGS = ("e1", "a1", "f1", "s1", "r1", "p1", "+", "-", "a", "v")
 

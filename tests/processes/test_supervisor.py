@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from cache.worker import SemanticClient, WorkerState
-from gateway.settings import EngineSettings, Settings
-from gateway.supervisor import Child, ChildKind, Heartbeat, _kill_if_silent, cache_child, engine_argv
+from cache.worker.options import WorkerOptions
+from gateway.settings import CacheSettings, EngineSettings, Settings
+from gateway.supervisor import Child, ChildKind, Heartbeat, cache_child, engine_argv, kill_if_silent
+from ipc import add_options, options_from
 from local_engine.config import EngineConfig
-from local_engine.process.options import arguments, config_from
 
 SET: dict[str, Any] = {
     "model": "org/model",
@@ -38,7 +40,9 @@ def told(**engine: Any) -> EngineConfig:
     python, flag, module, socket_flag, socket, *options = engine_argv(settings, "default")
     assert (python, flag, module, socket_flag) == (sys.executable, "-m", "local_engine.process.worker", "--socket")
     assert socket == str(settings.engine_socket("default"))
-    return config_from(arguments().parse_args(options))
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig)
+    return options_from(EngineConfig, parser.parse_args(options))
 
 
 def test_an_engine_is_told_each_of_its_settings() -> None:
@@ -51,6 +55,25 @@ def test_an_engine_is_told_each_of_its_settings() -> None:
 def test_an_engine_s_defaults_are_its_own() -> None:
     """What nobody set is the engine's default, and the default model has no name."""
     assert told() == EngineConfig()
+
+
+def test_the_cache_worker_is_told_its_settings(tmp_path: Path) -> None:
+    """What operators set of it arrives in its process, and what they did not is the default; Redis' URL is no part of it."""
+    named: dict[str, Any] = {
+        "embedder": "-odd", "device": "cpu", "precision": "float32", "threads": 3, "error_max": 0.02,
+        "size_bytes_max": 77, "is_audited": False,
+    }  # fmt: skip
+    for cache, is_audited in ((named, False), ({}, True)):
+        settings = Settings(data_dir=tmp_path, redis_url="redis://:secret@h", cache=CacheSettings(**cache))
+        python, flag, module, *options = cache_child(settings, {}).argv
+        assert (python, flag, module) == (sys.executable, "-m", "cache.worker")
+        parser = argparse.ArgumentParser()
+        add_options(parser, WorkerOptions)
+        expected = {"error_max": 0.01, "size_bytes_max": 256 << 20} | cache | {"is_audited": is_audited}
+        assert options_from(WorkerOptions, parser.parse_args(options)) == WorkerOptions(
+            socket=settings.cache_socket, redis=os.environ.get("SAMEWAY_REDIS_URL", ""), **expected
+        )
+        assert "secret" not in str(options)
 
 
 MUTE = """
@@ -90,10 +113,10 @@ async def test_a_cache_worker_that_hangs_is_killed(tmp_path: Path) -> None:
     child.heartbeat.path.parent.mkdir(parents=True, exist_ok=True)
     child.heartbeat.interval_s = 0.2
     process = await asyncio.create_subprocess_exec(*child.argv, env={**os.environ, **child.env})
-    killing = asyncio.create_task(_kill_if_silent(child, process))
+    killing = asyncio.create_task(kill_if_silent(child, process))
     try:
         async with SemanticClient(child.heartbeat.path) as client, asyncio.timeout(120):
-            while (await client.status()).state in (WorkerState.AWAY, WorkerState.LOADING):  # noqa: ASYNC110
+            while client.status.state in (WorkerState.AWAY, WorkerState.LOADING):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             assert not killing.done()
             process.send_signal(signal.SIGSTOP)
@@ -108,7 +131,7 @@ async def test_a_silent_process_is_killed(tmp_path: Path) -> None:
     """The supervisor kills a process whose heartbeat stops."""
     heartbeat = Heartbeat(tmp_path / "s.sock", interval_s=0.01)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", MUTE, str(heartbeat.path), "hangs")
-    killing = asyncio.create_task(_kill_if_silent(Child(ChildKind.ENGINE, "engine", [], heartbeat=heartbeat), process))
+    killing = asyncio.create_task(kill_if_silent(Child(ChildKind.ENGINE, "engine", [], heartbeat=heartbeat), process))
     try:
         assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
     finally:

@@ -26,9 +26,8 @@ _encode = msgspec.json.encode
 
 
 class Writer(ABC):
-    """Writes chunks around a head that is encoded once.
-
-    `index` of an output counts over all choices of the answer.
+    """Writes chunks around a head that is encoded once. An output's `index` counts over all choices
+    of the answer.
     """
 
     object: str
@@ -46,12 +45,12 @@ class Writer(ABC):
 
     @abstractmethod
     def chunks(self, output: Output, index: int) -> list[Chunk]:
-        """The chunks of one piece of one choice."""
+        """Return the chunks of one piece of one choice."""
 
-    def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
-        """The last chunk: the usage of all prompts and their answers."""
+    def usage(self, of_prompts: Sequence[local_engine.EngineUsage]) -> Chunk:
+        """Return the last chunk, with the usage of all prompts and their answers."""
         total = together(of_prompts)
-        found = Usage(
+        usage = Usage(
             total.prompt_tokens,
             total.completion_tokens,
             total.cached_tokens,
@@ -60,14 +59,14 @@ class Writer(ABC):
             accepted_tokens=total.accepted_tokens or None,
         )
         counts: dict[str, Any] = {
-            "prompt_tokens": found.prompt_tokens,
-            "completion_tokens": found.completion_tokens,
-            "total_tokens": found.prompt_tokens + found.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": found.cached_tokens},
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         }
-        if found.reasoning_tokens:
-            counts["completion_tokens_details"] = {"reasoning_tokens": found.reasoning_tokens}
-        return Chunk(self.head + b',"choices":[],"usage":' + _encode(counts) + b"}", usage=found, is_usage_only=True)
+        if usage.reasoning_tokens:
+            counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        return Chunk(self.head + b',"choices":[],"usage":' + _encode(counts) + b"}", usage=usage, is_usage_only=True)
 
 
 class ChatWriter(Writer):
@@ -81,7 +80,9 @@ class ChatWriter(Writer):
         self._key = request.request_id
 
     def chunks(self, output: Output, index: int) -> list[Chunk]:
-        """The role before the first piece, then its parts, then the finish."""
+        """Return the role before a choice's first piece, then the parts of the piece, then the
+        finish.
+        """
         deltas: list[bytes] = []
         if output.reasoning:
             deltas.append(b'{"reasoning_content":' + _encode(output.reasoning) + b"}")
@@ -90,11 +91,11 @@ class ChatWriter(Writer):
         deltas += [b'{"tool_calls":[' + _encode(self._call(part, index)) + b"]}" for part in output.calls]
         written = []
         if index not in self._begun and (deltas or output.finish_reason or output.prompt_logprobs):
-            asked = _asked_of_prompt(output) if not self._begun else b""  # all choices have one prompt
+            prompt_logprobs = _prompt_logprobs(output) if not self._begun else b""  # all choices have one prompt
             self._begun.add(index)
             content = b"null" if output.calls and not output.text else b'""'
             written.append(
-                self._chunk(index, b'{"role":"assistant","content":%b,"refusal":null}' % content, more=asked)
+                self._chunk(index, b'{"role":"assistant","content":%b,"refusal":null}' % content, more=prompt_logprobs)
             )
         for number, delta in enumerate(deltas):
             logprobs = _of_chat(output.logprobs) if output.logprobs and number == 0 else b"null"
@@ -109,7 +110,7 @@ class ChatWriter(Writer):
         return written
 
     def _call(self, part: CallPart, index: int) -> dict[str, Any]:
-        """A part of a call, in OpenAI's shape; its id comes with its name."""
+        """Write a part of a tool call in OpenAI's shape. The part with the name has an id."""
         function: dict[str, Any] = {"arguments": part.arguments}
         if not part.name:
             return {"index": part.index, "function": function}
@@ -159,7 +160,9 @@ class TextWriter(Writer):
         self._sent: dict[int, int] = {}  # characters of each choice
 
     def chunks(self, output: Output, index: int) -> list[Chunk]:
-        """One chunk: the prompt before the first piece where it is echoed, the text, the finish."""
+        """Return one chunk: the echoed prompt before a choice's first piece, the text and the
+        finish.
+        """
         text, finish_reason = output.text, output.finish_reason
         tokens = (*output.logprobs, *([output.stop_token] if output.stop_token is not None else []))
         if self._is_silent:
@@ -182,7 +185,7 @@ class TextWriter(Writer):
         data = b'%b,"choices":[%b]}' % (self.head, _encode(choice))
         return [Chunk(data, has_content=bool(text), finish_reasons=(finish_reason,) if finish_reason else ())]
 
-    def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
+    def usage(self, of_prompts: Sequence[local_engine.EngineUsage]) -> Chunk:
         if self._is_silent:
             of_prompts = [msgspec.structs.replace(usage, completion_tokens=0) for usage in of_prompts]
         return super().usage(of_prompts)
@@ -201,21 +204,21 @@ def _entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, start: int, top: int) -> dict[str, Any]:
-    """A completion's `logprobs`: four lists with one place a token.
+    """Write a completion's `logprobs`: four lists with one item a token.
 
     A prompt's first token has no value: no token precedes it. `text_offset` counts characters from
     the beginning of the choice, of which `start` precede `text`. A token that the text does not
-    contain (one that opens or ends it) has the offset where it would be.
+    contain, as one that opens or ends it, has the offset of the next token.
     """
     said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     data, at, offset = text.encode(), 0, start
     for number, token in enumerate(tokens):
         is_given = is_first_given and number == 0
-        likeliest = {_name(one): _finite(one) for one in (*token.top[:top], token)}
+        likeliest = {_name(candidate): _finite(candidate) for candidate in (*token.top[:top], token)}
         said["tokens"].append(_name(token))
         said["token_logprobs"].append(None if is_given else _finite(token))
         said["top_logprobs"].append(None if is_given else likeliest)
-        begin, end = _place(token.raw, data, at, has_rest=start > 0)
+        begin, end = _range(token.raw, data, at, has_rest=start > 0)
         offset += _characters(data[at:begin])
         said["text_offset"].append(offset)
         offset += _characters(data[begin:end])
@@ -223,17 +226,17 @@ def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, st
     return said
 
 
-def _place(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, int]:
-    """The range of a token in the text, searched from `at`.
+def _range(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, int]:
+    """Return the range of a token in the text, searched from `at`.
 
-    The first space of a text may be in its token alone. With `has_rest` the text may begin with the
-    rest of a token of the previous piece.
+    A text's first space can be in its token alone. With `has_rest` the text can begin with the rest
+    of a token of the previous piece.
     """
     for spelled in (raw, raw.removeprefix(b" ")):
         if data.startswith(spelled, at):
             return at, at + len(spelled)
-    found = data.find(raw, at) if has_rest else -1
-    return (found, found + len(raw)) if found >= 0 else (at, at)
+    begin = data.find(raw, at) if has_rest else -1
+    return (begin, begin + len(raw)) if begin >= 0 else (at, at)
 
 
 def _characters(data: bytes) -> int:
@@ -241,13 +244,13 @@ def _characters(data: bytes) -> int:
 
 
 def _of_prompt(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token but the first, the likeliest and itself, by
-    id.
+    """Write vLLM's `prompt_logprobs`: for each prompt token but the first, the likeliest tokens and
+    itself, by id.
     """
     said: list[dict[str, Any] | None] = []
     for number, token in enumerate(tokens):
         fields = {str(token.token_id): _ranked(token, None)}
-        fields |= {str(one.token_id): _ranked(one, rank) for rank, one in enumerate(token.top, 1)}
+        fields |= {str(top.token_id): _ranked(top, rank) for rank, top in enumerate(token.top, 1)}
         said.append(fields if number else None)
     return said
 
@@ -256,12 +259,12 @@ def _ranked(token: TokenLogprob, rank: int | None) -> dict[str, Any]:
     return {"logprob": _finite(token), "rank": rank, "decoded_token": token.text}
 
 
-def _asked_of_prompt(output: Output) -> bytes:
+def _prompt_logprobs(output: Output) -> bytes:
     return b',"prompt_logprobs":' + _encode(_of_prompt(output.prompt_logprobs)) if output.prompt_logprobs else b""
 
 
 def _name(token: TokenLogprob) -> str:
-    """A token's text; OpenAI's spelling for bytes that are part of a character."""
+    """Return a token's text, or OpenAI's spelling for bytes that are part of a character."""
     try:
         return token.raw.decode()
     except UnicodeDecodeError:
@@ -277,6 +280,6 @@ def _spelled(tokens: Iterable[TokenLogprob]) -> str:
 
 
 def _fingerprint(info: ModelInfo | None) -> str:
-    """OpenAI's `system_fingerprint`: equal while the model and its numerics are."""
+    """Return OpenAI's `system_fingerprint`, which changes with the model and its numerics."""
     facts = (info.name, info.architecture, info.parameters, info.dtype, info.device) if info else ()
     return "fp_" + hashlib.blake2b(repr(facts).encode(), digest_size=5).hexdigest()

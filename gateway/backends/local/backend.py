@@ -18,8 +18,9 @@ from gateway.backends.local.quarantine import Quarantine
 from gateway.backends.local.request import engine_requests, form_field, messages_of, rejected
 from gateway.backends.refusals import error_body
 from gateway.wire.types import CHAT, Chunk
-from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
-from local_engine.messages import Tokenize
+from ipc import ReplyStream
+from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Output
+from local_engine.messages import TokenizeCall
 from policies.durations import duration_s
 
 _T = TypeVar("_T")
@@ -58,39 +59,41 @@ class LocalBackend:
         return f"the engine's process ended{' and is not started again' if ended.is_final else ''}"
 
     def _is_coming(self) -> bool:
-        """Whether an engine that is not ready is worth waiting for."""
+        """Whether requests should wait for an engine that is not ready."""
         engine = self.engine
         if engine.starts_failed >= _STARTS_FAILED_MAX or (engine.ended is not None and engine.ended.is_final):
             return False
         return self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S
 
     async def start(self) -> None:
-        """Connect, and reconnect for ever: a missing engine is an unready deployment."""
-        await self.engine.connect()
+        """Connect in the background, and reconnect for ever. Without an engine the deployment is
+        not ready.
+        """
+        self.engine.start()
 
     async def aclose(self) -> None:
-        await self.engine.close()
+        await self.engine.aclose()
 
     async def tokenize(
         self, body: dict[str, Any], *, has_special: bool, opens_answer: bool, wants_texts: bool
     ) -> tuple[list[int], list[str] | None]:
-        """The tokens of the body's `prompt`, or else of its `messages` as a generation reads them,
-        and their spellings if wanted. Raises BackendError.
+        """Return the tokens of the body's `prompt`, or else of its `messages` as a generation reads
+        them, and their spellings if wanted. Raises BackendError.
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
-        asked = Tokenize(
+        tokenize = TokenizeCall(
             prompt=prompt,
             messages=messages,
             has_special=has_special,
             opens_answer=opens_answer,
             wants_texts=wants_texts,
         )
-        found = await _within(self.engine.tokenize(asked))
-        return found.token_ids, found.texts
+        reply = await _within(self.engine.tokenize(tokenize))
+        return reply.token_ids, reply.texts
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of these tokens. Raises BackendError."""
+        """Return the text of these tokens. Raises BackendError."""
         return await _within(self.engine.detokenize(token_ids))
 
     def stream(self, request: base.BackendRequest) -> "LocalStream":
@@ -130,8 +133,8 @@ class LocalStream:
         self._request = request
         self._waiting: deque[GenerateRequest] = deque()  # prompts
         # of earlier prompts; the first one is being read
-        self._generations: deque[Generation] = deque()
-        self._usages: list[local_engine.Usage] = []  # of the finished prompts
+        self._generations: deque[ReplyStream[Output]] = deque()
+        self._usages: list[local_engine.EngineUsage] = []  # of the finished prompts
         self._ready: list[Chunk] = []
         self._writer: Writer | None = None
         self._quarantine_key: bytes | None = None
@@ -172,8 +175,8 @@ class LocalStream:
             writer = ChatWriter if request.kind is CHAT else TextWriter
             self._writer = writer(request, backend.model, int(backend.wall_clock()), backend.engine.info)
         while self._waiting:
-            asked = self._waiting[0]
-            if len(self._generations) >= max(1, _ANSWERS_AT_ONCE // (asked.best_of or asked.n)):
+            prompt = self._waiting[0]
+            if len(self._generations) >= max(1, _ANSWERS_AT_ONCE // (prompt.best_of or prompt.n)):
                 break
             self._generations.append(backend.engine.generate(self._waiting.popleft()))
         generation = self._generations[0]
@@ -186,38 +189,32 @@ class LocalStream:
             raise base.BackendTimeout(f"The local engine {what} within {duration_s(timeout_s)}") from None
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
-                self._backend.quarantine.note_crash(self._request)
+                backend.quarantine.note_crash(self._request)
             raise _translated(error, request.kind.prompt, self._has_output, request.body) from None
         except StopAsyncIteration:
-            self._end(generation)
-            return
+            raise base.BackendBroken("The local engine's answer ended before its finish") from None
         if not self._has_output:
             self._has_output = True
-            self._backend.quarantine.leave(self._quarantine_key)
+            backend.quarantine.leave(self._quarantine_key)
         if output.finish_reason == "abort":
             raise base.BackendBroken("The local engine gave its answer up")
         index = len(self._usages) * (request.body.get("n") or 1) + output.index
         self._ready.extend(self._writer.chunks(output, index))
-
-    def _end(self, generation: Generation) -> None:
-        """End a prompt, whose last choice has finished."""
-        assert self._writer is not None
-        if generation.usage is None:
-            raise base.BackendBroken("The local engine's answer ended before its finish")
-        self._usages.append(generation.usage)
-        self._generations.popleft()
-        if self._generations or self._waiting:
+        if output.usage is None:
             return
-        self._ready.append(self._writer.usage(self._usages))
-        self._is_over = self._is_finished = True
-        self._backend.quarantine.forget(self._quarantine_key)
+        self._usages.append(output.usage)
+        self._generations.popleft()
+        if not self._generations and not self._waiting:
+            self._ready.append(self._writer.usage(self._usages))
+            self._is_over = self._is_finished = True
+            backend.quarantine.forget(self._quarantine_key)
 
 
-async def _within(asked: Coroutine[Any, Any, _T]) -> _T:
-    """The answer to a request for tokens. Raises BackendError."""
+async def _within(reply: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for the reply to a request for tokens or their text. Raises BackendError."""
     try:
         async with asyncio.timeout(_CONVERTED_WITHIN_S):
-            return await asked
+            return await reply
     except TimeoutError:
         raise base.BackendTimeout(f"The local engine sent nothing within {duration_s(_CONVERTED_WITHIN_S)}") from None
     except local_engine.EngineError as error:
@@ -232,7 +229,7 @@ _WORDS_MAX = 400
 def _translated(
     error: local_engine.EngineError, prompt: str, has_output: bool, body: Mapping[str, Any] = {}
 ) -> base.BackendError:
-    """The error of base.py for one of the engine. `prompt` is the field with the prompt."""
+    """Return the error of base.py for one of the engine. `prompt` is the field with the prompt."""
     match error:
         case local_engine.PromptTooLong():
             message = (

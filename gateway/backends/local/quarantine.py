@@ -56,13 +56,13 @@ class Quarantine:
         return key
 
     def leave(self, key: bytes | None) -> None:
-        """After its first token, or its end: the next request may be retried."""
+        """Let the next request be retried: this one has its first token, or has ended."""
         if key is not None and self._alone == key:
             self._alone = None
             self._turn.release()
 
     def forget(self, key: bytes | None) -> None:
-        """After a complete answer: the request did not cause the crash."""
+        """Clear a request that has a complete answer: it did not cause the crash."""
         if key is not None:
             self._crashes.pop(key, None)
 

@@ -19,11 +19,12 @@ from local_engine.messages import ANY_TOOL as ANY
 
 _SEED_MASK = (1 << 63) - 1
 _PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait
+_SAMPLING = SamplingParams.__struct_fields__
 _TOP_P_MIN = 1e-6  # OpenAI allows 0, meaning the likeliest token
 
 
 class _Parameters(msgspec.Struct):
-    """The fields that the engine uses, of chats and completions; extensions have vLLM's names."""
+    """The fields of chats and completions that the engine uses. Extensions have vLLM's names."""
 
     n: int | None = None
     best_of: int | None = None
@@ -48,20 +49,17 @@ class _Parameters(msgspec.Struct):
 
 
 def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
-    """The engine's requests for a client's.
-
-    Raises BackendRejected for unsupported fields and wrong types.
-    """
+    """Translate a client's request. Raises BackendRejected for unsupported fields and wrong types."""
     body = request.body
     try:
-        asked = msgspec.convert(body, _Parameters, str_keys=True)
+        parameters = msgspec.convert(body, _Parameters, str_keys=True)
     except msgspec.ValidationError as error:
         what, _, path = in_json_words(str(error)).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
         raise rejected(f"Invalid {param or 'request'}: {what}", param, "invalid_type") from None
     common: dict[str, Any] = {
-        "n": asked.n or 1,
-        "best_of": asked.best_of,
+        "n": parameters.n or 1,
+        "best_of": parameters.best_of,
         "salt": request.salt,
         "priority": _PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
         "reference": request.draft or None,
@@ -69,73 +67,72 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "grammar": _grammar_of(body),
     }
     if request.kind is CHAT:
-        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common, **_calls_of(body))]
+        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(parameters), **common, **_calls_of(body))]
     if body.get("suffix"):
         raise rejected("This model can't be told what follows", "suffix", "unsupported_parameter")
     return [
         GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=prompt if isinstance(prompt, list) else None,
-            sampling=_of_text(asked, body, prompt),
+            sampling=_of_text(parameters, body, prompt),
             **common,
         )
         for prompt in prompts_of(body)
     ]
 
 
-def _of_chat(asked: _Parameters) -> SamplingParams:
-    length = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _sampling(asked, length, logprobs, asked.prompt_logprobs)
+def _of_chat(parameters: _Parameters) -> SamplingParams:
+    length = parameters.max_completion_tokens if parameters.max_completion_tokens is not None else parameters.max_tokens
+    logprobs = (parameters.top_logprobs or 0) if parameters.logprobs else None
+    return _sampling(parameters, length, logprobs, parameters.prompt_logprobs)
 
 
-def _of_text(asked: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
-    """The parameters of a text completion.
+def _of_text(parameters: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
+    """Return the parameters of a text completion.
 
-    An echo gets log probabilities where the request asks for any; an echo of token ids always,
-    since their text comes with them. The engine generates at least one token, also for `max_tokens`
-    0.
+    An echo gets log probabilities if the request asks for any. An echo of token ids always gets
+    them, since their text comes with them. The engine generates at least one token, also for
+    `max_tokens` 0.
     """
-    logprobs = None if asked.logprobs is None else int(asked.logprobs)
-    prompt_logprobs = asked.prompt_logprobs
+    logprobs = None if parameters.logprobs is None else int(parameters.logprobs)
+    prompt_logprobs = parameters.prompt_logprobs
     if body.get("echo") and (logprobs is not None or not isinstance(prompt, str)):
         prompt_logprobs = max(prompt_logprobs or 0, logprobs or 0)
-    return _sampling(asked, max(1, asked.max_tokens or 0), logprobs, prompt_logprobs)
+    return _sampling(parameters, max(1, parameters.max_tokens or 0), logprobs, prompt_logprobs)
 
 
 def _sampling(
-    asked: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
+    parameters: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    given: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_p": max(asked.top_p, _TOP_P_MIN) if asked.top_p is not None else None,
-        "top_k": max(asked.top_k, 0) if asked.top_k is not None else None,  # -1 is off in vLLM
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "logit_bias": asked.logit_bias,
-        "seed": asked.seed & _SEED_MASK if asked.seed is not None else None,
-        "stop": tuple(stop),
-        "stop_token_ids": tuple(asked.stop_token_ids or ()),
+    """Return the engine's parameters: the request's values, and the engine's defaults for the
+    others.
+    """
+    stop, seed, top_k, top_p = parameters.stop, parameters.seed, parameters.top_k, parameters.top_p
+    fields = msgspec.structs.asdict(parameters) | {
+        "top_p": max(top_p, _TOP_P_MIN) if top_p is not None else None,
+        "top_k": max(top_k, 0) if top_k is not None else None,  # -1 is off in vLLM
+        "seed": seed & _SEED_MASK if seed is not None else None,
+        "stop": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+        "stop_token_ids": tuple(parameters.stop_token_ids or ()),
         "max_tokens": length,
-        "min_tokens": asked.min_tokens,
-        "ignore_eos": asked.ignore_eos,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    return SamplingParams(**{name: fields[name] for name in _SAMPLING if fields[name] is not None})
 
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat's messages as the engine reads them. Raises BackendRejected, also for a length that it cannot be told."""
+    """Return a chat's messages as the engine reads them. Raises BackendRejected, also for a
+    `verbosity`.
+    """
     check_verbosity(body)
     return [_message(message, i) for i, message in enumerate(body["messages"])]
 
 
 def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
-    """The tools, which of them must be called, and how often any. Raises BackendRejected."""
+    """Return the tools, which of them the model must call, and how many calls it may make. Raises
+    BackendRejected.
+    """
     for name in ("functions", "function_call"):
         if body.get(name) is not None:
             message = f"`{name}` is not supported here: send `tools` and `tool_choice`"
@@ -146,7 +143,7 @@ def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body["tools"])]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools") or {}
-        names = {(one.get("function") or {}).get("name") for one in allowed.get("tools") or ()}
+        names = {(tool.get("function") or {}).get("name") for tool in allowed.get("tools") or ()}
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = allowed.get("mode") or "auto"
     if isinstance(choice, dict):
@@ -157,7 +154,7 @@ def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A function, for templates. Raises BackendRejected."""
+    """Return a tool's function as templates read it. Raises BackendRejected."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         message = "This model calls tools of the type `function`"
@@ -170,13 +167,13 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def form_field(body: Mapping[str, Any], why: str) -> str | None:
-    """The field that the engine cannot hold the form of, by its reason."""
+    """Return the field with the form that the engine refused; `why` is the engine's reason."""
     form = next(iter(_forms(body)), None)
     return "tools" if body.get("tools") and (form is None or "in the tool " in why) else form and form[0]
 
 
 def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
-    """The form of the answer. Raises BackendRejected."""
+    """Return the form that the answer must have, if there is one. Raises BackendRejected."""
     given = _forms(body)
     if len(given) > 1:
         fields = ", ".join(field for field, _, _ in given)
@@ -185,9 +182,9 @@ def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """OpenAI's `response_format`, and the fields of vLLM: the field, the kind of grammar, its
-    value. Sources: OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises
-    BackendRejected.
+    """Return each form that a request asks for, as a field, a kind of grammar and a value: OpenAI's
+    `response_format`, and vLLM's fields. Sources: OpenAI, "Structured model outputs"; vLLM,
+    "Structured Outputs". Raises BackendRejected.
     """
     given: list[tuple[str, str, Any]] = []
     format = body.get("response_format") or {}
@@ -225,7 +222,7 @@ _GRAMMARS = {"json": "json", "json_object": "json", "regex": "regex", "choice": 
 
 def _grammar(field: str, kind: Any, value: Any) -> Grammar:
     if kind == "choice":
-        is_good = isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+        is_good = isinstance(value, list) and bool(value) and all(isinstance(choice, str) for choice in value)
         wanted = "a list of texts, and not empty"
     elif kind == "json":
         is_good, wanted = isinstance(value, dict | str), "a JSON schema"
@@ -237,7 +234,9 @@ def _grammar(field: str, kind: Any, value: Any) -> Grammar:
 
 
 def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    """A message for chat templates: a role, a text, and calls of tools or the call it answers."""
+    """Return a message as chat templates read it: a role, a text, and the calls of tools or the
+    call that it answers.
+    """
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if isinstance(content, list):
@@ -246,10 +245,10 @@ def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
                 param = f"messages[{position}].content"
                 raise rejected("This model reads text only", param, "unsupported_content")
         content = "".join(part["text"] for part in content)
-    told = {"role": role, "content": content or ""}
-    return told | {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
+    plain = {"role": role, "content": content or ""}
+    return plain | {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
 
 
 def rejected(message: str, param: str | None, code: str | None) -> BackendRejected:
-    """An error of the client, in OpenAI's shape."""
+    """Return an error of the client in OpenAI's shape."""
     return BackendRejected(message, status=400, body=error_body(message, None, param, code))

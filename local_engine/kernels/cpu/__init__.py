@@ -27,7 +27,7 @@ PANEL = 16  # output rows that are computed together
 GROUP = 32  # inputs that share a scale and a minimum; 16 share one where codes have 6 bits
 TILE = 16  # tokens of a block that attention looks at together
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
@@ -93,7 +93,7 @@ def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 
 
 def why_no_kernels() -> str | None:
-    """Why `kernels()` is None, and what to do about it; None where they are there."""
+    """The reason why `kernels()` is None, with its remedy; None where the kernels are loaded."""
     if kernels() is not None:
         return None
     if os.environ.get("SAMEWAY_NATIVE") == "0":
@@ -106,20 +106,20 @@ def why_no_kernels() -> str | None:
 
 
 def _unable() -> str | None:
-    """Why they can't be compiled here."""
-    if missing := sorted(_NEEDED - cpu_flags()):
+    """The reason why the kernels can't be compiled here; None where they can."""
+    if missing := sorted(NEEDED_FLAGS - cpu_flags()):
         return f"the processor lacks {', '.join(missing)}"
-    return None if _compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
+    return None if find_compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
     return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
 
 
 def compile_kernels() -> str:
     """Compile for this machine unless that was done before; returns the result as a line of
     text."""
-    path, compiler = _library(), _compiler()
+    path, compiler = _library(), find_compiler()
     if path.is_file():
         return f"native kernels: {path}"
     if (unable := _unable()) is not None or compiler is None:
@@ -139,7 +139,7 @@ def compile_kernels() -> str:
 
 
 def _library() -> Path:
-    """Where the compiled file lies: with the environment it serves."""
+    """The path of the compiled file: it lies in the environment that it serves."""
     digest = blake2b(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS)), digest_size=8)
     digest.update(" ".join((*_FLAGS, *sorted(cpu_flags()))).encode())
     return Path(sys.prefix) / "lib" / "sameway" / f"kernels-{digest.hexdigest()}.so"
@@ -147,7 +147,7 @@ def _library() -> Path:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do, in the kernel's words; empty where it does not say."""
+    """The processor's features, in the kernel's words; empty where /proc/cpuinfo lists none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))

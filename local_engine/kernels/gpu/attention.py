@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from local_engine.config import AttentionConfig
 from local_engine.kernels.supports import is_interpreted, multiprocessors
 
 TILE_FIELDS = 5  # first row, rows, where its table begins, first key, end of the keys
@@ -126,13 +127,13 @@ def _attend(
 
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
-    found = acc / total[:, None]
-    place = row.to(tl.int64) * (KV_HEADS * GROUP) + head
+    attended = acc / total[:, None]
+    row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     if IS_PARTIAL:
-        place += (first_split + split).to(tl.int64) * rows_all * (KV_HEADS * GROUP)
-        tl.store(lse + place, tl.where(is_empty, float("-inf"), largest + tl.log2(total)), mask=is_row)
-    out_at = place[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out + out_at, found.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
+        row_head += (first_split + split).to(tl.int64) * rows_all * (KV_HEADS * GROUP)
+        tl.store(lse + row_head, tl.where(is_empty, float("-inf"), largest + tl.log2(total)), mask=is_row)
+    out_at = row_head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out + out_at, attended.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["rows_all", "splits"])
@@ -147,20 +148,20 @@ def _merge(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    row_head = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     dim = tl.arange(0, BLOCK_D)
-    own = place + split.to(tl.int64) * rows_all * HEADS
-    exponents = tl.load(lse + own, mask=split < splits, other=float("-inf"))
+    partial_at = row_head + split.to(tl.int64) * rows_all * HEADS
+    exponents = tl.load(lse + partial_at, mask=split < splits, other=float("-inf"))
     largest = tl.max(exponents, 0)
     weights = tl.exp2(exponents - tl.where(largest == float("-inf"), 0.0, largest))
     has_any = (weights > 0.0)[:, None]  # what no tile wrote is not even finite
     parts = tl.load(
-        partial + own[:, None] * HEAD_DIM + dim[None, :], mask=has_any & (dim < HEAD_DIM)[None, :], other=0.0
+        partial + partial_at[:, None] * HEAD_DIM + dim[None, :], mask=has_any & (dim < HEAD_DIM)[None, :], other=0.0
     )
     total = tl.sum(weights, 0)
-    found = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + place * HEAD_DIM + dim, found.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    merged = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row_head * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,33 +179,27 @@ class Tiles:
     """A step's attention as tiles [tiles, TILE_FIELDS] int32; `tables` int32: the sequences' blocks
     one after the other.
 
-    `whole` tiles cover rows that no other tile covers, `own` and `shared` ones the rows before
-    `split_rows`: `own` what each sequence alone sees, in `own_splits` parts, `shared` what several
-    see, in `shared_splits`. `rows_max` is how many rows an own tile has at most.
+    `whole` tiles cover rows that no other tile covers, `separate` and `shared` ones the rows before
+    `split_rows`: `separate` what each sequence alone sees, in `separate_splits` parts, `shared` what several
+    see, in `shared_splits`. `rows_max` is how many rows a separate tile has at most.
     """
 
     tables: torch.Tensor
     whole: torch.Tensor | None = None
-    own: torch.Tensor | None = None
+    separate: torch.Tensor | None = None
     shared: torch.Tensor | None = None
     split_rows: int = 0
     rows_max: int = 1
-    own_splits: int = 1
+    separate_splits: int = 1
     shared_splits: int = 0
     partials: Partials | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model's parameters of attention. `windows` per layer, 0 is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(AttentionConfig):
+    """A model's attention over blocks of `block_tokens` tokens."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     block_tokens: int
-    scale: float
-    softcap: float | None
-    windows: tuple[int, ...]
 
     @property
     def group(self) -> int:
@@ -220,9 +215,9 @@ class Shape:
         return max(64 if self.head_dim > 128 else 128, _power_of_2(self.group))
 
     def lanes(self, rows: int) -> int:
-        """The size of a tile of so many rows in the kernel, a power of two that tl.dot takes: for
-        decodes the smallest, for all others one, because each size is a kernel of its own to
-        compile."""
+        """The kernel's size for a tile of `rows` rows, a power of two that tl.dot takes. Decodes
+        have the smallest size and all others share one, because each size is a kernel of its own
+        to compile."""
         return 16 if rows * self.group <= 16 else self._lanes
 
     def partials(self, splits: int, rows: int, device: torch.device) -> Partials:
@@ -251,10 +246,10 @@ def attend(
     int64 [rows]."""
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     launch = partial(_launch, shape, layer, queries, pool, positions, tiles.tables)
-    if tiles.own is not None:
+    if tiles.separate is not None:
         assert tiles.partials is not None
-        partials, splits = tiles.partials, tiles.own_splits
-        launch(tiles.own, tiles.rows_max, splits, 0, partials)
+        partials, splits = tiles.partials, tiles.separate_splits
+        launch(tiles.separate, tiles.rows_max, splits, 0, partials)
         if tiles.shared is not None:
             launch(tiles.shared, shape.tile_rows, tiles.shared_splits, splits, partials)
             splits += tiles.shared_splits
@@ -327,8 +322,8 @@ def _launch(
 
 
 def block_sizes(head_dim: int, lanes: int, element_size_bytes: int) -> dict[str, int]:
-    """Keys per round, and how many warps and stages they need, for tiles of so many lanes to fit a
-    multiprocessor."""
+    """Keys per round, with the warps and stages that fit a multiprocessor for tiles of `lanes`
+    lanes."""
     wide = max(16, _power_of_2(head_dim))
     key_bytes = wide * element_size_bytes
     return {

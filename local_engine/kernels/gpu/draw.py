@@ -8,9 +8,6 @@ depends on its row's logits, parameters and key alone.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -37,14 +34,14 @@ def _noise(key, token):
 
 
 @triton.jit
-def _kth_largest(own, vocabulary, temperature, top_k, low, high, BLOCK: tl.constexpr):
+def _kth_largest(row_logits, vocabulary, temperature, top_k, low, high, BLOCK: tl.constexpr):
     """The largest bound that at least top_k logits reach, of low .. high."""
     while low < high:
         middle = low + (high - low + 1) // 2
         count = top_k * 0
         for start in range(0, vocabulary, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+            x = tl.load(row_logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
             count += tl.sum(((_ordered(x) >= middle) & (at < vocabulary)).to(tl.int64), 0)
         if count >= top_k:
             low = middle
@@ -54,20 +51,20 @@ def _kth_largest(own, vocabulary, temperature, top_k, low, high, BLOCK: tl.const
 
 
 @triton.jit
-def _nucleus(own, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.constexpr):
-    """The smallest bound of low .. high above which there is less than top_p of what is at low or
-    above."""
+def _nucleus(row_logits, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.constexpr):
+    """The smallest bound of low .. high that leaves less than top_p of the mass from low on above
+    it."""
     mass = 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        x = tl.load(row_logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
         mass += tl.sum(tl.where(_ordered(x) >= low, tl.exp(x - most), 0.0), 0)
     while low < high:
         middle = low + (high - low) // 2
         above = 0.0
         for start in range(0, vocabulary, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+            x = tl.load(row_logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
             above += tl.sum(tl.where(_ordered(x) > middle, tl.exp(x - most), 0.0), 0)
         if above < top_p * mass:
             high = middle
@@ -88,9 +85,9 @@ def _draw(
     places,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0)
-    own = logits + tl.load(rows + place) * vocabulary
-    temperature = tl.load(floats + place)
+    draw_index = tl.program_id(0)
+    row_logits = logits + tl.load(rows + draw_index) * vocabulary
+    temperature = tl.load(floats + draw_index)
     column = tl.arange(0, BLOCK)
 
     largest = float("-inf")
@@ -98,7 +95,7 @@ def _draw(
     broken = 0
     for start in range(0, vocabulary, BLOCK):
         at = start + column
-        x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+        x = tl.load(row_logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
         broken += tl.sum((x != x).to(tl.int32), 0)
         here = tl.max(tl.where(x == x, x, float("-inf")), 0)
         if here > largest:
@@ -108,27 +105,27 @@ def _draw(
     drawn = likeliest
 
     if is_finite & (temperature > 0.0):
-        top_k = tl.load(top_ks + place)
-        top_p = tl.load(floats + places + place)
-        min_p = tl.load(floats + 2 * places + place)
+        top_k = tl.load(top_ks + draw_index)
+        top_p = tl.load(floats + places + draw_index)
+        min_p = tl.load(floats + 2 * places + draw_index)
         most = largest / temperature
         total = 0.0
         for start in range(0, vocabulary, BLOCK):
             at = start + column
-            x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+            x = tl.load(row_logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
             total += tl.sum(tl.exp(x - most), 0)
         ceiling = _ordered(most)
         least = ceiling * 0 - (1 << 33)  # below all that is ordered
         if (top_k > 0) & (top_k < vocabulary):
-            least = _kth_largest(own, vocabulary, temperature, top_k, least, ceiling, BLOCK)
+            least = _kth_largest(row_logits, vocabulary, temperature, top_k, least, ceiling, BLOCK)
         if top_p < 1.0:
-            least = _nucleus(own, vocabulary, temperature, most, top_p, least, ceiling, BLOCK)
-        key = tl.load(keys + place)
+            least = _nucleus(row_logits, vocabulary, temperature, most, top_p, least, ceiling, BLOCK)
+        key = tl.load(keys + draw_index)
         first = tl.full([1], float("inf"), tl.float64)
         winner = tl.full([1], 0, tl.int32) + likeliest
         for start in range(0, vocabulary, BLOCK):
             at = start + column
-            x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+            x = tl.load(row_logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
             weight = tl.exp(x - most)
             is_in = (_ordered(x) >= least) & (weight >= min_p) & (weight > 0.0)
             time = tl.where(is_in, _noise(key, at) / tl.where(is_in, weight, 1.0).to(tl.float64), float("inf"))
@@ -137,7 +134,7 @@ def _draw(
             winner = tl.where(soonest < first, who, winner)
             first = tl.minimum(first, soonest)
         drawn = tl.max(winner, 0)
-    tl.store(ids + place, tl.where(is_finite, drawn, -1).to(tl.int64))
+    tl.store(ids + draw_index, tl.where(is_finite, drawn, -1).to(tl.int64))
 
 
 def draw(
@@ -150,14 +147,3 @@ def draw(
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     _draw[(places,)](logits, rows, keys, top_ks, settings, ids, vocabulary, places, BLOCK=block, num_warps=8)
     return ids
-
-
-def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """What the device can read while the host goes on: torch keeps it until then."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" and array.size else tensor
-
-
-def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
-    return pinned(array, device).to(device, non_blocking=True)

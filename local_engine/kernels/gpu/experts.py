@@ -38,9 +38,9 @@ def _sort(
     count = 0
     for first in range(0, pairs, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        own = tl.load(chosen + at, mask=at < pairs, other=2147483647)
-        before += tl.sum((own < expert).to(tl.int32), 0)
-        count += tl.sum((own == expert).to(tl.int32), 0)
+        choices = tl.load(chosen + at, mask=at < pairs, other=2147483647)
+        before += tl.sum((choices < expert).to(tl.int32), 0)
+        count += tl.sum((choices == expert).to(tl.int32), 0)
     tl.store(counts + expert, count)
     for first in range(0, pairs, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -89,12 +89,12 @@ def _product_each(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, columns, BLOCK_K):
         is_column = first + column < columns
-        own = tl.load(x_at + first, mask=is_pair[:, None] & is_column[None, :], other=0.0)
+        inputs = tl.load(x_at + first, mask=is_pair[:, None] & is_column[None, :], other=0.0)
         weight = tl.load(weight_at + first, mask=is_output[None, :] & is_column[:, None], other=0.0)
         if WIDEN:
-            acc += tl.dot(own.to(tl.float32), weight.to(tl.float32), input_precision="ieee")
+            acc += tl.dot(inputs.to(tl.float32), weight.to(tl.float32), input_precision="ieee")
         else:
-            acc += tl.dot(own, weight, input_precision="tf32x3")
+            acc += tl.dot(inputs, weight, input_precision="tf32x3")
     if HAS_SHARES:
         acc *= tl.load(shares + pair, mask=is_pair, other=0.0).to(tl.float32)[:, None]
     to = out + pair[:, None] * outputs + output[None, :]

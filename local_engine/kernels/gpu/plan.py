@@ -1,4 +1,4 @@
-"""Plan: how the attention of one step is cut into tiles.
+"""Plan: cuts the attention of one step into tiles.
 
 Rows come in spans, each consecutive tokens of one sequence. Short spans (decodes, with their
 drafts) are split over their keys, and where several begin with the same blocks, that prefix is
@@ -26,7 +26,7 @@ Tile = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Rows `first .. first + rows` of a step: a sequence's tokens from `position` on, with their KV
     in `blocks`."""
 
@@ -42,11 +42,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`numbers`: first `own` tiles, then `shared`, then `whole` ones, then block ids; one copy
+    """`numbers`: first `separate` tiles, then `shared`, then `whole` ones, then block ids; one copy
     brings all to the device."""
 
     numbers: Numbers
-    own: int
+    separate: int
     shared: int
     whole: int
     split_rows: int
@@ -55,35 +55,37 @@ class Plan:
     def on(self, shape: Shape, numbers: torch.Tensor) -> Tiles:
         """The tiles, views of `numbers` on its device."""
         device = numbers.device
-        counts = [TILE_FIELDS * count for count in (self.own, self.shared, self.whole)]
-        own, shared, whole, tables = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
-        own_splits = splits_for(self.own, shape.kv_heads, device)
+        counts = [TILE_FIELDS * count for count in (self.separate, self.shared, self.whole)]
+        separate, shared, whole, tables = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
+        separate_splits = splits_for(self.separate, shape.kv_heads, device)
         shared_splits = splits_for(self.shared, shape.kv_heads, device) if self.shared else 0
         return Tiles(
             tables=tables,
-            own=own.view(-1, TILE_FIELDS) if self.own else None,
+            separate=separate.view(-1, TILE_FIELDS) if self.separate else None,
             shared=shared.view(-1, TILE_FIELDS) if self.shared else None,
             whole=whole.view(-1, TILE_FIELDS) if self.whole else None,
             split_rows=self.split_rows,
             rows_max=self.rows_max,
-            own_splits=own_splits,
+            separate_splits=separate_splits,
             shared_splits=shared_splits,
-            partials=shape.partials(own_splits + shared_splits, self.split_rows, device) if self.own else None,
+            partials=shape.partials(separate_splits + shared_splits, self.split_rows, device)
+            if self.separate
+            else None,
         )
 
 
 def plan(
     shape: Shape,
-    short: Many[Span],
-    long: Many[Span],
+    short: Many[RowSpan],
+    long: Many[RowSpan],
     prefixes: Many[Prefix] = (),
     *,
-    own_tiles: int = 0,
+    separate_tiles: int = 0,
     shared_tiles: int = 0,
     split_rows: int = 0,
 ) -> Plan:
     """Tiles for the spans. `prefixes` are of indices of `short`, each of consecutive ones. There
-    are at least `own_tiles` and `shared_tiles`, of which the rest have no rows, and `split_rows`,
+    are at least `separate_tiles` and `shared_tiles`, of which the rest have no rows, and `split_rows`,
     so that one captured graph fits many steps."""
     spans = [*short, *long]
     starts = np.cumsum([0, *(len(span.blocks) for span in spans)]).tolist()
@@ -100,18 +102,18 @@ def plan(
         _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1), before)
         for span, start, before in zip(spans, starts, seen_before, strict=False)
     ]
-    own, whole = (list(chain.from_iterable(some)) for some in (tiles_of[: len(short)], tiles_of[len(short) :]))
-    own += [(0, 0, 0, 0, 0)] * (own_tiles - len(own))
+    separate, whole = (list(chain.from_iterable(some)) for some in (tiles_of[: len(short)], tiles_of[len(short) :]))
+    separate += [(0, 0, 0, 0, 0)] * (separate_tiles - len(separate))
     shared += [(0, 0, 0, 0, 0)] * (shared_tiles - len(shared))
-    tiles = np.array([*own, *shared, *whole], np.int32).reshape(-1)
+    tiles = np.array([*separate, *shared, *whole], np.int32).reshape(-1)
     blocks = [np.array(span.blocks, np.int32) for span in spans]
     return Plan(
         np.concatenate([tiles, *blocks]),
-        own=len(own),
+        separate=len(separate),
         shared=len(shared),
         whole=len(whole),
         split_rows=max(split_rows, sum(span.rows for span in short)),
-        rows_max=max((count for _, count, *_ in own), default=1) or 1,
+        rows_max=max((count for _, count, *_ in separate), default=1) or 1,
     )
 
 

@@ -72,21 +72,21 @@ def _product(
         minimum = _each(tl.load(minimums + where, mask=is_group, other=0.0), RUN)
         x_at = x + row[:, None].to(tl.int64) * columns + column[None, :]
         is_x = is_row[:, None] & is_in[None, :]
-        own = tl.load(x_at, mask=is_x, other=0.0)
+        inputs = tl.load(x_at, mask=is_x, other=0.0)
         if BITS == 4:
-            weight = ((code & 15).to(tl.float32) * scale + minimum).to(own.dtype)
+            weight = ((code & 15).to(tl.float32) * scale + minimum).to(inputs.dtype)
             more = tl.load(x_at + RUN, mask=is_x, other=0.0)
-            high = ((code >> 4).to(tl.float32) * scale + minimum).to(own.dtype)
+            high = ((code >> 4).to(tl.float32) * scale + minimum).to(inputs.dtype)
             if WIDEN:
                 acc += tl.dot(more.to(tl.float32), high.to(tl.float32), input_precision="ieee")
             else:
                 acc += tl.dot(more, high, input_precision="ieee")
         else:
-            weight = (code.to(tl.float32) * scale + minimum).to(own.dtype)
+            weight = (code.to(tl.float32) * scale + minimum).to(inputs.dtype)
         if WIDEN:
-            acc += tl.dot(own.to(tl.float32), weight.to(tl.float32), input_precision="ieee")
+            acc += tl.dot(inputs.to(tl.float32), weight.to(tl.float32), input_precision="ieee")
         else:
-            acc += tl.dot(own, weight, input_precision="ieee")
+            acc += tl.dot(inputs, weight, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = out + row[:, None].to(tl.int64) * outputs + output[None, :]
@@ -101,8 +101,8 @@ def product(
     bias: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """x [rows, columns] times a matrix of codes, as `halves` packs those of 4 bits: [rows, outputs]
-    of x's type."""
+    """x [rows, columns] times a matrix of codes, of which `halves` has packed those of 4 bits.
+    Returns [rows, outputs] of x's type."""
     (rows, columns), outputs = x.shape, len(codes)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     lanes = min(64, max(16, triton.next_power_of_2(rows)))

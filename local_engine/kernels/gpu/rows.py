@@ -58,10 +58,10 @@ def _gate(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up + row * 2 * width + width + column, mask=is_in, other=0.0).to(tl.float32)
     if IS_GELU:  # tanh(z) = 1 - 2 / (exp(2 z) + 1)
         z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        found = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+        activated = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
     else:
-        found = x / (1.0 + tl.exp(-x))
-    tl.store(out + row * width + column, (found * up).to(out.dtype.element_ty), mask=is_in)
+        activated = x / (1.0 + tl.exp(-x))
+    tl.store(out + row * width + column, (activated * up).to(out.dtype.element_ty), mask=is_in)
 
 
 def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -100,9 +100,9 @@ def _rotate_write(
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_dim = dim < HALF
     is_in = is_dim & (head < ROTATED + KV_HEADS)
-    own = qkv + (row * (ROTATED + KV_HEADS) + head) * HEAD_DIM + dim
-    first = tl.load(own, mask=is_in, other=0.0)
-    second = tl.load(own + HALF, mask=is_in, other=0.0)
+    first_half = qkv + (row * (ROTATED + KV_HEADS) + head) * HEAD_DIM + dim
+    first = tl.load(first_half, mask=is_in, other=0.0)
+    second = tl.load(first_half + HALF, mask=is_in, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     is_rotated = head < ROTATED
     if HAS_NORM:
@@ -117,8 +117,8 @@ def _rotate_write(
     y_sin = tl.load(sin + angle + HALF, mask=is_dim, other=0.0).to(tl.float32)
     first = tl.where(is_rotated, (x * x_cos + y * x_sin).to(first.dtype), first)
     second = tl.where(is_rotated, (y * y_cos + x * y_sin).to(first.dtype), second)
-    tl.store(own, first, mask=is_in & (head < HEADS))
-    tl.store(own + HALF, second, mask=is_in & (head < HEADS))
+    tl.store(first_half, first, mask=is_in & (head < HEADS))
+    tl.store(first_half + HALF, second, mask=is_in & (head < HEADS))
     slot = tl.load(slots + row + head * 0)
     is_kept = is_in & (head >= HEADS) & (slot >= 0)
     page = pool + (head - HEADS).to(tl.int64) * head_stride + slot * HEAD_DIM + dim

@@ -16,11 +16,12 @@ import torch
 
 from local_engine.config import ModelError
 from local_engine.kernels import fused
+from local_engine.kernels.copies import on_device
 from local_engine.kernels.cpu import GROUP
 from local_engine.kernels.gpu import draw, rows
 from local_engine.kernels.gpu.attention import Shape, attend
 from local_engine.kernels.gpu.experts import GroupedExperts
-from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, RowSpan, plan
 from local_engine.kernels.gpu.product import BITS, halves, product
 from local_engine.kernels.noise import noise
 from local_engine.kernels.shared_prefixes import Prefix
@@ -54,7 +55,7 @@ def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.d
     }
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         checks["fp8", "to_fp8"] = lambda: _to_fp8(hidden_size, dtype, device)
-    found = []
+    failed = []
     for (part, kernel), check in checks.items():
         try:
             with _same_numbers(device):
@@ -62,9 +63,9 @@ def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.d
                     tolerance = _TOLERANCE[dtype] if ours.is_floating_point() else 0.0
                     torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
         except Exception as error:
-            found.append(Failure(part, kernel, f"{type(error).__name__}: {error}"))
+            failed.append(Failure(part, kernel, f"{type(error).__name__}: {error}"))
             _require_alive(device, kernel, error)
-    return found
+    return failed
 
 
 def _require_alive(device: torch.device, kernel: str, error: Exception) -> None:
@@ -88,10 +89,10 @@ def _add_norm(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[
     x, more = torch.randn(2, 3, width, device=device).to(dtype)
     weight = torch.rand(width, device=device)
     for added in (more, None):
-        own, wanted_x = x.clone(), x.clone()
+        ours_x, wanted_x = x.clone(), x.clone()
         wanted = fused.add_norm(None, wanted_x, added, weight, 1e-6)
-        yield rows.add_norm(own, added, weight, 1e-6), wanted
-        yield own, wanted_x
+        yield rows.add_norm(ours_x, added, weight, 1e-6), wanted
+        yield ours_x, wanted_x
 
 
 def _gate(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -129,30 +130,30 @@ def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
     size, long = shape.block_tokens, 3 * SHORT_ROWS_MAX
     # blocks of what a sequence with a draft has beyond the prefix
     drafted = range(4, 6 + -(-3 // size))
-    own = range(drafted.stop, drafted.stop + 2 + -(-long // size))
+    prompt_blocks = range(drafted.stop, drafted.stop + 2 + -(-long // size))
     spans = [
-        Span(0, 1, 3 * size, [0, 1, 2, 3]),
-        Span(1, 3, 2 * size + 1, [0, 1, *drafted]),
-        Span(4, long, size, list(own)),
+        RowSpan(0, 1, 3 * size, [0, 1, 2, 3]),
+        RowSpan(1, 3, 2 * size + 1, [0, 1, *drafted]),
+        RowSpan(4, long, size, list(prompt_blocks)),
     ]
     positions = torch.tensor([span.position + row for span in spans for row in range(span.rows)], device=device)
-    pool = torch.randn(2 * shape.kv_heads, own.stop, size, shape.head_dim, device=device).to(dtype)
+    pool = torch.randn(2 * shape.kv_heads, prompt_blocks.stop, size, shape.head_dim, device=device).to(dtype)
     qkv = torch.randn(4 + long, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device).to(dtype)
     queries = qkv[:, : shape.heads]
     step = plan(shape, spans[:2], spans[2:], [Prefix((0, 1), 2)])
-    tiles = step.on(shape, draw.on_device(step.numbers, device))
+    tiles = step.on(shape, on_device(step.numbers, device))
     for layer in {shape.windows.index(window) for window in shape.windows}:
-        found = attend(shape, layer, queries, pool, positions, tiles)
-        yield found, torch.cat([_by_products(shape, layer, queries, pool, positions, span) for span in spans])
+        attended = attend(shape, layer, queries, pool, positions, tiles)
+        yield attended, torch.cat([_by_products(shape, layer, queries, pool, positions, span) for span in spans])
 
 
 def _by_products(
-    shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor, span: Span
+    shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor, span: RowSpan
 ) -> torch.Tensor:
     """One span's attention from whole score matrices, [rows, heads * head_dim]."""
     kv = pool[:, span.blocks].flatten(1, 2)[:, : span.end].float().repeat_interleave(shape.group, 0)
-    own = queries[span.first : span.first + span.rows].float().transpose(0, 1)
-    scores = own @ kv[: shape.heads].transpose(1, 2) * shape.scale
+    span_queries = queries[span.first : span.first + span.rows].float().transpose(0, 1)
+    scores = span_queries @ kv[: shape.heads].transpose(1, 2) * shape.scale
     if shape.softcap is not None:
         scores = shape.softcap * (scores / shape.softcap).tanh()
     behind = positions[span.first : span.first + span.rows, None] - torch.arange(span.end, device=pool.device)
@@ -168,13 +169,13 @@ def _draw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tens
     logits[:, order[:40]] = torch.linspace(-1, 3, 40, device=device).to(dtype)
     keys = torch.tensor([[11], [-12345678901234567]], device=device)
     settings = torch.tensor([[0.0, 0.5], [1.0, 1.0], [0.0, 0.0]], device=device)
-    found = draw.draw(
+    drawn = draw.draw(
         logits, torch.arange(2, device=device), keys.view(-1), torch.tensor([0, 40], device=device), settings
     )
     weights = (logits[1].float() / 0.5).softmax(-1).double()
     weights[order[40:]] = 0.0
     raced = (noise(keys[1:], torch.arange(_VOCABULARY, device=device)[None]) / weights).argmin()
-    yield found, torch.stack((logits[0].argmax(), raced))
+    yield drawn, torch.stack((logits[0].argmax(), raced))
 
 
 def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -191,18 +192,18 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Few rows and many, of which one expert gets most and one none; each row's own matrices are
-    the oracle."""
+    """Few rows and many. One expert gets most of them and one gets none. Each row's own matrices
+    are the oracle."""
     gate_up, down = (torch.randn(5, *size, device=device).to(dtype) / 8 for size in ((96, 64), (64, 48)))
     grouped = GroupedExperts(gate_up, down, "silu", None)
     for count in (2, 200):
         x = torch.randn(count, 64, device=device).to(dtype)
         chosen = torch.stack((torch.arange(count, device=device) % 3, torch.full((count,), 4, device=device)), 1)
         shares = torch.rand(count, 2, device=device).to(dtype)
-        yield grouped(x, chosen, shares), _one_by_one(x, gate_up, down, chosen, shares)
+        yield grouped(x, chosen, shares), expert_by_expert(x, gate_up, down, chosen, shares)
 
 
-def _one_by_one(
+def expert_by_expert(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
     """The result of experts when each pair is computed by itself."""
@@ -218,6 +219,6 @@ def _to_fp8(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tu
     """Within half of the last of a value's three bits; a row of zeros stays one."""
     x = (torch.randn(3, width, device=device) * torch.tensor([[1.0], [0.0], [1000.0]], device=device)).to(dtype)
     codes, scales = rows.to_fp8(x)
-    found, wanted = codes.float() * scales, x.float()
-    excess = (found - wanted).abs() - wanted.abs() / 16 - scales / 512
+    restored, wanted = codes.float() * scales, x.float()
+    excess = (restored - wanted).abs() - wanted.abs() / 16 - scales / 512
     yield excess.clamp_min(0.0), torch.zeros_like(excess)

@@ -8,7 +8,7 @@ from local_engine.gpu_sampler import sample
 from local_engine.kernels.gpu import rows
 from local_engine.kernels.gpu.attention import Shape, attend
 from local_engine.kernels.gpu.experts import GroupedExperts
-from local_engine.kernels.gpu.plan import Span, plan
+from local_engine.kernels.gpu.plan import RowSpan, plan
 from local_engine.kernels.shared_prefixes import Prefix
 from local_engine.messages import SamplingParams
 from local_engine.sequence import Place
@@ -16,9 +16,24 @@ from local_engine.weights.quantised import QuantisedProduct, quantise
 from tests.engine.gpu.sequences import sequence
 
 
+def make_shape(
+    heads: int, kv_heads: int, head_dim: int, softcap: float | None = None, windows: tuple[int, ...] = (0,)
+) -> Shape:
+    """Blocks of 16 tokens."""
+    return Shape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=windows,
+        scale=head_dim**-0.5,
+        softcap=softcap,
+        block_tokens=16,
+    )
+
+
 def launch_all() -> None:
     for head_dim, heads, kv_heads, window, softcap in ((128, 32, 8, 0, None), (80, 9, 3, 64, 50.0)):
-        _attention(Shape(heads, kv_heads, head_dim, 16, 0.1, softcap, (window,)))
+        _attention(make_shape(heads, kv_heads, head_dim, softcap, (window,)))
         _rows(head_dim, heads, kv_heads)
     _draw()
     _experts()
@@ -32,7 +47,7 @@ def _attention(shape: Shape) -> None:
     pool = torch.zeros(2 * shape.kv_heads, 40, 16, shape.head_dim, dtype=torch.bfloat16)
     for short, long in (([1, 9], [200]), ([1, 1, 1], [99]), ([1], []), ([1] * 16, []), ([1] * 17, [])):
         firsts = [sum([*short, *long][:index]) for index in range(len(short) + len(long))]
-        spans = [Span(first, rows, 40, list(range(16))) for first, rows in zip(firsts, short + long, strict=True)]
+        spans = [RowSpan(first, rows, 40, list(range(16))) for first, rows in zip(firsts, short + long, strict=True)]
         rows = spans[-1].first + spans[-1].rows
         prefixes = [Prefix((0, 1), 2)] if long else []
         step = plan(shape, spans[: len(short)], spans[len(short) :], prefixes)

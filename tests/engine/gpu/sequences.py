@@ -19,7 +19,6 @@ def sequence(wish: SamplingParams) -> Sequence:
         stop_token_ids=frozenset({5}),
         cache_salt=b"",
         priority=0,
-        arrival=0,
         seed=wish.seed or 0,
         text=None,  # type: ignore[arg-type]
     )

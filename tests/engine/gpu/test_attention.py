@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine.kernels.gpu.attention import Shape, attend
-from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, RowSpan, plan
 from local_engine.kernels.shared_prefixes import shared_prefixes
 
 
@@ -45,22 +45,22 @@ cases = st.builds(
 )
 
 
-def spans_of(case: Case) -> list[Span]:
+def spans_of(case: Case) -> list[RowSpan]:
     """Short spans first, as the runner orders them; each in blocks of its own but for what it shares with the first."""
     rows_sorted = sorted(case.spans, key=lambda span: span[0] > SHORT_ROWS_MAX)
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     first, fresh = 0, 0
     for rows, before, shared in rows_sorted:
         needed = -(-(before + rows) // case.block_tokens)
         common = spans[0].blocks[: min(shared, before // case.block_tokens)] if spans else []
         blocks = common + list(range(fresh, fresh + needed - len(common)))
         fresh += needed - len(common)
-        spans.append(Span(first, rows, before, blocks))
+        spans.append(RowSpan(first, rows, before, blocks))
         first += rows
     return spans
 
 
-def by_the_book(case: Case, spans: list[Span], queries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+def by_the_book(case: Case, spans: list[RowSpan], queries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     """Every row alone, in float64."""
     out = torch.empty(queries.shape, dtype=torch.float64)
     for span in spans:
@@ -105,7 +105,7 @@ def test_tiles_give_what_the_book_gives(case: Case, is_cascaded: bool, dtype: to
     prefixes = shared_prefixes([span.blocks for span in short], 1) if is_cascaded else []
     order = [index for prefix in prefixes for index in prefix.members]
     if order == sorted(order) and all(p.members == tuple(range(p.members[0], p.members[-1] + 1)) for p in prefixes):
-        step = plan(shape, short, spans[len(short) :], prefixes, own_tiles=5, shared_tiles=4)
+        step = plan(shape, short, spans[len(short) :], prefixes, separate_tiles=5, shared_tiles=4)
     else:
         step = plan(shape, short, spans[len(short) :])
     found = attend(shape, 0, queries, pool, positions, step.on(shape, torch.from_numpy(step.numbers)))
@@ -118,7 +118,7 @@ def test_tiles_give_what_the_book_gives(case: Case, is_cascaded: bool, dtype: to
 def test_wide_heads_and_long_rows_are_cut_right(head_dim: int) -> None:
     """A prompt longer than a tile, and many rows over one prefix, with the widest heads that are served."""
     case = Case([(1, 64, 3)] * 3 + [(150, 3, 0)], 4, 1, head_dim, 16, 0, None, 0)
-    shape = Shape(4, 1, head_dim, 16, 0.3, None, (0,))
+    shape = Shape(heads=4, kv_heads=1, head_dim=head_dim, windows=(0,), scale=0.3, block_tokens=16)
     spans = spans_of(case)
     assert spans[1].blocks[:3] == spans[0].blocks[:3]
     torch.manual_seed(1)
@@ -128,7 +128,7 @@ def test_wide_heads_and_long_rows_are_cut_right(head_dim: int) -> None:
     prefixes = shared_prefixes([span.blocks for span in spans[:3]], 1)
     assert prefixes
     step = plan(shape, spans[:3], spans[3:], prefixes)
-    assert (step.own, step.shared) == (3, 1)
+    assert (step.separate, step.shared) == (3, 1)
     assert step.whole == -(-150 // shape.tile_rows) > 1
     found = attend(shape, 0, queries, pool, positions, step.on(shape, torch.from_numpy(step.numbers)))
     torch.testing.assert_close(

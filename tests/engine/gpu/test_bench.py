@@ -62,7 +62,7 @@ def test_systems_are_measured_beside_the_floor_and_each_other(phase: str, monkey
     assert all((row.value or 0) > 0 and not row.note.startswith("error") for row in measured)
     if phase == "engine":
         assert all((row.floor or 0) > (row.value or 0) > 0 for row in measured)
-        assert [row.name for row in cuda._compared(found)] == ["engine shared-1000 / engine apart-1000"]
+        assert [row.name for row in cuda.compared(found)] == ["engine shared-1000 / engine apart-1000"]
         assert "MISSED" in str(measured[0])
 
 

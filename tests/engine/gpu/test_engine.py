@@ -31,10 +31,10 @@ def test_a_mix_of_prompts_gives_the_naive_answers(make_engine: Make, checkpoint:
     ids = [engine.submit(prompt, greedy(4)) for prompt in prompts]
     found = run(engine)
     assert [found[id] for id in ids] == [list(naive_greedy(checkpoint("gemma2"), tuple(p), 4)) for p in prompts]
-    steps = engine._runner._executor
+    steps = engine.runner.executor
     assert isinstance(steps, GpuExecutor)
-    assert {has_shared for _, has_shared in steps._graphs} == {False, True}
-    assert max(rows for rows, _ in steps._graphs) == 3
+    assert {has_shared for _, has_shared in steps.graphs} == {False, True}
+    assert max(rows for rows, _ in steps.graphs) == 3
 
 
 def test_graphs_are_checked_before_they_are_used(
@@ -43,18 +43,18 @@ def test_graphs_are_checked_before_they_are_used(
     """All sizes are captured and compared at once; where a replay gives something else, decodes run unrecorded and it is
     said."""
     engine = make_engine("qwen3", sequences_max=3, context_tokens_max=16, draft_tokens_max=0)
-    steps = engine._runner._executor
+    steps = engine.runner.executor
     assert isinstance(steps, GpuExecutor)
     steps.warm_up()
-    assert {rows for rows, _ in steps._graphs} == {1, 2, 3}
-    steps._graphs.clear()
-    monkeypatch.setattr(steps, "_recorded", lambda compute: lambda: None)
+    assert {rows for rows, _ in steps.graphs} == {1, 2, 3}
+    steps.graphs.clear()
+    monkeypatch.setattr(steps, "recorded", lambda compute: lambda: None)
     steps.warm_up()
     assert "decodes run without CUDA graphs" in caplog.text
     prompt = random_prompt(1, 5)
     id = engine.submit(prompt, greedy(3))
     assert run(engine)[id] == list(naive_greedy(checkpoint("qwen3"), tuple(prompt), 3))
-    assert not steps._graphs
+    assert not steps.graphs
 
 
 def test_an_overlapped_engine_with_drafts_and_seeds_answers_as_torch_does(

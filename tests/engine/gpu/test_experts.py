@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from local_engine.engine import Engine
 from local_engine.executors.gpu import GpuExecutor
 from local_engine.kernels.gpu.experts import GroupedExperts
-from local_engine.kernels.gpu.self_test import _one_by_one
+from local_engine.kernels.gpu.self_test import expert_by_expert
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.conftest import greedy, run
 
@@ -34,7 +34,7 @@ def test_each_row_gets_what_it_chose(rows: int, experts: int, per_token: int, se
     first = torch.randint(experts, (rows, 1)) * (seed % 2)
     chosen = (first + torch.arange(per_token)) % experts
     found = GroupedExperts(gate_up, down, "silu", None)(x, chosen, shares)
-    torch.testing.assert_close(found, _one_by_one(x, gate_up, down, chosen, shares), atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close(found, expert_by_expert(x, gate_up, down, chosen, shares), atol=1e-2, rtol=1e-4)
 
 
 def test_a_mixture_is_captured_and_answers_as_naively(
@@ -48,6 +48,6 @@ def test_a_mixture_is_captured_and_answers_as_naively(
     found = run(engine)
     naive = checkpoint("qwen3-moe-wide")
     assert [found[id] for id in ids] == [list(naive_greedy(naive, tuple(prompt), 4)) for prompt in prompts]
-    steps = engine._runner._executor
+    steps = engine.runner.executor
     assert isinstance(steps, GpuExecutor)
-    assert steps._graphs
+    assert steps.graphs

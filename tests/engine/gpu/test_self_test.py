@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from local_engine.config import ModelConfig, RopeConfig
+from local_engine.config import AttentionConfig, ModelConfig, RopeConfig
 from local_engine.executors.gpu import shape_of, verify
 from local_engine.kernels import supports
 from local_engine.kernels.gpu import draw, rows
@@ -19,9 +19,7 @@ MODEL = ModelConfig(
     name="any",
     hidden_size=24,
     layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
+    attention=AttentionConfig(heads=4, kv_heads=2, head_dim=16, windows=(0, 5), scale=0.25),
     intermediate_size=32,
     vocabulary_size=64,
     context_tokens=64,
@@ -29,8 +27,6 @@ MODEL = ModelConfig(
     ropes=(RopeConfig(),) * 2,
     has_qk_norm=False,
     has_qkv_bias=False,
-    windows=(0, 5),
-    attention_scale=0.25,
 )
 
 
@@ -44,7 +40,7 @@ def test_all_kernels_agree_with_torch(dtype: torch.dtype) -> None:
 def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that computes something else and one that does not compile are named, and torch does the work of their part."""
     monkeypatch.setenv("SAMEWAY_TRITON", "1")
-    monkeypatch.setattr(supports, "_left_alone", set())
+    monkeypatch.setattr(supports, "left_alone", set())
 
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory")
