@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cache.decision.model import audit_chance
-from gateway.telemetry.checks import CheckCounts, audited, served, settled, shadow_share
-from gateway.telemetry.confidence import served_wrong
+from gateway.telemetry.measured_error import CheckCounts, audited, served, served_wrong, settled, shadow_share
 
 ERROR_MAX = 0.01
 _RISKS = (0.001, 0.004, 0.02, 0.08)  # of would-be hits, in equal parts, before they are scaled
@@ -91,24 +90,24 @@ def simulate(stream: Stream, requests: int, draw: random.Random) -> Run:
             is_audit = draw.random() < audit
             is_shadow = not is_audit and draw.random() < share
             counts.hits += not is_audit
-            for letter in audited(chance) if is_audit else served(chance, is_compared=is_shadow):
-                counts.count(letter, 1)
+            for event in audited(chance) if is_audit else served(chance, is_compared=is_shadow):
+                counts.count(event)
             wrong += is_wrong and not is_audit
             is_news = is_wrong
             if (is_audit or is_shadow) and draw.random() >= stream.lost * (1 + is_wrong):
                 said = is_wrong != (draw.random() < stream.judge_error)
-                letters = settled(chance, "judge", is_wrong=said, is_audit=is_audit)
-                waiting.append((number + draw.randrange(1, _LATE), letters))
-        for _, letters in _due(waiting, number):
+                events = settled(chance, "judge", is_wrong=said, is_audit=is_audit)
+                waiting.append((number + draw.randrange(1, _LATE), events))
+        for _, events in _due(waiting, number):
             is_news = True
-            for letter in letters:
-                counts.count(letter, 1)
+            for event in events:
+                counts.count(event)
         if is_news:
             low, high = served_wrong(counts, stream.allowed_error)
             is_above, is_below = is_above and wrong <= high + 1e-9, is_below and low <= wrong + 1e-9
-    for _, letters in waiting:
-        for letter in letters:
-            counts.count(letter, 1)
+    for _, events in waiting:
+        for event in events:
+            counts.count(event)
     low, high = served_wrong(counts, stream.allowed_error)
     return Run(is_above, is_below, wrong / requests, low / requests, high / requests)
 

@@ -26,6 +26,7 @@ import sqlalchemy as sa
 from gateway.accounts import Group, Ledger, LedgerFilter, LedgerRow
 from gateway.accounts.database import Database
 from gateway.accounts.rollups import SPANS, SUMS, period_of
+from policies import Usage
 from tests.services import run_postgres
 
 _P95_MS_MAX = 200.0
@@ -93,9 +94,7 @@ def _row(chance: random.Random, name: str, days: int) -> LedgerRow:
         key_id=key,
         alias=f"model-{model}",
         deployment=f"model-{model}@{chance.randrange(2)}",
-        prompt_tokens=chance.randrange(4_000),
-        cached_tokens=0,
-        completion_tokens=chance.randrange(800),
+        usage=Usage(chance.randrange(4_000), chance.randrange(800)),
         cost_microusd=cost,
         kind="chat",
         baseline_microusd=3 * cost,

@@ -47,7 +47,7 @@ from cache.decision.rule import Decision, NamespaceCounters, NamespaceState, Rul
 from cache.encoder.embedder import open_embedder
 from cache.encoder.types import Embedder
 from cache.semantic.cache import SemanticCache
-from gateway.telemetry.judge_error import lower_limit
+from gateway.telemetry.measured_error import lower_limit
 
 _COSINES = (0.8, 0.9, 0.95)
 _COLD_BOUNDS = (0.01, 0.005)

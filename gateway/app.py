@@ -76,17 +76,8 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Emit, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
+from gateway.telemetry import metric_names as m
 from gateway.telemetry.health import HealthMonitor
-from gateway.telemetry.metric_names import (
-    ALERTS,
-    BACKGROUND_RESPONSES,
-    BATCH_LINES,
-    BATCH_LINES_LEFT,
-    BATCHES_LEFT,
-    LOG_DROPPED,
-    STORED_RESPONSES,
-    WRONG_KEYS,
-)
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.wire.errors import ApiError, BadRequest
@@ -303,9 +294,9 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
 
 async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> WorkerParts:
     """Open every part, in the order of their dependencies. `routes` are filled later."""
-    metrics = Metrics(settings.run_dir / "metrics")
+    metrics = Metrics(settings.run_dir / "metrics", VERSION)
     stack.callback(metrics.close)
-    log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
+    log = logs.configure(settings, on_drop=lambda lines: metrics.add(m.LOG_DROPPED, lines))
     stack.callback(logs.close)
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
@@ -336,9 +327,11 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
-    background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, BACKGROUND_RESPONSES, 1))
+    background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)
-    watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
+    watch = HealthMonitor(
+        settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
+    )
     return WorkerParts(
         settings=settings,
         guard=_guard(settings, accounts, metrics),
@@ -390,7 +383,7 @@ def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) 
 
 def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, stack: AsyncExitStack) -> ResponseStore:
     def count(outcome: str, responses: int) -> None:
-        metrics.add(STORED_RESPONSES, responses, outcome)
+        metrics.add(m.STORED_RESPONSES, responses, outcome)
 
     store = ResponseStore(accounts.database, time.time, settings.responses, count)
     stack.push_async_callback(store.aclose)
@@ -410,7 +403,7 @@ def _batches(
         accounts=accounts,
         settings=settings.batches,
         routes=routes,
-        on_line=lambda how: metrics.add(BATCH_LINES, 1, how),
+        on_line=lambda how: metrics.add(m.BATCH_LINES, 1, how),
     )
     return {"files": files, "batches": batches, "runner": runner}
 
@@ -441,7 +434,7 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
 
 def _guard(settings: Settings, accounts: Accounts, metrics: Metrics) -> Guard:
     sessions = Sessions(accounts.database, time.time)
-    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(WRONG_KEYS, 1, endpoint, outcome))
+    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome))
 
 
 def _cache_limits(settings: Settings) -> CacheLimits:
@@ -512,7 +505,7 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         parts.budgets,
         alerts,
         channels,
-        count=lambda channel, outcome: parts.metrics.add(ALERTS, 1, channel, outcome),
+        count=lambda channel, outcome: parts.metrics.add(m.ALERTS, 1, channel, outcome),
     )
     loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
@@ -563,8 +556,8 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
 
 async def _count_batches(parts: WorkerParts) -> None:
     batches, lines = await parts.batches.left()
-    parts.metrics.set(BATCHES_LEFT, batches)
-    parts.metrics.set(BATCH_LINES_LEFT, lines)
+    parts.metrics.set(m.BATCHES_LEFT, batches)
+    parts.metrics.set(m.BATCH_LINES_LEFT, lines)
 
 
 async def _tidy(pipeline: Pipeline) -> None:

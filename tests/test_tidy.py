@@ -51,9 +51,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2500, "gateway/accounts": 2710, "gateway/admin": 3250, "gateway/alerts": 450, "gateway/api": 3490,
+    "gateway": 2500, "gateway/accounts": 2650, "gateway/admin": 3250, "gateway/alerts": 450, "gateway/api": 3490,
     "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2830,
-    "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2190, "gateway/transport": 600,
+    "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 950, "cache/context": 1010, "cache/decision": 2310, "cache/encoder": 400,
     "cache/exact": 1240, "cache/semantic": 1300, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2130,
     "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
@@ -69,10 +69,6 @@ SMALL_FILES: dict[str, str] = {
     "gateway/worker.py": "a process",
     "ipc/options.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
-}
-# Names that two classes of one package have, with what tells them apart.
-SAME_NAMES: dict[str, str] = {
-    "NotFound": "an account's is always `accounts.NotFound`; the other is HTTP's 404",
 }
 # Files that are read whole, or folders of such files, with the most lines that one may have.
 FILE_LINES_MAX = {"gateway/pipeline.py": 350, "gateway/journey/": 300}
@@ -248,8 +244,7 @@ def test_a_class_name_is_used_once_in_a_package() -> None:
     """A name means one thing; leaves do not know each other, so each has words of its own."""
     packages = {name: [path.split("/")[0] for path in places] for name, places in classes().items()}
     twice = {name for name, places in packages.items() if len(places) > len(set(places))}
-    assert twice - SAME_NAMES.keys() == set()
-    assert SAME_NAMES.keys() - twice == set()
+    assert twice == set()
 
 
 def is_record(node: ast.ClassDef) -> bool:

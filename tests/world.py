@@ -653,8 +653,8 @@ class World:
             self._judges[key] = made
         judges = self._judges[key]
         for name in self.backends:
-            judges.exams.setdefault(name, Exam(lambda: 1.0)).asked = 12
-            judges.exams[name].told = 12
+            judges.exams.setdefault(name, Exam(lambda: 1.0)).questions = 12
+            judges.exams[name].rulings = 12
         record = Record(RequestFacts("req_judged", 0.0, team_id=identity.team.id, team="default", alias=alias))
         return judges.of(record, b"here")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.accounts.errors import AccountsError, Conflict, Invalid, NotFound, SchemaUnknown
-from gateway.accounts.row import HitsRow, LedgerRow, charges_of, decode_row, encode_row
+from gateway.accounts.errors import AccountsError, AlreadyExists, DoesNotExist, Invalid, SchemaUnknown
+from gateway.accounts.row import HitsRow, LedgerRow, booked, charges_of, decode_row, encode_row
 from gateway.accounts.teams import Identity, Key, NewKey, Team, partition_of, scope_of
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Accounts",
     "AccountsError",
+    "AlreadyExists",
     "Audit",
     "AuditRow",
-    "Conflict",
+    "DoesNotExist",
     "Group",
     "HitsRow",
     "HitsWriter",
@@ -38,11 +39,11 @@ __all__ = [
     "LedgerTotal",
     "LedgerWriter",
     "NewKey",
-    "NotFound",
     "SavingsLine",
     "SchemaUnknown",
     "Team",
     "WriterStats",
+    "booked",
     "charges_of",
     "decode_row",
     "encode_row",

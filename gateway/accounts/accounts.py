@@ -24,9 +24,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
-from gateway.accounts.checks import check_budget, check_key, check_new_budget, check_plaintext, check_team
+from gateway.accounts.checks import check, check_new_budget, check_plaintext
 from gateway.accounts.database import Database, uncancelled
-from gateway.accounts.errors import Conflict, Invalid, NotFound
+from gateway.accounts.errors import AlreadyExists, DoesNotExist, Invalid
 from gateway.accounts.teams import (
     BudgetChanges,
     BudgetFields,
@@ -52,7 +52,7 @@ _ROWS_AT_ONCE = 200
 # looks at the database for keys that the snapshot lacks: guesses must not keep it busy
 _LOOKS_PER_S = 10.0
 _LOOKS_AT_ONCE = 20.0
-_LOOK_TIMEOUT_S = 1.0
+LOOK_TIMEOUT_S = 1.0
 _UNKNOWN_MAX = 1_024
 # four times as long as a worker takes to look again, on the clock that a pause of the host moves, too
 _HOLDS_S = 2.0
@@ -84,10 +84,10 @@ class Accounts:
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
-        self._told_at_s = 0.0  # when the database was asked for what the snapshot has, or failed to answer
+        self._confirmed_at_s = 0.0  # when the database was asked for what the snapshot has, or failed to answer
         self._reading = asyncio.Lock()
         self._used_at_s: dict[int, float] = {}
-        self._unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
+        self.unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
         self._looks = _LOOKS_AT_ONCE
         self._looked_at_s = 0.0
         self._looking: asyncio.Task[bool] | None = None
@@ -109,17 +109,17 @@ class Accounts:
         Returns None where the key is unknown, revoked or expired, or its team is inactive, and where
         the snapshot is too old to tell: `find` asks the database then.
         """
-        found, now_s = self._identities.get(digest(bearer)), self._clock()
-        if found is None or not 0.0 <= now_s - self._told_at_s <= _HOLDS_S:
+        identity, now_s = self._identities.get(digest(bearer)), self._clock()
+        if identity is None or not 0.0 <= now_s - self._confirmed_at_s <= _HOLDS_S:
             return None
-        return self._valid(found, now_s)
+        return self._valid(identity, now_s)
 
-    def _valid(self, found: Identity | None, now_s: float) -> Identity | None:
+    def _valid(self, identity: Identity | None, now_s: float) -> Identity | None:
         """The identity, if its key has not expired; notes its use."""
-        if found is None or (found.key.expires_at_s is not None and found.key.expires_at_s <= now_s):
+        if identity is None or (identity.key.expires_at_s is not None and identity.key.expires_at_s <= now_s):
             return None
-        self._used_at_s[found.key.id] = now_s
-        return found
+        self._used_at_s[identity.key.id] = now_s
+        return identity
 
     async def of_key(self, key_id: int) -> Identity | None:
         """The identity of a key by its id, from memory like `find`; None like `identify`."""
@@ -135,29 +135,32 @@ class Accounts:
         Returns None like `identify`, and where too many unknown keys came lately, or the database
         does not answer in time. A key of an old snapshot is served from memory in that case.
         """
-        found, of = self.identify(bearer), digest(bearer)
-        is_old = of in self._identities and self._is_old()
-        if found is not None or (not is_old and (of in self._unknown or not self._may_look())):
-            return found
-        is_told = await self._look(is_old=is_old)
-        found = self._valid(self._identities.get(of), self._clock())
-        if found is None and is_told:
-            if len(self._unknown) >= _UNKNOWN_MAX:
-                del self._unknown[next(iter(self._unknown))]
-            self._unknown[of] = None
-        return found
+        identity, key_digest = self.identify(bearer), digest(bearer)
+        is_old = key_digest in self._identities and self._is_old()
+        if identity is not None or (not is_old and (key_digest in self.unknown or not self._may_look())):
+            return identity
+        is_confirmed = await self._look(is_old=is_old)
+        identity = self._valid(self._identities.get(key_digest), self._clock())
+        if identity is None and is_confirmed:
+            if len(self.unknown) >= _UNKNOWN_MAX:
+                del self.unknown[next(iter(self.unknown))]
+            self.unknown[key_digest] = None
+        return identity
 
     def _is_old(self) -> bool:
-        """Whether a change of the last `_HOLDS_S` or more may be missing, or the clock was set back."""
-        return not 0.0 <= self._clock() - self._told_at_s <= _HOLDS_S
+        """True where the snapshot may lack a change that is `_HOLDS_S` old, or the clock was set
+        back.
+        """
+        return not 0.0 <= self._clock() - self._confirmed_at_s <= _HOLDS_S
 
     async def _look(self, *, is_old: bool) -> bool:
-        """Ask the database for a change, one request at a time; False where it does not answer in time.
+        """Ask the database for a change, one request at a time; False where it does not answer in
+        time.
 
-        With `is_old` only until one has asked.
+        With `is_old` it returns at once after another request has refreshed the snapshot.
         """
         try:
-            async with asyncio.timeout(_LOOK_TIMEOUT_S), self._look_in_turn:
+            async with asyncio.timeout(LOOK_TIMEOUT_S), self._look_in_turn:
                 if is_old and not self._is_old():
                     return True
                 if self._looking is not None and not self._looking.done():
@@ -167,7 +170,7 @@ class Accounts:
                 await asyncio.shield(self._looking)
                 return True
         except (TimeoutError, SQLAlchemyError):
-            self._told_at_s = self._clock()  # memory serves while the database is away
+            self._confirmed_at_s = self._clock()  # memory serves while the database is away
             return False
 
     def _may_look(self) -> bool:
@@ -203,8 +206,8 @@ class Accounts:
             self._uses = {name: USES[action] for name, action in acts if USES[action]}
             if self._on_uses is not None:
                 self._on_uses(self._uses)
-            self._version, self._told_at_s = version, asked_at_s
-            self._unknown.clear()
+            self._version, self._confirmed_at_s = version, asked_at_s
+            self.unknown.clear()
 
     @uncancelled
     async def refresh(self) -> bool:
@@ -217,10 +220,10 @@ class Accounts:
             async with self.database.reading() as connection:
                 version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
         except SQLAlchemyError:
-            self._told_at_s = self._clock()  # memory serves while the database is away
+            self._confirmed_at_s = self._clock()  # memory serves while the database is away
             raise
         if version == self._version:
-            self._told_at_s = asked_at_s
+            self._confirmed_at_s = asked_at_s
             return False
         await self.reload()
         return True
@@ -253,7 +256,7 @@ class Accounts:
         """
         if plaintext is not None:
             check_plaintext(plaintext)
-        made = plaintext or new_plaintext(self._random_bytes)
+        key = plaintext or new_plaintext(self._random_bytes)
         installation, teams = schema.installation, schema.teams
         async with self.database.reading() as connection:
             if (await connection.execute(sa.select(installation.c.is_claimed))).scalar_one():
@@ -265,15 +268,15 @@ class Accounts:
             team_id = (await connection.execute(sa.select(teams.c.id).where(teams.c.name == _FIRST_TEAM))).scalar()
             if team_id is None:
                 team_id = await _insert(connection, teams, self._new_team(_FIRST_TEAM, {}))
-            await _insert(connection, schema.keys, self._new_key(team_id, "first", made, {}))
-        return made
+            await _insert(connection, schema.keys, self._new_key(team_id, "first", key, {}))
+        return key
 
     # ── teams ──
 
     @uncancelled
     async def create_team(self, name: str, *, budget: FirstBudget | None = None, **fields: Unpack[TeamFields]) -> Team:
-        """Create a team, with its first `budget` in the same transaction. Raises Invalid, Conflict."""
-        check_team({"name": name, **fields})
+        """Create a team, with its first `budget` in the same transaction. Raises Invalid, AlreadyExists."""
+        check({"name": name, **fields})
         values = self._new_budget(**budget) if budget is not None else None
         async with self._change(f"a team named {name!r}") as connection:
             team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
@@ -283,8 +286,8 @@ class Accounts:
 
     @uncancelled
     async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
-        """Raises Invalid, Conflict, NotFound."""
-        check_team(changes)
+        """Raises Invalid, AlreadyExists, DoesNotExist."""
+        check(changes)
         async with self._change(f"a team named {changes.get('name')!r}") as connection:
             await _update(connection, schema.teams, team_id, dict(changes))
             return _team(await _row(connection, schema.teams, team_id))
@@ -297,13 +300,13 @@ class Accounts:
 
     @uncancelled
     async def team(self, team_id: int) -> Team:
-        """Raises NotFound."""
+        """Raises DoesNotExist."""
         async with self.database.reading() as connection:
             return _team(await _row(connection, schema.teams, team_id))
 
     @uncancelled
     async def delete_team(self, team_id: int) -> None:
-        """Delete a team with its keys and budgets; its ledger rows stay. Raises NotFound."""
+        """Delete a team with its keys and budgets; its ledger rows stay. Raises DoesNotExist."""
         async with self._change("") as connection:
             # before the team's own row, as writers of its stores lock them
             await connection.execute(sa.delete(schema.holdings).where(schema.holdings.c.team_id == team_id))
@@ -315,9 +318,9 @@ class Accounts:
     async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
         """Create a key; its plaintext is returned once and stored nowhere.
 
-        Raises Invalid, Conflict, NotFound (the team).
+        Raises Invalid, AlreadyExists, DoesNotExist (the team).
         """
-        check_key({"name": name, **fields})
+        check({"name": name, **fields})
         plaintext = new_plaintext(self._random_bytes)
         async with self._change(f"a key named {name!r} in this team") as connection:
             await _row(connection, schema.teams, team_id)
@@ -326,14 +329,14 @@ class Accounts:
 
     @uncancelled
     async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
-        """Raises Invalid, Conflict, NotFound."""
-        check_key(changes)
+        """Raises Invalid, AlreadyExists, DoesNotExist."""
+        check(changes)
         async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
             await _update(connection, schema.keys, key_id, dict(changes))
             return _key(await _row(connection, schema.keys, key_id))
 
     async def revoke_key(self, key_id: int) -> Key:
-        """Deactivate a key; its row stays, since the ledger names it. Raises NotFound."""
+        """Deactivate a key; its row stays, since the ledger names it. Raises DoesNotExist."""
         return await self.update_key(key_id, is_active=False)
 
     @uncancelled
@@ -351,7 +354,7 @@ class Accounts:
         """Create a budget. One on the team's money counts from the start of the running window, any
         other one from now.
 
-        Raises Invalid, Conflict, NotFound (the team).
+        Raises Invalid, AlreadyExists, DoesNotExist (the team).
         """
         values = self._new_budget(window, limit, is_hard, **fields)
         async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
@@ -359,7 +362,7 @@ class Accounts:
             budgets, keys = schema.budgets, schema.keys
             count = sa.select(sa.func.count()).where(budgets.c.team_id == team_id)
             if (await connection.execute(count)).scalar_one() >= BUDGETS_MAX:
-                raise Conflict(f"this team has {BUDGETS_MAX} budgets, the most that it may have: delete one first")
+                raise AlreadyExists(f"this team has {BUDGETS_MAX} budgets, the most that it may have: delete one first")
             if values["axis"] == KEY and values["whose"] != _EACH:
                 of_team = sa.select(keys.c.id).where(keys.c.team_id == team_id)
                 if values["whose"] not in {f"={key_id}" for key_id in (await connection.execute(of_team)).scalars()}:
@@ -369,8 +372,7 @@ class Accounts:
 
     @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
-        """Raises Invalid, Conflict, NotFound."""
-        check_budget(changes)
+        """Raises AlreadyExists, DoesNotExist."""
         values: dict[str, Any] = {_COLUMNS.get(name, name): value for name, value in changes.items()}
         async with self._change("a budget of this team with that window and hardness") as connection:
             await _update(connection, schema.budgets, budget_id, values)
@@ -380,9 +382,8 @@ class Accounts:
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
         """Add `by` to the limit until a moment, unix milliseconds, which `row` records.
 
-        A later raise replaces it; `by` 0 ends it. Raises Invalid, NotFound.
+        A later raise replaces it; `by` 0 ends it. Raises DoesNotExist.
         """
-        check_budget({"raised_by": by, "raised_until_ms": until_ms})
         async with self._change("") as connection:
             await connection.execute(inserted(row))
             await _update(connection, schema.budgets, budget_id, {"raised_by": by, "raised_until_ms": until_ms})
@@ -390,7 +391,7 @@ class Accounts:
 
     @uncancelled
     async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
-        """Count from 0 again, which `row` records. Requests under way count as before. Raises NotFound."""
+        """Count from 0 again, which `row` records. Requests under way count as before. Raises DoesNotExist."""
         budgets = schema.budgets
         async with self._change("") as connection:
             await connection.execute(inserted(row))
@@ -411,7 +412,7 @@ class Accounts:
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
-        """Raises NotFound."""
+        """Raises DoesNotExist."""
         async with self._change("") as connection:
             await _delete(connection, schema.budgets, budget_id)
 
@@ -471,7 +472,7 @@ class Accounts:
                 await connection.execute(sa.update(installation).values(version=installation.c.version + 1))
                 yield connection
         except IntegrityError:
-            raise Conflict(f"{taken} exists already") from None
+            raise AlreadyExists(f"{taken} exists already") from None
         await self.reload()
         await self._notify()
 
@@ -511,10 +512,10 @@ async def _read(
 
 
 async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any:
-    found = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
-    if found is None:
-        raise NotFound(f"there is no {table.name[:-1]} {row_id}")
-    return found
+    row = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
+    if row is None:
+        raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
+    return row
 
 
 async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[str, Any]) -> int:
@@ -528,7 +529,7 @@ async def _update(connection: AsyncConnection, table: sa.Table, row_id: int, cha
 
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
     if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
-        raise NotFound(f"there is no {table.name[:-1]} {row_id}")
+        raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
 
 
 def _team(row: Mapping[str, Any]) -> Team:

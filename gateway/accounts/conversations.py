@@ -30,7 +30,7 @@ Added = Sequence[tuple[str, bytes]]
 
 
 class HistoryTooLong(Exception):
-    """What a request continues is longer than a request may be."""
+    """A request continues a history that is longer than a request may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,9 @@ class Conversations:
 
     @uncancelled
     async def lock(self, team_id: int, id: str, request_id: str) -> bool:
-        """Keep other requests from changing the items, until `release`; returns whether it was there and free."""
+        """Lock a conversation's items for a request until `release`. Returns False if it is missing
+        or locked.
+        """
         lease = {"locked_by": request_id, "locked_until_s": self._clock() + LEASE_S}
         taken = sa.update(conversations).where(self._is_teams(team_id, id), self._is_free).values(lease)
         async with self._database.writing(is_durable=False) as connection:
@@ -99,14 +101,19 @@ class Conversations:
         return sa.and_(c.id == id, c.team_id == team_id, c.expires_at_s > self._clock())
 
     @uncancelled
-    async def create(self, one: Conversation, items: Added) -> None:
+    async def create(self, conversation: Conversation, items: Added) -> None:
         async with self._database.writing(is_durable=False) as connection:
-            values = {"id": one.id, "team_id": one.team_id, "key_id": one.key_id, "metadata": dict(one.metadata)}
-            kept = {"created_at_s": one.created_at_s, "expires_at_s": self._clock() + self._retention_s}
-            size = _size_of(one.metadata)
-            await self.held.add(connection, one.team_id, size)
+            values = {
+                "id": conversation.id,
+                "team_id": conversation.team_id,
+                "key_id": conversation.key_id,
+                "metadata": dict(conversation.metadata),
+            }
+            kept = {"created_at_s": conversation.created_at_s, "expires_at_s": self._clock() + self._retention_s}
+            size = _size_of(conversation.metadata)
+            await self.held.add(connection, conversation.team_id, size)
             await connection.execute(sa.insert(conversations).values(**values, **kept, size_bytes=size))
-            await self.append(connection, one.team_id, one.id, items)
+            await self.append(connection, conversation.team_id, conversation.id, items)
 
     @uncancelled
     async def add(self, team_id: int, id: str, items: Added) -> bool:
@@ -117,7 +124,9 @@ class Conversations:
     async def append(
         self, connection: AsyncConnection, team_id: int, id: str, items: Added, ended: str | None = None
     ) -> bool:
-        """As `add`, as a part of another transaction. What a request adds that has `ended` frees its lock."""
+        """Do `add` in the transaction of `connection`. With `ended`, the id of a request, free its
+        lock.
+        """
         where, c, values = [self._is_free], conversations.c, dict[str, Any]()
         if ended is not None:
             # not again, where an earlier try was committed and the answer to that was lost
@@ -142,7 +151,7 @@ class Conversations:
         size: int = 0,
         **values: Any,
     ) -> bool:
-        """Change a conversation, which is `size` bytes longer then, and keep it anew."""
+        """Add `size` to the bytes of a conversation, and prolong it."""
         await self.held.lock(connection, team_id)
         kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
         change = sa.update(conversations).where(self._is_teams(team_id, id), *where).values(**kept, **values)
@@ -198,7 +207,9 @@ class Conversations:
 
     @uncancelled
     async def page(self, id: str, after: str, limit: int, *, is_ascending: bool) -> list[bytes] | None:
-        """Items of a conversation from the one after `after`, or the first ones; None if it has no such item."""
+        """The items after the item `after`, or the first ones; None if the conversation lacks that
+        item.
+        """
         items = conversation_items
         where, order = items.c.conversation_id == id, items.c.number if is_ascending else items.c.number.desc()
         async with self._database.reading() as connection:
@@ -222,13 +233,13 @@ class Conversations:
         """
         items, c = conversation_items, conversations.c
         whose = sa.and_(c.team_id == team_id, c.expires_at_s > self._clock())
-        asked = items.c.conversation_id == id if id is not None else items.c.id.in_(item_ids)
-        found = sa.select(items.c.item).join(conversations, c.id == items.c.conversation_id).where(whose, asked)
+        is_wanted = items.c.conversation_id == id if id is not None else items.c.id.in_(item_ids)
+        statement = sa.select(items.c.item).join(conversations, c.id == items.c.conversation_id).where(whose, is_wanted)
         async with self._database.reading() as connection:
-            total = sa.select(sa.func.sum(sa.func.length(found.subquery().c.item)))
+            total = sa.select(sa.func.sum(sa.func.length(statement.subquery().c.item)))
             if ((await connection.execute(total)).scalar() or 0) > bytes_max:
                 raise HistoryTooLong
-            return list((await connection.execute(found.order_by(items.c.number))).scalars())
+            return list((await connection.execute(statement.order_by(items.c.number))).scalars())
 
 
 def _size_of(metadata: Mapping[str, str]) -> int:

@@ -35,7 +35,8 @@ _WAL_TRIES = 500
 _WAL_BYTES_MAX = 64 << 20  # that stay after a checkpoint
 _PAGES_AT_ONCE, _SHRINK_PAUSE_S = 1_000, 0.05
 # a server that stopped answering is an error, not a wait
-_POSTGRES_TIMEOUTS = {"timeout": 10, "command_timeout": 60}
+POSTGRES_TIMEOUTS = {"timeout": 10, "command_timeout": 60}
+MIGRATIONS = Path(__file__).parent / "migrations"
 # what SQLAlchemy and asyncpg.connect take by name; the rest of a URL's query is libpq's
 _DRIVER_OPTIONS = {"host", "port", "ssl", "target_session_attrs"}
 # a pooler gives each transaction another connection, which knows no statement of an earlier one
@@ -70,18 +71,20 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
 
 
 class NoAnswer(SQLAlchemyError):
-    """The server cannot be reached or takes too long, or the file is no database: from another
-    error, which sqlalchemy leaves as it is.
+    """The server is away or too slow, or the file is not a database. `__cause__` is the driver's
+    error, which sqlalchemy does not wrap.
     """
 
 
 def name_of(error: BaseException) -> str:
-    """The kind of an error for logs, without what was written; for NoAnswer that of the error it is from."""
+    """The class of an error, for logs: an error's text may hold what was written. For NoAnswer the
+    class of its cause.
+    """
     return type((isinstance(error, NoAnswer) and error.__cause__) or error).__name__
 
 
 def is_down(error: BaseException) -> bool:
-    """Whether it says that the database failed. One that refuses a statement or a value has met a bug."""
+    """True for an error of a database that failed. A refused statement or value is a bug instead."""
     return isinstance(error, SQLAlchemyError) and not isinstance(error, DataError | IntegrityError | ProgrammingError)
 
 
@@ -124,7 +127,7 @@ class Database:
                 await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
             found = await _version(connection)
             if found != schema.VERSION:
-                await connection.run_sync(_create if found is None else _upgrade)
+                await connection.run_sync(create_tables if found is None else _upgrade)
 
     @uncancelled
     async def check(self) -> None:
@@ -165,7 +168,7 @@ class Database:
 
     @uncancelled
     async def takes_writes(self) -> bool:
-        """Whether this is no PostgreSQL that only reads, as a replica does. Raises sqlalchemy's errors."""
+        """False for a PostgreSQL that only reads, as a replica does. Raises sqlalchemy's errors."""
         if self.is_sqlite:
             return True
         try:
@@ -271,7 +274,7 @@ def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
     """A URL of PostgreSQL without libpq's options, and asyncpg's arguments with them, which asyncpg itself reads."""
     libpq = {name: value for name, value in url.query.items() if name not in _DRIVER_OPTIONS}
     rest = url.difference_update_query(libpq)
-    arguments: dict[str, Any] = dict(_POSTGRES_TIMEOUTS)
+    arguments: dict[str, Any] = dict(POSTGRES_TIMEOUTS)
     if seconds := libpq.pop("connect_timeout", ""):
         if not (isinstance(seconds, str) and seconds.isdecimal() and int(seconds)):
             raise Invalid("database_url", f"connect_timeout: expected seconds, found {seconds!r}")
@@ -322,7 +325,7 @@ async def _version(connection: AsyncConnection) -> str | None:
     return None if found is None else str(found)
 
 
-def _create(connection: sa.Connection) -> None:
+def create_tables(connection: sa.Connection) -> None:
     """Create the tables of the latest migration in an empty database.
 
     Does not import alembic, which a server would otherwise keep in memory.
@@ -343,11 +346,12 @@ def _upgrade(connection: sa.Connection) -> None:
     from alembic.util import CommandError
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["connection"] = connection
     try:
         command.upgrade(config, "head")
     except CommandError as error:
         raise SchemaUnknown(
-            f"a later version of Sameway migrated it; start that one, or restore a backup: {error}"
+            "its tables are of another version of Sameway, a later one or one before the first release: "
+            f"start that one, restore a backup, or begin with an empty database: {error}"
         ) from error

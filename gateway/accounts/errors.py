@@ -1,10 +1,10 @@
 """The errors of the accounts.
 
     AccountsError          the message is written for the admin
-    ├── NotFound           no team, key or budget of that id
-    ├── Conflict           the name is taken, or the team has a budget of this kind
+    ├── DoesNotExist       no team, key or budget has this id
+    ├── AlreadyExists      the name is taken, or the team has a budget of this kind
     ├── Invalid            a value out of its range; `field` names it
-    └── SchemaUnknown      the database was migrated by a later version of Sameway
+    └── SchemaUnknown      the tables are of another version of Sameway
 
 A database that cannot be reached raises sqlalchemy's own errors.
 """
@@ -16,11 +16,11 @@ class AccountsError(Exception):
     """Base: `str()` is a sentence that may be shown."""
 
 
-class NotFound(AccountsError):
+class DoesNotExist(AccountsError):
     """No team, key or budget of that id."""
 
 
-class Conflict(AccountsError):
+class AlreadyExists(AccountsError):
     """The name is taken, or the team has a budget of this kind."""
 
 

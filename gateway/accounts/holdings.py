@@ -27,13 +27,13 @@ _EVICTED_AT_ONCE = 100
 
 
 class OverQuota(Forbidden):
-    """A team's store has no room for what was to be written: roll back."""
+    """A team's store lacks room for a write; the caller rolls back."""
 
     code = "storage_quota_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Holding:
     """A number of rows, and their bytes."""
 
     count: int
@@ -41,7 +41,9 @@ class Held:
 
 
 class Holdings:
-    """What each team holds of the rows of `table`, whose bytes are its column `size`."""
+    """Counts the rows that each team has in `table`, and their bytes, which the column `size`
+    holds.
+    """
 
     def __init__(self, database: Database, table: sa.Table, size: str = "size_bytes") -> None:
         self._database = database
@@ -55,26 +57,26 @@ class Holdings:
             "bytes = holdings.bytes + excluded.bytes RETURNING count, bytes"
         )
 
-    async def add(self, connection: AsyncConnection, team_id: int, size: int, count: int = 1) -> Held:
-        """Add rows to what a team holds, and keep others from changing it until the transaction's
-        end. Returns what it holds then.
+    async def add(self, connection: AsyncConnection, team_id: int, size: int, count: int = 1) -> Holding:
+        """Add rows to a team's count, and lock it until the transaction's end. Returns the new
+        count.
         """
         added = await connection.exec_driver_sql(self._add, (team_id, self._table.name, count, size))
         row: Any = added.one()
-        return Held(*row)
+        return Holding(*row)
 
-    async def lock(self, connection: AsyncConnection, team_id: int) -> Held | None:
-        """What a team holds, which others do not change until the transaction's end; None if it never
-        held anything.
+    async def lock(self, connection: AsyncConnection, team_id: int) -> Holding | None:
+        """Lock a team's count until the transaction's end, and return it; None before its first
+        row.
         """
         asked = sa.select(holdings.c.count, holdings.c.bytes).with_for_update()
         mine = asked.where(holdings.c.team_id == team_id, holdings.c.store == self._table.name)
         row = (await connection.execute(mine)).first()
-        return None if row is None else Held(*row)
+        return None if row is None else Holding(*row)
 
     async def resize(
         self, connection: AsyncConnection, team_id: int, values: Mapping[str, Any], *where: sa.ColumnElement[bool]
-    ) -> Held | None:
+    ) -> Holding | None:
         """Change a row of the team, also its bytes. Returns what the team holds then; None if the row
         is not there.
         """
@@ -95,7 +97,7 @@ class Holdings:
             await self.add(connection, team_id, -sum(sizes), -len(sizes))
         return len(sizes)
 
-    async def bound(self, connection: AsyncConnection, team_id: int, held: Held, bytes_max: int, kept: str) -> None:
+    async def bound(self, connection: AsyncConnection, team_id: int, held: Holding, bytes_max: int, kept: str) -> None:
         """Delete the team's oldest rows, but the one with the id `kept`, until it holds `bytes_max`
         bytes at most. Raises OverQuota where that one has more.
         """
@@ -127,10 +129,10 @@ class Holdings:
         return len(rows)
 
     @uncancelled
-    async def of_teams(self, *teams: int) -> dict[int, Held]:
-        """What these teams hold, or all."""
-        asked = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
-        asked = asked.where(holdings.c.store == self._table.name, holdings.c.count > 0)
+    async def of_teams(self, *teams: int) -> dict[int, Holding]:
+        """The counts of these teams, or of all."""
+        statement = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
+        statement = statement.where(holdings.c.store == self._table.name, holdings.c.count > 0)
         async with self._database.reading() as connection:
-            rows = await connection.execute(asked.where(holdings.c.team_id.in_(teams)) if teams else asked)
-            return {team_id: Held(count, size) for team_id, count, size in rows}
+            rows = await connection.execute(statement.where(holdings.c.team_id.in_(teams)) if teams else statement)
+            return {team_id: Holding(count, size) for team_id, count, size in rows}

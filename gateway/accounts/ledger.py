@@ -8,7 +8,6 @@ their sums and writes a row once per id.
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +25,8 @@ from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import HitsRow, LedgerRow
-from policies import WindowKind
+from gateway.accounts.row import BOOKED, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
+from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
@@ -81,18 +80,8 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     """
 
     requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    usage: Usage
     cost_microusd: int
-    cache_write_tokens: int = 0
-    cache_write_1h_tokens: int = 0
-    audio_prompt_tokens: int = 0
-    image_prompt_tokens: int = 0
-    reasoning_tokens: int = 0
-    audio_completion_tokens: int = 0
-    image_completion_tokens: int = 0
-    tool_calls: int = 0
     team_id: int | None = None
     key_id: int | None = None
     alias: str | None = None
@@ -100,6 +89,18 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     user: str | None = None
     tag: str | None = None
     day: str | None = None
+
+
+COLUMNS: Mapping[str, Any] = {
+    column.name: column.type.python_type | None if column.nullable else column.type.python_type
+    for column in schema.ledger.columns
+}
+"""The types of the table's columns."""
+
+
+def flat_row(row: LedgerRow) -> dict[str, Any]:
+    """A row's values by the names of COLUMNS."""
+    return dict(zip(COLUMNS, _values_of(row), strict=True))
 
 
 BASELINE, SPENT, UNKNOWN_HITS = "baseline", "spent", "unknown_hits"
@@ -131,13 +132,8 @@ class DaySpend:
     deployment: str
     kind: str
     requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    cache_write_tokens: int
-    cache_write_1h_tokens: int
+    usage: Usage
     cost_microusd: int
-    provider_cost_microusd: int
     estimated: int
     estimated_microusd: int
 
@@ -146,7 +142,7 @@ class Ledger:
     """Reads and writes the ledger's tables. Database errors are sqlalchemy's own."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
 
     @uncancelled
     async def append(self, rows: Sequence[LedgerRow]) -> int:
@@ -158,7 +154,7 @@ class Ledger:
             return 0
         # sorted by id, so that two writers cannot deadlock
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             return await self._append(connection, by_id)
 
     @uncancelled
@@ -167,7 +163,7 @@ class Ledger:
 
         Without a new row nothing is written. Returns the number of new rows.
         """
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             count = await self._append(connection, {row.id: row for row in rows})
             if count:
                 await connection.execute(inserted(audit))
@@ -175,29 +171,29 @@ class Ledger:
 
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
         table = schema.ledger
-        if self._database.is_sqlite:
+        if self.database.is_sqlite:
             new = await _insert_sqlite(connection, by_id)
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
-            values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
+            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            values = list(map(flat_row, by_id.values()))
             new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
         alike = rollups.alike(new)
         await self._add_to_days(connection, alike)
-        await rollups.add(connection, self._database, alike)
+        await rollups.add(connection, self.database, alike)
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
         return len(new)
 
     @uncancelled
     async def saved(self, ids: Collection[str]) -> set[str]:
-        """Those of `ids` that rows in SQL have."""
-        column, found, listed = schema.ledger.c.id, set[str](), list(ids)
-        async with self._database.reading() as connection:
+        """The part of `ids` that the ledger has."""
+        column, saved, listed = schema.ledger.c.id, set[str](), list(ids)
+        async with self.database.reading() as connection:
             for start in range(0, len(listed), _SAVED_BATCH):
-                some = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
-                found.update((await connection.execute(some)).scalars())
-        return found
+                statement = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
+                saved.update((await connection.execute(statement)).scalars())
+        return saved
 
     @uncancelled
     async def day_spends(self, first: date, last: date) -> tuple[DaySpend, ...]:
@@ -205,27 +201,30 @@ class Ledger:
         rows = schema.ledger.c
         start = datetime(first.year, first.month, first.day, tzinfo=UTC)
         end = datetime(last.year, last.month, last.day, tzinfo=UTC)
-        day = sa.cast(rows.at_ms - rows.at_ms % DAY_MS, sa.BigInteger)
-        names = ("team_id", "key_id", "alias", "deployment", "kind")
-        counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "cache_write_tokens", "cache_write_1h_tokens")
+        day = sa.cast(rows.at_ms - rows.at_ms % DAY_MS, sa.BigInteger).label("day_ms")
+        labels = [rows[name] for name in ("team_id", "key_id", "alias", "deployment", "kind")]
+        sums = [
+            _sum(sa.case((rows.kind == CORRECTION, 0), else_=1), "requests"),
+            _sum(rows.cost_microusd, "cost_microusd"),
+            _sum(sa.case((rows.usage_estimated, 1), else_=0), "estimated"),
+            _sum(sa.case((rows.usage_estimated, rows.cost_microusd), else_=0), "estimated_microusd"),
+        ]
         statement = (
-            sa.select(
-                day,
-                *(rows[name] for name in names),
-                sa.func.sum(sa.case((rows.kind == CORRECTION, 0), else_=1)),
-                *(sa.func.sum(rows[name]) for name in (*counts, "cost_microusd")),
-                sa.func.sum(sa.func.coalesce(rows.provider_cost_microusd, 0)),
-                sa.func.sum(sa.case((rows.usage_estimated, 1), else_=0)),
-                sa.func.sum(sa.case((rows.usage_estimated, rows.cost_microusd), else_=0)),
-            )
+            sa.select(day, *labels, *sums, *(_sum(rows[name], name) for name in BOOKED))
             .where(rows.at_ms >= int(start.timestamp() * 1000), rows.at_ms < int(end.timestamp() * 1000) + DAY_MS)
-            .group_by(day, *(rows[name] for name in names))
-            .order_by(day, *(rows[name] for name in names))
+            .group_by(day, *labels)
+            .order_by(day, *labels)
         )
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return tuple(
-                DaySpend(datetime.fromtimestamp(at_ms // 1000, UTC).date(), *labels[:5], *map(int, labels[5:]))
-                for at_ms, *labels in await connection.execute(statement)
+                [
+                    DaySpend(
+                        day=datetime.fromtimestamp(row["day_ms"] // 1000, UTC).date(),
+                        usage=_usage(row),
+                        **{column.name: row[column.name] for column in (*labels, *sums)},
+                    )
+                    for row in (await connection.execute(statement)).mappings()
+                ]
             )
 
     @uncancelled
@@ -234,9 +233,9 @@ class Ledger:
         if not rows:
             return
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             table = schema.ledger_hits
-            insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
             new: list[str] = []
             for row in by_id.values():  # few
                 new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
@@ -252,10 +251,10 @@ class Ledger:
         if where.until_ms is not None:
             statement = statement.where(table.c.at_ms < where.until_ms)
         if cursor is not None:
-            statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_place(cursor)))
+            statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_position(cursor)))
         statement = statement.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit + 1)
-        async with self._database.reading() as connection:
-            found = [LedgerRow(**row) for row in (await connection.execute(statement)).mappings()]
+        async with self.database.reading() as connection:
+            found = [_row(row) for row in (await connection.execute(statement)).mappings()]
         rows = tuple(found[:limit])
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
 
@@ -270,15 +269,15 @@ class Ledger:
         those of the filter's `tag`, without which the groups are the names of tags. Raises Invalid
         for a user or a tag together with a key, model, deployment, kind or one another.
         """
-        where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(schema.COUNTS) + 1]
-        async with self._database.reading() as connection:
+        where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
+        async with self.database.reading() as connection:
             first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
             table, columns, conditions = _source(by, where, first, end)
             sums = [_sum(table.c[name], name) for name in names]
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
             order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
-            found = (await connection.execute(statement.order_by(*order).limit(most))).all()
-        return tuple([_total(by, row) for row in found])
+            groups = (await connection.execute(statement.order_by(*order).limit(most))).mappings()
+            return tuple([_total(by, row) for row in groups])
 
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
         """The days of the filter that the ledger has rows of: the first, and the one after the
@@ -310,7 +309,7 @@ class Ledger:
         sums = [_sum(days.c[name], name) for name in ("requests", "amount_microusd")]
         statement = sa.select(*columns, *sums).group_by(*columns).order_by(*columns)
         statement = statement.where(*_conditions(days, where, ("team_id", "alias")), *_whole_days(days, where))
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return tuple(
                 SavingsLine(_date(day), team_id, line, requests, amount)
                 for day, team_id, line, requests, amount in await connection.execute(statement)
@@ -324,7 +323,7 @@ class Ledger:
         """
         rows, days = schema.ledger, schema.ledger_days
         answer: list[DrainedSpend] = []
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             known = sa.union(sa.select(schema.teams.c.id), sa.select(days.c.team_id))
             team_ids = sorted((await connection.execute(known)).scalars())
             for window in windows:
@@ -342,14 +341,16 @@ class Ledger:
 
     @uncancelled
     async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:
-        """What the rows in SQL add to the counts that budgets have of their own; forgets the past ones."""
+        """The spend in SQL of each count that a budget has of its own. Deletes the counts that are
+        over.
+        """
         table = schema.budget_counts
         past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             rows = [OwnSpend(*row) for row in await connection.execute(sa.select(table))]
         kept = tuple([row for row in rows if not row.keep_until_ms or row.keep_until_ms >= now_ms])
         if len(kept) < len(rows):
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 await connection.execute(sa.delete(table).where(past))
         return kept
 
@@ -360,22 +361,20 @@ class Ledger:
                 known = sums.setdefault((charge.name, charge.field), [0, 0])
                 known[0] += charge.amount
                 known[1] = max(known[1], charge.keep_until_ms)
-        await self._database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
+        await self.database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
     async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[rollups.Alike]) -> None:
         sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
         for row, amounts in rows:
             key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
             rollups.sum_up(sums, key, amounts)
-        await self._database.add_up(connection, schema.ledger_days, SUMS, sums)
+        await self.database.add_up(connection, schema.ledger_days, SUMS, sums)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}
-        for key, requests, amount in lines:
-            line = sums.setdefault(key, [0, 0])
-            line[0] += requests
-            line[1] += amount
-        await self._database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
+        for key, *amounts in lines:
+            rollups.sum_up(sums, key, amounts)
+        await self.database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
 
 
 _Line = tuple[tuple[int, int, str, str], int, int]
@@ -383,24 +382,24 @@ _Line = tuple[tuple[int, int, str, str], int, int]
 
 
 def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
-    """The lines that rows of the ledger add to; none where a baseline is not known."""
+    """The lines that rows of the ledger add to. A row without a known baseline adds to no line."""
     unsaved: dict[tuple[int, int, str], list[int]] = defaultdict(list)  # costs of rows that are their baselines
     for row in rows:
-        place, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
+        key, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
         is_explained = row.mechanism or row.prefix_read_microusd or row.prefix_write_microusd
         if baseline == cost and not is_explained and row.kind != CORRECTION:
-            unsaved[place].append(cost)
+            unsaved[key].append(cost)
         elif baseline is not None:
             requests = int(row.kind != CORRECTION)
             # a try beside the one that answered is no further request
             if baseline or not row.mechanism:
-                yield (*place, BASELINE), requests, baseline
-            yield (*place, SPENT), requests, cost
+                yield (*key, BASELINE), requests, baseline
+            yield (*key, SPENT), requests, cost
             for line, amount in row.savings():
-                yield (*place, line), requests, amount
-    for place, costs in unsaved.items():
+                yield (*key, line), requests, amount
+    for key, costs in unsaved.items():
         for line in (BASELINE, SPENT):
-            yield (*place, line), len(costs), sum(costs)
+            yield (*key, line), len(costs), sum(costs)
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
@@ -424,22 +423,30 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
     known = set(found.scalars())
     new = [row for row in by_id.values() if row.id not in known]
-    values = list(map(msgspec.structs.astuple, new))
-    plain = [_plain(one) for one in values if _rest(one) == _USUAL_REST]
-    for names, some in ((_PLAIN, plain), (_FIELDS, [one[:-1] for one in values if _rest(one) != _USUAL_REST])):
-        if some:
+    usual, others = list[LedgerRow](), list[LedgerRow]()
+    for row in new:
+        (usual if _rest_of(row) == _USUAL_REST else others).append(row)
+    for names, read, rows in ((_PLAIN, _plain_of, usual), (COLUMNS, _values_of, others)):
+        if rows:
             insert = f"INSERT INTO ledger ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-            await connection.exec_driver_sql(insert, some)
+            await connection.exec_driver_sql(insert, list(map(read, rows)))
     return new
 
 
-_FIELDS = LedgerRow.__struct_fields__[:-1]
-_DEFAULTED = LedgerRow.__struct_defaults__[:-1]
 # most rows have the values of the columns' defaults in the rest: each value that is bound costs more than it
-_PLAIN = (*_FIELDS[: -len(_DEFAULTED)], "baseline_microusd")
-_plain = operator.itemgetter(*map(_FIELDS.index, _PLAIN))
-_rest = operator.itemgetter(*(place for place, name in enumerate(_FIELDS) if name not in _PLAIN))
-_USUAL_REST = _rest((*_FIELDS[: -len(_DEFAULTED)], *_DEFAULTED))
+_REST = (
+    "usage_estimated",
+    *KINDS,
+    "prefix_read_microusd",
+    "prefix_write_microusd",
+    "provider_cost_microusd",
+    "mechanism",
+    "user",
+    "tags",
+)
+_USUAL_REST = (False, *[0] * len(KINDS), 0, 0, None, "", "", "")
+_PLAIN = tuple(name for name in COLUMNS if name not in _REST)
+_values_of, _plain_of, _rest_of = columns_of(tuple(COLUMNS)), columns_of(_PLAIN), columns_of(_REST)
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 
 
@@ -451,7 +458,7 @@ def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FI
 
 
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
-    """The conditions on a table of days for the UTC days that the filter's moments lie in."""
+    """The conditions that select the UTC days of the filter's moments in a table of days."""
     found = [] if where.from_ms is None else [days.c.day >= where.from_ms // DAY_MS]
     return found if where.until_ms is None else [*found, days.c.day < -(-where.until_ms // DAY_MS)]
 
@@ -480,15 +487,15 @@ def _source(
             axis, value = (rollups.TAGS, None) if where.tag is None else (rollups.tag_axis(where.tag), where.tag_value)
         if value is not None:
             value = rollups.stored(value) if group in (Group.USER, Group.TAG) else str(value)
-    own = {Group.TEAM: table.c.team_id, Group.DAY: table.c.period.label("day")}
+    columns = {Group.TEAM: table.c.team_id, Group.DAY: table.c.period.label("day")}
     conditions = [table.c.period.in_(rollups.periods(first, end, is_by_day=is_by_day)), table.c.axis == axis]
     conditions += _conditions(table, where, ("team_id",))
     if value is not None:
         conditions.append(table.c.value == value)
-    return table, [own.get(group, table.c.value.label(group)) for group in by], conditions
+    return table, [columns.get(group, table.c.value.label(group)) for group in by], conditions
 
 
-def _place(cursor: str) -> tuple[int, str]:
+def _position(cursor: str) -> tuple[int, str]:
     if not re.fullmatch(CURSOR, cursor):
         raise Invalid("cursor", "expected one that an earlier page gave")
     at_ms, _, row_id = cursor.partition("-")
@@ -500,13 +507,21 @@ def _sum(column: sa.ColumnElement[Any], name: str) -> sa.Label[int]:
     return sa.cast(sa.func.coalesce(sa.func.sum(column), 0), sa.BigInteger).label(name)
 
 
-def _total(by: Sequence[Group], row: Sequence[Any]) -> LedgerTotal:
-    groups = dict(zip(by, row, strict=False))
+def _usage(columns: sa.RowMapping) -> Usage:
+    return Usage(**{name: columns[name] for name in BOOKED if name in columns})
+
+
+def _row(columns: sa.RowMapping) -> LedgerRow:
+    return LedgerRow(usage=_usage(columns), **{name: columns[name] for name in COLUMNS if name not in BOOKED})
+
+
+def _total(by: Sequence[Group], row: sa.RowMapping) -> LedgerTotal:
+    groups = {group: row[group] for group in by}
     if Group.KEY in groups:  # a text in the sums by one axis
         groups[Group.KEY] = int(groups[Group.KEY])
     if Group.DAY in groups:
         groups[Group.DAY] = _date(groups[Group.DAY])
-    return LedgerTotal(*row[len(by) :], **groups)
+    return LedgerTotal(requests=row["requests"], cost_microusd=row["cost_microusd"], usage=_usage(row), **groups)
 
 
 @functools.lru_cache(4_096)

@@ -76,7 +76,7 @@ class WriterStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _StreamEntry:
     id: bytes
     row: LedgerRow | None
     wrong: str = ""
@@ -164,14 +164,14 @@ class LedgerWriter:
                 raise LockLost
         return True
 
-    async def _read(self, *, is_new: bool) -> list[_Entry] | None:
+    async def _read(self, *, is_new: bool) -> list[_StreamEntry] | None:
         # only the holder reads: entries that one holder leaves, the next one finds in the stream
         if not await self._lease.take(is_new=is_new):
             return None
         found = await self._redis.eval(_READ, 1, LEDGER_STREAM, _BATCH)
         return [_entry(entry_id, fields) for entry_id, fields in found]
 
-    async def _write(self, entries: Sequence[_Entry]) -> None:
+    async def _write(self, entries: Sequence[_StreamEntry]) -> None:
         good = [(entry, entry.row) for entry in entries if entry.row is not None]
         try:
             new = await self._ledger.append([row for _, row in good])
@@ -229,13 +229,13 @@ class HitsWriter:
             del self._waiting[: len(waiting)]
 
 
-def _entry(entry_id: bytes, fields: list[Any] | None) -> _Entry:
+def _entry(entry_id: bytes, fields: list[Any] | None) -> _StreamEntry:
     named = dict(zip(fields[::2], fields[1::2], strict=False)) if fields else {}
     try:
         row = decode_row(named[b"row"])
     except (KeyError, msgspec.MsgspecError) as error:
-        return _Entry(entry_id, None, f"not a row: {type(error).__name__} {error}")
+        return _StreamEntry(entry_id, None, f"not a row: {type(error).__name__} {error}")
     booked = (named.get(b"team"), named.get(b"at_ms"), named.get(b"cost"))
     if booked != (b"%d" % row.team_id, b"%d" % row.at_ms, b"%d" % row.cost_microusd):
-        return _Entry(entry_id, None, "its row says other than what was booked")
-    return _Entry(entry_id, row)
+        return _StreamEntry(entry_id, None, "its row says other than what was booked")
+    return _StreamEntry(entry_id, row)

@@ -22,7 +22,7 @@ class ProviderIds:
 
     @uncancelled
     async def of_team(self, deployment: str, team_id: int, ids: Collection[str] | None = None) -> set[str]:
-        """Those of `ids` that are the team's at `deployment`; None: all."""
+        """The part of `ids` that the team has at `deployment`, or, with None, at any."""
         mine = sa.select(provider_ids.c.id).where(
             provider_ids.c.deployment == deployment, provider_ids.c.team_id == team_id
         )
@@ -43,7 +43,7 @@ class ProviderIds:
 
     @uncancelled
     async def record(self, deployment: str, team_id: int, ids: Collection[str]) -> None:
-        """Give `ids` to the team, but those that have one."""
+        """Give `ids` to the team. An id that a team has stays with it."""
         rows = [{"deployment": deployment, "id": one, "team_id": team_id} for one in sorted(ids)]
         if rows:
             async with self._database.writing(is_durable=False) as connection:

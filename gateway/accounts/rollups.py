@@ -16,19 +16,18 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.database import Database
-from gateway.accounts.row import LedgerRow
+from gateway.accounts.row import COUNTS, KINDS, LedgerRow, columns_of
 from policies.budgets import VALUES_MAX
 
 SPANS = (1, 8, 64)
 """The days of a period, by its level."""
 
-SUMS = ("requests", *schema.COUNTS, *schema.KINDS)
+SUMS = ("requests", *COUNTS, *KINDS)
 TEAM, KEY, ALIAS, DEPLOYMENT, USER, TAGS = "team", "key_id", "alias", "deployment", "user", "tags"
 """Axes. A row of TAGS has a tag's name as its value; the values of a tag have `tag_axis`."""
 
@@ -45,7 +44,7 @@ _LOOKED_UP = 1_000
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
 
-_Place = tuple[int, str, int]
+_Scope = tuple[int, str, int]
 """A period, an axis and a team."""
 
 _Label = tuple[int, str, int, str]
@@ -53,9 +52,8 @@ _Label = tuple[int, str, int, str]
 
 _table = schema.ledger_rollups
 _names = tuple(column.name for column in _table.primary_key)
-_places = LedgerRow.__struct_fields__.index
-_amounts_of = operator.itemgetter(*map(_places, SUMS[1:]))
-_labels_of = operator.itemgetter(*map(_places, ("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")))
+_amounts_of = columns_of(SUMS[1:])
+_labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
 
 Alike = tuple[LedgerRow, list[int]]
 """One of several rows, and the sums of all in the order of SUMS."""
@@ -67,7 +65,7 @@ def tag_axis(name: str) -> str:
 
 
 def stored(value: str) -> str:
-    """A user, or a tag's name or value, as the table has it."""
+    """The form in which the table keeps a user, or the name or value of a tag."""
     return f"={value}" if value else NONE
 
 
@@ -78,33 +76,32 @@ def period_of(day: int, level: int) -> int:
 
 def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
     """The fewest periods that make up the days from `first` to before `end`; with `is_by_day` the days."""
-    found: list[int] = []
+    blocks: list[int] = []
     while first < end:
         level = (
             0 if is_by_day else max(n for n, s in enumerate(SPANS) if (first % s == 0 and first + s <= end) or not n)
         )
-        found.append(period_of(first, level))
+        blocks.append(period_of(first, level))
         first += SPANS[level]
-    return found
+    return blocks
 
 
 def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
-    """The rows that differ in nothing but amounts within their day, summed."""
-    found: dict[tuple[Any, ...], tuple[LedgerRow, list[tuple[int, ...]]]] = {}
+    """Sum the rows of a day that are equal in all labels."""
+    groups: dict[tuple[Any, ...], tuple[LedgerRow, list[tuple[int, ...]]]] = {}
     for row in rows:
-        values = msgspec.structs.astuple(row)
-        _, some = found.setdefault((row.at_ms // DAY_MS, *_labels_of(values)), (row, []))
-        some.append(_amounts_of(values))
+        _, amounts = groups.setdefault((row.at_ms // DAY_MS, *_labels_of(row)), (row, []))
+        amounts.append(_amounts_of(row))
     return [
-        (row, [0 if row.kind == CORRECTION else len(some), *map(sum, zip(*some, strict=True))])
-        for row, some in found.values()
+        (row, [0 if row.kind == CORRECTION else len(amounts), *map(sum, zip(*amounts, strict=True))])
+        for row, amounts in groups.values()
     ]
 
 
 async def add(connection: AsyncConnection, database: Database, rows: Sequence[Alike]) -> None:
     """Add new rows of the ledger, in their transaction."""
     labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row, _ in rows}
-    wanted: dict[_Place, set[str]] = defaultdict(set)
+    wanted: dict[_Scope, set[str]] = defaultdict(set)
     for row, _ in rows:
         block = _block_of(row)
         if row.user:
@@ -138,7 +135,7 @@ def _fixed(row: LedgerRow) -> tuple[tuple[str, str], ...]:
 
 
 def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_Label]) -> Iterator[tuple[str, str]]:
-    """The user and the tags of a row, each as itself where it is known, else as OTHER."""
+    """The user and the tags of a row. A value beyond the bounds becomes OTHER."""
     block, user = _block_of(row), stored(row.user)
     yield USER, user if not user or (block, USER, row.team_id, user) in known else OTHER
     for name, value in tags:
@@ -150,26 +147,30 @@ def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_
         yield axis, value if (block, axis, row.team_id, value) in known else OTHER
 
 
-async def _admitted(connection: AsyncConnection, wanted: Mapping[_Place, Iterable[str]]) -> set[_Label]:
-    """Those of the wanted values that have a place of their own, or get one now."""
-    place, whole = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
-    asked = sorted((*place, value) for place, values in wanted.items() for value in values)
+async def _admitted(connection: AsyncConnection, wanted: Mapping[_Scope, Iterable[str]]) -> set[_Label]:
+    """The wanted values that the table counts by themselves, including those that it admits now."""
+    scope_columns, columns = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
+    labels = sorted((*scope, value) for scope, values in wanted.items() for value in values)
     known: set[_Label] = set()
-    for some in _parts(asked):
-        found = await connection.execute(sa.select(*whole).where(sa.tuple_(*whole).in_(some)))
-        known.update((period, axis, team_id, value) for period, axis, team_id, value in found)
-    new: dict[_Place, list[_Label]] = defaultdict(list)
-    for one in asked:
-        if one not in known:
-            new[one[:3]].append(one)
-    counts: dict[_Place, int] = {}
-    for places in _parts(list(new)):
-        statement = sa.select(*place, sa.func.count()).where(sa.tuple_(*place).in_(places)).group_by(*place)
-        found = await connection.execute(statement.where(_table.c.value.not_in((NONE, OTHER))))
-        counts |= {(period, axis, team_id): count for period, axis, team_id, count in found}
-    for at, ones in new.items():
-        most = TAG_NAMES_MAX if at[1] == TAGS else VALUES_MAX
-        known.update(ones[: max(0, most - counts.get(at, 0))])
+    for part in _parts(labels):
+        rows = await connection.execute(sa.select(*columns).where(sa.tuple_(*columns).in_(part)))
+        known.update((period, axis, team_id, value) for period, axis, team_id, value in rows)
+    new: dict[_Scope, list[_Label]] = defaultdict(list)
+    for label in labels:
+        if label not in known:
+            new[label[:3]].append(label)
+    counts: dict[_Scope, int] = {}
+    for scopes in _parts(list(new)):
+        statement = (
+            sa.select(*scope_columns, sa.func.count())
+            .where(sa.tuple_(*scope_columns).in_(scopes))
+            .group_by(*scope_columns)
+        )
+        rows = await connection.execute(statement.where(_table.c.value.not_in((NONE, OTHER))))
+        counts |= {(period, axis, team_id): count for period, axis, team_id, count in rows}
+    for scope, labels_there in new.items():
+        most = TAG_NAMES_MAX if scope[1] == TAGS else VALUES_MAX
+        known.update(labels_there[: max(0, most - counts.get(scope, 0))])
     return known
 
 

@@ -6,63 +6,61 @@ insert fails by its row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from policies import Usage
 from policies.holds import Charge, Taken
 from policies.windows import Unit
 
+COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
+"""The first columns of each row of the ledger that sums are made of; KINDS are the others."""
+
+_counted = Usage.__struct_fields__
+KINDS = _counted[_counted.index("cache_write_tokens") : _counted.index("tool_calls") + 1]
+"""The counts that providers bill apart."""
+
+BOOKED = (*(name for name in COUNTS if name in _counted), *KINDS, "provider_cost_microusd")
+"""The fields of a `Usage` that the ledger has a column of."""
+
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-_Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+_COUNT_MAX = 2**53 - 1
+_Count = Annotated[int, Meta(ge=0, le=_COUNT_MAX)]
 _Text = Annotated[str, Meta(max_length=512)]
-_Amount = Annotated[int, Meta(ge=1 - 2**53, le=2**53 - 1)]
+_Amount = Annotated[int, Meta(ge=-_COUNT_MAX, le=_COUNT_MAX)]
 
 
 class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms).
 
-    `prompt_tokens` include the tokens read from the provider's prompt cache (`cached_tokens`),
-    written to it (`cache_write...`), of sounds and of images; `completion_tokens` include
-    reasoning, sounds and images. `tool_calls`: calls of tools that the provider ran.
-    `usage_estimated`: the deployment did not report the tokens. `provider_cost_microusd`: the cost
-    that the provider reported itself. `baseline_microusd`: the cost without Sameway, None where it
-    is not known; of its difference to the cost, `prefix_read_microusd` were saved by the provider's
-    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest.
-    `user` is the end user that the request named, and `tags` a JSON object of its tags, both empty
-    without any (`labels.py`). `charges`, which are no column of the table, are what it adds to the
-    counts of budgets.
+    `usage` has the counts that the table has a column of (`booked`). `usage_estimated`: the
+    deployment did not report the tokens. `baseline_microusd`: the cost without Sameway, None where
+    it is not known; of its difference to the cost, `prefix_read_microusd` were saved by the
+    provider's prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains
+    the rest. `user` is the end user that the request named, and `tags` a JSON object of its tags,
+    both empty without any (`labels.py`). `charges`, which are no column of the table, are what it
+    adds to the counts of budgets.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
-    at_ms: Annotated[int, Meta(ge=0, le=2**53 - 1)]
+    at_ms: Annotated[int, Meta(ge=0, le=_COUNT_MAX)]
     request_id: _Text
     team_id: _Id
     key_id: _Id
     alias: _Text
     deployment: _Text
-    prompt_tokens: _Count
-    cached_tokens: _Count
-    completion_tokens: _Count
+    usage: Usage
     cost_microusd: _Count
     kind: _Text
-    # an earlier version's rows lack the rest
     usage_estimated: bool = False
-    cache_write_tokens: _Count = 0
-    cache_write_1h_tokens: _Count = 0
-    audio_prompt_tokens: _Count = 0
-    image_prompt_tokens: _Count = 0
-    reasoning_tokens: _Count = 0
-    audio_completion_tokens: _Count = 0
-    image_completion_tokens: _Count = 0
-    tool_calls: _Count = 0
     baseline_microusd: _Count | None = None
     prefix_read_microusd: _Amount = 0
     prefix_write_microusd: _Amount = 0
     mechanism: _Text = ""
-    provider_cost_microusd: _Count | None = None
     user: _Text = ""
     tags: Annotated[str, Meta(max_length=16_384)] = ""
     charges: tuple[Charge, ...] = ()
@@ -79,7 +77,7 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         return [part for part in parts if part[1]]
 
     def tags_by_name(self) -> dict[str, str]:
-        """Its tags. Raises msgspec.DecodeError where they are no object of texts."""
+        """The tags as a dict. Raises msgspec.DecodeError for another JSON than an object of texts."""
         return _decode_tags(self.tags) if self.tags else {}
 
 
@@ -101,13 +99,23 @@ class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
-    """What `row` adds to the counts that its hold has taken of, each in its unit."""
+    """The amounts that `row` adds to the counts of its hold, each in the unit of the count."""
     amounts = {
         Unit.MONEY: row.cost_microusd,
-        Unit.TOKENS: row.prompt_tokens + row.completion_tokens,
+        Unit.TOKENS: row.usage.prompt_tokens + row.usage.completion_tokens,
         Unit.REQUESTS: 1,
     }
     return tuple([Charge(c.name, c.field, amounts[c.unit], c.keep_until_ms) for c in counts if c.field])
+
+
+def booked(usage: Usage) -> Usage:
+    """The counts of `usage` that the ledger has."""
+    return usage if usage.is_plain else Usage(**{name: getattr(usage, name) for name in BOOKED})
+
+
+def columns_of(names: Sequence[str]) -> Callable[[LedgerRow], tuple[Any, ...]]:
+    """A reader of a row's values of several columns."""
+    return attrgetter(*[f"usage.{name}" if name in BOOKED else name for name in names])
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -137,4 +145,7 @@ def decode_row(data: bytes) -> LedgerRow:
         raise msgspec.ValidationError("a text holds a NUL")
     if row.tags and any("\0" in name + value for name, value in row.tags_by_name().items()):
         raise msgspec.ValidationError("a tag holds a NUL")
+    counts = [count for count in msgspec.structs.astuple(row.usage) if isinstance(count, int)]
+    if not (min(counts) >= 0 and max(counts) <= _COUNT_MAX):
+        raise msgspec.ValidationError("a count is out of range")
     return row

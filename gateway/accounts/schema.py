@@ -11,31 +11,23 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from gateway.accounts.row import COUNTS, KINDS
+
 VERSION = "0001"
-
-COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
-"""The first columns of each row of the ledger that sums are made of; KINDS are the others."""
-
-KINDS = (
-    "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
-    "audio_completion_tokens", "image_completion_tokens", "tool_calls",
-)  # fmt: skip
-"""The counts that providers bill apart."""
+LIMITS = ("requests_per_min", "tokens_per_min")
+"""The limits of rates that teams and keys may have."""
 
 
-def _integers(*names: str, default: str | None = None) -> list[sa.Column[int]]:
-    """Columns of integers of 64 bits."""
-    return [sa.Column(name, sa.BigInteger, nullable=False, server_default=default) for name in names]
+def _columns(
+    kind: type[sa.types.TypeEngine[Any]] | sa.JSON, *names: str, nullable: bool = False, default: Any = None
+) -> list[sa.Column[Any]]:
+    """Columns of one type."""
+    return [sa.Column(name, kind, nullable=nullable, server_default=default) for name in names]
 
 
 def _key(**types: type[sa.types.TypeEngine[Any]]) -> list[sa.Column[Any]]:
     """The columns of a primary key."""
     return [sa.Column(name, type_, primary_key=True, autoincrement=False) for name, type_ in types.items()]
-
-
-def _limits() -> list[sa.Column[int]]:
-    """The limits of rates that teams and keys may have."""
-    return [sa.Column(name, sa.BigInteger) for name in ("requests_per_min", "tokens_per_min")]
 
 
 metadata = sa.MetaData(
@@ -55,7 +47,7 @@ teams = sa.Table(
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("created_at_s", sa.Double, nullable=False),
     sa.Column("is_active", sa.Boolean, nullable=False),
-    *_limits(),
+    *_columns(sa.BigInteger, *LIMITS, nullable=True),
     sa.Column("semantic_error_max", sa.Double),
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
@@ -69,13 +61,12 @@ keys = sa.Table(
     metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("prefix", sa.Text, nullable=False),
+    *_columns(sa.Text, "name", "prefix"),
     sa.Column("digest", sa.LargeBinary(32), nullable=False),
     sa.Column("created_at_s", sa.Double, nullable=False),
     sa.Column("is_active", sa.Boolean, nullable=False),
     sa.Column("expires_at_s", sa.Double),
-    *_limits(),
+    *_columns(sa.BigInteger, *LIMITS, nullable=True),
     sa.Column("models", sa.JSON(none_as_null=True)),
     sa.Column("last_used_at_s", sa.Double),
     sa.UniqueConstraint("digest"),
@@ -97,9 +88,8 @@ budgets = sa.Table(
     sa.Column("whose", sa.Text, nullable=False, server_default=""),
     sa.Column("unit", sa.Text, nullable=False, server_default="money"),
     sa.Column("overdraft", sa.Text, nullable=False, server_default="refuse"),
-    sa.Column("rolling_s", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("epoch", sa.Integer, nullable=False, server_default="0"),
-    *_integers("raised_by", "raised_until_ms", "begun_ms", default="0"),
+    *_columns(sa.Integer, "rolling_s", "epoch", default="0"),
+    *_columns(sa.BigInteger, "raised_by", "raised_until_ms", "begun_ms", default="0"),
     sa.CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
     sa.CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
     # of two budgets of a kind only the smaller one would count
@@ -113,7 +103,7 @@ budget_counts = sa.Table(
     "budget_counts",
     metadata,
     *_key(name=sa.Text, field=sa.Text),
-    *_integers("spent", "keep_until_ms"),
+    *_columns(sa.BigInteger, "spent", "keep_until_ms"),
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
@@ -142,7 +132,7 @@ holdings = sa.Table(
     metadata,
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), primary_key=True),
     sa.Column("store", sa.Text, primary_key=True),
-    *_integers("count", "bytes"),
+    *_columns(sa.BigInteger, "count", "bytes"),
 )
 
 _LIVE = sa.text("status IN ('queued', 'in_progress')")
@@ -158,8 +148,7 @@ responses = sa.Table(
     sa.Column("previous_id", sa.Text),
     sa.Column("expires_at_s", sa.Double, nullable=False, index=True),
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
-    sa.Column("input", sa.LargeBinary, nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),
+    *_columns(sa.LargeBinary, "input", "body"),
     sa.Column("status", sa.Text),
     sa.Column("leased_until_s", sa.Double),
     sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
@@ -200,19 +189,17 @@ ledger = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("at_ms", sa.BigInteger, nullable=False),
     sa.Column("request_id", sa.Text, nullable=False),
-    sa.Column("team_id", sa.Integer, nullable=False),
-    sa.Column("key_id", sa.Integer, nullable=False),
-    sa.Column("alias", sa.Text, nullable=False),
-    sa.Column("deployment", sa.Text, nullable=False),
-    *_integers(*COUNTS),
+    *_columns(sa.Integer, "team_id", "key_id"),
+    *_columns(sa.Text, "alias", "deployment"),
+    *_columns(sa.BigInteger, *COUNTS),
     sa.Column("kind", sa.Text, nullable=False),
     sa.Column("usage_estimated", sa.Boolean, nullable=False, server_default=sa.false()),
-    *_integers(*KINDS, default="0"),
+    *_columns(sa.BigInteger, *KINDS, default="0"),
     sa.Column("baseline_microusd", sa.BigInteger),
-    *_integers("prefix_read_microusd", "prefix_write_microusd", default="0"),
+    *_columns(sa.BigInteger, "prefix_read_microusd", "prefix_write_microusd", default="0"),
     sa.Column("mechanism", sa.Text, nullable=False, server_default=""),
     sa.Column("provider_cost_microusd", sa.BigInteger),
-    *[sa.Column(name, sa.Text, nullable=False, server_default="") for name in ("user", "tags")],
+    *_columns(sa.Text, "user", "tags", default=""),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
 )
@@ -225,10 +212,7 @@ audit = sa.Table(
     sa.Column("at_ms", sa.BigInteger, nullable=False),
     sa.Column("action", sa.Text, nullable=False),
     sa.Column("team_id", sa.Integer, nullable=False),
-    sa.Column("request_id", sa.Text, nullable=False),
-    sa.Column("entry", sa.Text, nullable=False),
-    sa.Column("client", sa.Text, nullable=False),
-    sa.Column("way", sa.Text, nullable=False),
+    *_columns(sa.Text, "request_id", "entry", "client", "way"),
     sqlite_autoincrement=True,
 )
 
@@ -238,8 +222,8 @@ ledger_days = sa.Table(
     "ledger_days",
     metadata,
     *_key(day=sa.Integer, team_id=sa.Integer, key_id=sa.Integer, alias=sa.Text, deployment=sa.Text, kind=sa.Text),
-    *_integers("requests", *COUNTS),
-    *_integers(*KINDS, default="0"),
+    *_columns(sa.BigInteger, "requests", *COUNTS),
+    *_columns(sa.BigInteger, *KINDS, default="0"),
 )
 
 # The ledger summed by one axis at a time, over days and blocks of days (`rollups.py`), written in the
@@ -248,7 +232,7 @@ ledger_rollups = sa.Table(
     "ledger_rollups",
     metadata,
     *_key(period=sa.Integer, axis=sa.Text, team_id=sa.Integer, value=sa.Text),
-    *_integers("requests", *COUNTS, *KINDS),
+    *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS),
     sqlite_with_rowid=False,
 )
 
@@ -259,9 +243,8 @@ ledger_hits = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("at_ms", sa.BigInteger, nullable=False),
     sa.Column("team_id", sa.Integer, nullable=False),
-    sa.Column("alias", sa.Text, nullable=False),
-    sa.Column("source", sa.Text, nullable=False),
-    *_integers("requests", "unknown", "baseline_microusd"),
+    *_columns(sa.Text, "alias", "source"),
+    *_columns(sa.BigInteger, "requests", "unknown", "baseline_microusd"),
 )
 
 # What the rows of both cost, would have cost, and why, summed by UTC day in their transaction.
@@ -271,7 +254,7 @@ savings_days = sa.Table(
     "savings_days",
     metadata,
     *_key(day=sa.Integer, team_id=sa.Integer, alias=sa.Text, line=sa.Text),
-    *_integers("requests", "amount_microusd"),
+    *_columns(sa.BigInteger, "requests", "amount_microusd"),
 )
 
 # Files of batches. A row that is not ready is an upload under way, with the room that it may take.
@@ -280,8 +263,7 @@ files = sa.Table(
     metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
-    sa.Column("purpose", sa.Text, nullable=False),
-    sa.Column("filename", sa.Text, nullable=False),
+    *_columns(sa.Text, "purpose", "filename"),
     sa.Column("bytes", sa.BigInteger, nullable=False),
     sa.Column("created_at_s", sa.Double, nullable=False),
     sa.Column("expires_at_s", sa.Double),
@@ -297,23 +279,13 @@ batches = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
     sa.Column("key_id", sa.Integer, nullable=False),
-    sa.Column("endpoint", sa.Text, nullable=False),
-    sa.Column("input_file_id", sa.Text, nullable=False),
-    sa.Column("status", sa.Text, nullable=False),
-    sa.Column("created_at_s", sa.Double, nullable=False),
-    sa.Column("expires_at_s", sa.Double, nullable=False),
-    sa.Column("in_progress_at_s", sa.Double),
-    sa.Column("finalizing_at_s", sa.Double),
-    sa.Column("cancelling_at_s", sa.Double),
-    sa.Column("ended_at_s", sa.Double),
-    sa.Column("total", sa.Integer, nullable=False),
-    sa.Column("completed", sa.Integer, nullable=False),
-    sa.Column("failed", sa.Integer, nullable=False),
-    sa.Column("output_file_id", sa.Text),
-    sa.Column("error_file_id", sa.Text),
+    *_columns(sa.Text, "endpoint", "input_file_id", "status"),
+    *_columns(sa.Double, "created_at_s", "expires_at_s"),
+    *_columns(sa.Double, "in_progress_at_s", "finalizing_at_s", "cancelling_at_s", "ended_at_s", nullable=True),
+    *_columns(sa.Integer, "total", "completed", "failed"),
+    *_columns(sa.Text, "output_file_id", "error_file_id", nullable=True),
     sa.Column("output_kept_s", sa.Integer),
-    sa.Column("metadata", sa.JSON(none_as_null=True)),
-    sa.Column("errors", sa.JSON(none_as_null=True)),
+    *_columns(sa.JSON(none_as_null=True), "metadata", "errors", nullable=True),
     sa.Column("leased_by", sa.Text, nullable=False),
     sa.Column("leased_until_s", sa.Double, nullable=False),
     sa.Index(None, "team_id", "id"),
@@ -334,14 +306,11 @@ batch_chunks = sa.Table(
     metadata,
     sa.Column("batch_id", sa.ForeignKey(batches.c.id, ondelete="CASCADE"), primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("offset", sa.BigInteger, nullable=False),
-    sa.Column("size", sa.BigInteger, nullable=False),
-    sa.Column("first_line", sa.Integer, nullable=False),
-    sa.Column("lines", sa.Integer, nullable=False),
+    *_columns(sa.BigInteger, "offset", "size"),
+    *_columns(sa.Integer, "first_line", "lines"),
     sa.Column("repeated", sa.JSON, nullable=False),
     sa.Column("is_done", sa.Boolean, nullable=False),
-    sa.Column("completed", sa.Integer, nullable=False),
-    sa.Column("failed", sa.Integer, nullable=False),
+    *_columns(sa.Integer, "completed", "failed"),
     sa.Column("leased_by", sa.Text, nullable=False),
     sa.Column("leased_until_s", sa.Double, nullable=False),
 )

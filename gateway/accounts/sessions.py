@@ -37,7 +37,7 @@ class Sessions:
 
     @uncancelled
     async def is_open(self, token: str, mark: bytes) -> bool:
-        """Whether `token` is of a session that was started under `mark` and is not over."""
+        """True while the session of `token` lasts, if it began under `mark`."""
         s = sessions.c
         is_it = sa.and_(s.digest == _digest(token), s.mark == mark, s.expires_at_s > self._clock())
         async with self._database.reading() as connection:
@@ -45,7 +45,7 @@ class Sessions:
 
     @uncancelled
     async def end(self, token: str) -> None:
-        """End the session; does nothing if there is none."""
+        """End the session, if there is one."""
         async with self._database.writing() as connection:
             await connection.execute(sa.delete(sessions).where(sessions.c.digest == _digest(token)))
 

@@ -36,7 +36,7 @@ _FREE = bytes(_LENGTH_BYTES)
 _PARTIAL = 1 << 31
 _SUFFIX = ".rows"
 NOWHERE = range(0)
-"""The place, which is a run of slots, of a row that is not in the file."""
+"""The slots of a row that is not in the file."""
 
 
 class Spool:
@@ -46,7 +46,7 @@ class Spool:
         self._folder = folder
         self._path: Path | None = None
         self._fd = -1
-        self._map: mmap.mmap | None = None
+        self.mapped: mmap.mmap | None = None
         self._used = bytearray(_SLOTS)  # 1 for each slot with a row
         self._next = 0  # the slot from which a free one is looked for
         self._count = 0
@@ -62,8 +62,8 @@ class Spool:
         return self._count
 
     def put(self, data: bytes) -> range:
-        """Keep `data`; returns its place, NOWHERE if there is no room."""
-        if self._map is None:
+        """Keep `data`; returns its slots, NOWHERE if there is no room."""
+        if self.mapped is None:
             return NOWHERE
         size_bytes, slots = _LENGTH_BYTES + len(data), bytes(_slots(len(data)))
         first = self._used.find(slots, self._next)
@@ -77,39 +77,39 @@ class Spool:
         start = first * SLOT_BYTES
         body = start + _LENGTH_BYTES
         if last - first > 1:
-            self._map[start:body] = (len(data) | _PARTIAL).to_bytes(_LENGTH_BYTES, "little")
-        self._map[body : start + size_bytes] = data
-        self._map[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
+            self.mapped[start:body] = (len(data) | _PARTIAL).to_bytes(_LENGTH_BYTES, "little")
+        self.mapped[body : start + size_bytes] = data
+        self.mapped[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._used[first:last] = b"\1" * len(slots)
         self._count += 1
         return range(first, last)
 
-    def read(self, place: range) -> bytes:
-        """The row at `place`."""
-        assert self._map is not None
-        return next(_rows(self._map[place.start * SLOT_BYTES : place.stop * SLOT_BYTES]))
+    def read(self, slots: range) -> bytes:
+        """The row in these slots."""
+        assert self.mapped is not None
+        return next(_rows(self.mapped[slots.start * SLOT_BYTES : slots.stop * SLOT_BYTES]))
 
-    def drop(self, place: range) -> None:
-        """Forget the row at `place`: SQL has it."""
-        if not place or self._map is None:
+    def drop(self, slots: range) -> None:
+        """Forget the row in these slots: SQL has it."""
+        if not slots or self.mapped is None:
             return
-        if len(place) > 1:
-            length = slice(place[0] * SLOT_BYTES, place[0] * SLOT_BYTES + _LENGTH_BYTES)
-            partial = int.from_bytes(self._map[length], "little") | _PARTIAL
-            self._map[length] = partial.to_bytes(_LENGTH_BYTES, "little")
-        for slot in reversed(place):
-            self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _LENGTH_BYTES] = _FREE
-        self._used[place.start : place.stop] = bytes(len(place))
+        if len(slots) > 1:
+            length = slice(slots[0] * SLOT_BYTES, slots[0] * SLOT_BYTES + _LENGTH_BYTES)
+            partial = int.from_bytes(self.mapped[length], "little") | _PARTIAL
+            self.mapped[length] = partial.to_bytes(_LENGTH_BYTES, "little")
+        for slot in reversed(slots):
+            self.mapped[slot * SLOT_BYTES : slot * SLOT_BYTES + _LENGTH_BYTES] = _FREE
+        self._used[slots.start : slots.stop] = bytes(len(slots))
         self._count -= 1
         if not self._count and len(self._used) > _SLOTS:
             self._shrink()
 
     def adopt(self, take: Callable[[bytes, range], None]) -> None:
-        """Call `take(data, place)` for each row of a worker that ended; its file is then removed.
+        """Call `take(data, slots)` for each row of a worker that ended; its file is then removed.
 
         Rows stay where they are while this worker's file has no room for them.
         """
-        if self._folder is None or self._map is None:
+        if self._folder is None or self.mapped is None:
             return
         with contextlib.suppress(OSError):
             for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
@@ -123,10 +123,10 @@ class Spool:
             if not os.fstat(fd).st_nlink:
                 return  # another worker adopted it
             for data in _rows(path.read_bytes()):
-                place = self.put(data)
-                if not place:
+                slots = self.put(data)
+                if not slots:
                     return
-                take(data, place)
+                take(data, slots)
             path.unlink()
         except BlockingIOError:
             return  # its worker runs
@@ -135,10 +135,10 @@ class Spool:
 
     def close(self) -> None:
         """Release the file: another worker adopts its rows; without rows it is removed."""
-        if self._map is None or self._path is None:
+        if self.mapped is None or self._path is None:
             return
-        self._map.close()
-        self._map = None
+        self.mapped.close()
+        self.mapped = None
         if not self._count:
             self._path.unlink(missing_ok=True)
         os.close(self._fd)
@@ -150,7 +150,7 @@ class Spool:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.posix_fallocate(self._fd, 0, _SLOTS * SLOT_BYTES)
-            self._map = mmap.mmap(self._fd, _SLOTS * SLOT_BYTES)
+            self.mapped = mmap.mmap(self._fd, _SLOTS * SLOT_BYTES)
             self._path = path.rename(path.with_name(path.name + _SUFFIX))  # once locked, it may be seen
         except OSError:
             path.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ class Spool:
 
     def _grow(self, slots: int) -> bool:
         """Double the file until it has `slots`; returns False if the disk has no room."""
-        assert self._map is not None
+        assert self.mapped is not None
         size = len(self._used)
         while size < slots:
             size *= 2
@@ -169,14 +169,14 @@ class Spool:
             os.posix_fallocate(self._fd, 0, size * SLOT_BYTES)
         except OSError:
             return False
-        self._map.resize(size * SLOT_BYTES)
+        self.mapped.resize(size * SLOT_BYTES)
         self._used += bytes(size - len(self._used))
         return True
 
     def _shrink(self) -> None:
-        """Give back what an outage took."""
-        assert self._map is not None
-        self._map.resize(_SLOTS * SLOT_BYTES)
+        """Cut the file back to its first size after an outage."""
+        assert self.mapped is not None
+        self.mapped.resize(_SLOTS * SLOT_BYTES)
         self._used, self._next = bytearray(_SLOTS), 0
 
 

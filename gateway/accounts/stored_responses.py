@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts.conversations import LEASE_S, Added, Conversations, HistoryTooLong
 from gateway.accounts.database import Database, name_of, uncancelled
-from gateway.accounts.holdings import ROW_BYTES, Held, Holdings, OverQuota
+from gateway.accounts.holdings import ROW_BYTES, Holding, Holdings, OverQuota
 from gateway.accounts.schema import conversations, responses
 from gateway.loggers import get_logger
 from gateway.settings import ResponseSettings
@@ -112,13 +112,15 @@ class ResponseStore:
             await asyncio.wait([written], timeout=_WRITE_AWAITED_S)
 
     async def aclose(self) -> None:
-        """Write what waits, with one try."""
+        """Write the waiting rows, with one try."""
         self._is_closing = True
         if self._writing is not None:
             await self._writing
 
     async def _write(self) -> None:
-        """Write until nothing waits; while the database fails, try again. A row that it refuses is lost alone."""
+        """Write until the queue is empty, and try again while the database fails. A row that the
+        database refuses is lost alone.
+        """
         at_once = _ROWS_AT_ONCE
         while self._waiting:
             batch = self._waiting[:at_once]
@@ -151,12 +153,12 @@ class ResponseStore:
         self._writing = None
 
     async def _has(self, row: StoredResponse) -> bool:
-        """Whether the row is there as it should be: a commit may be done although its answer was lost."""
+        """True if the database has the row: a commit may succeed although its answer is lost."""
         try:
-            found = await self.find(row.team_id, row.id)
+            stored = await self.find(row.team_id, row.id)
         except SQLAlchemyError:
             return False
-        return found is not None and found.body == row.body
+        return stored is not None and stored.body == row.body
 
     def _release(self, batch: Sequence[tuple[StoredResponse, asyncio.Future[None]]]) -> None:
         for _, written in batch:
@@ -274,7 +276,7 @@ class ResponseStore:
 
     @uncancelled
     async def find(self, team_id: int, id: str) -> StoredResponse | None:
-        """The team's response with this id, if it is there. One whose worker has ended has failed."""
+        """The team's response with this id, or None. A response whose worker has ended has failed."""
         asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
         async with self._database.reading() as connection:
             row = (await connection.execute(asked)).first()
@@ -321,13 +323,13 @@ class ResponseStore:
         return [_response(row) for row in rows], None
 
     @uncancelled
-    async def room(self, team_id: int) -> dict[str, Held]:
-        """How many responses and conversations of a team are kept, and their bytes."""
-        none = Held(0, 0)
+    async def room(self, team_id: int) -> dict[str, Holding]:
+        """The counts and bytes of a team's responses and conversations."""
+        none = Holding(0, 0)
         stores = {responses.name: self._held, conversations.name: self.conversations.held}
         return {name: (await one.of_teams(team_id)).get(team_id, none) for name, one in stores.items()}
 
-    async def _bound(self, connection: AsyncConnection, team_id: int, held: Held, kept: str) -> None:
+    async def _bound(self, connection: AsyncConnection, team_id: int, held: Holding, kept: str) -> None:
         await self._held.bound(connection, team_id, held, self._settings.team_bytes_max, kept)
 
     # -- removing
@@ -353,7 +355,7 @@ _REFUSALS = ("22", "23", "54")
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether a row was refused, as it will be again: its team is gone, or it does not fit."""
+    """True where the database would refuse the row again: its team is gone, or it does not fit."""
     state = str(getattr(error.orig, "sqlstate", "")) if isinstance(error, DBAPIError) else ""
     return isinstance(error, DataError | IntegrityError | OverQuota) or state.startswith(_REFUSALS)
 

@@ -89,11 +89,11 @@ class Identity:
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        at_deployments = tuple(one for one in self.budgets if one.axis == DEPLOYMENT)
+        at_deployments = tuple(budget for budget in self.budgets if budget.axis == DEPLOYMENT)
         object.__setattr__(self, "at_deployments", at_deployments)
-        has_hard_money = any(one.is_hard and one.unit is Unit.MONEY for one in self.budgets)
+        has_hard_money = any(budget.is_hard and budget.unit is Unit.MONEY for budget in self.budgets)
         object.__setattr__(self, "has_hard_money", has_hard_money)
-        is_plain = all(one.is_shared and one.overdraft is Overdraft.REFUSE for one in self.budgets)
+        is_plain = all(budget.is_shared and budget.overdraft is Overdraft.REFUSE for budget in self.budgets)
         object.__setattr__(self, "is_plain", is_plain)
 
 
@@ -104,7 +104,7 @@ def scope_of(team_id: int) -> str:
 
 @lru_cache(maxsize=10_000)
 def partition_of(secret: str | None, team_id: int) -> Partition:
-    """The cache partition of a team: its own answers, and no other team's."""
+    """The cache partition of a team, which holds its answers alone."""
     from cache import partition  # imports a Redis client, which accounts' values do without
 
     return partition((secret or "").encode(), scope_of(team_id))

@@ -116,7 +116,7 @@ async def budgets(
 
 
 async def _live(parts: WorkerParts, budget_id: int) -> models.BudgetOut:
-    """One budget with its current use. Raises accounts.NotFound."""
+    """One budget with its current use. Raises accounts.DoesNotExist."""
     (budget,) = await _in_use(parts, [await _definition(parts, budget_id)])
     return budget
 
@@ -125,7 +125,7 @@ async def _definition(parts: WorkerParts, budget_id: int) -> Budget:
     for budget in await parts.accounts.list_budgets():
         if budget.id == budget_id:
             return budget
-    raise accounts.NotFound(f"there is no budget {budget_id}")
+    raise accounts.DoesNotExist(f"there is no budget {budget_id}")
 
 
 async def _in_use(parts: WorkerParts, known: Sequence[Budget]) -> list[models.BudgetOut]:

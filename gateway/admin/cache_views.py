@@ -25,7 +25,7 @@ from gateway.admin.queries import Id, Label, Limit
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.telemetry.certificates import Certificate
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.wire.errors import BadRequest, NotFound
 from gateway.wire.fold import fold
 
@@ -42,15 +42,15 @@ async def cache(parts: WorkerParts) -> models.CacheOut:
         for sums in sizes.partitions
     ]
     healths = {
-        WorkerState.READY: Health.OK,
-        WorkerState.LOADING: Health.STARTING,
-        WorkerState.REBUILDING: Health.STARTING,
+        WorkerState.READY: PartHealth.OK,
+        WorkerState.LOADING: PartHealth.STARTING,
+        WorkerState.REBUILDING: PartHealth.STARTING,
     }
     detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
     return models.CacheOut.of(
         sizes,
         partitions=sorted(partitions, key=lambda sums: -sums.size_bytes),
-        semantic=Part(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
+        semantic=GatewayPart(name="semantic index", health=healths.get(worker.state, PartHealth.DOWN), detail=detail),
     )
 
 

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from gateway.admin import format as fmt
 from gateway.admin.models import SavingsOut, StatsOut, TallyOut
 from gateway.telemetry.buckets import HITS, KINDS
-from gateway.telemetry.summary import Percentiles, Window
+from gateway.telemetry.summary import Percentiles, StatsWindow
 
 _HEIGHT = 100.0
 _STEP = 10.0  # a bar's share of the width, its gap included
@@ -196,7 +196,7 @@ def _note(stats: StatsOut, index: int, *lines: str) -> str:
 
 def _names(stats: StatsOut) -> list[str]:
     """The labels of the x axis: clock times within a day, else dates; the last step is now."""
-    pattern = "%H:%M" if stats.window in (Window.HOUR, Window.DAY) else "%d %b"
+    pattern = "%H:%M" if stats.window in (StatsWindow.HOUR, StatsWindow.DAY) else "%d %b"
     return [*(datetime.fromtimestamp(point.start_s, UTC).strftime(pattern) for point in stats.series[:-1]), "now"]
 
 

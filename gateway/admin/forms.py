@@ -24,7 +24,7 @@ from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrong
 from gateway.admin.html import LOGIN, Pages, is_own_path
 from gateway.admin.models import Act
 from gateway.admin.parts import AdminParts
-from gateway.learning.reports import Outcome
+from gateway.learning.reports import ReportOutcome
 from gateway.wire.errors import BadRequest, Unauthenticated
 from gateway.wire.requests import in_json_words
 
@@ -35,8 +35,8 @@ class FormProblem(Exception):
     """An invalid field; `str()` is the message in the form."""
 
 
-_REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
-_OF_CACHE = (*_REFUSALS, accounts.NotFound)
+_REFUSALS = (FormProblem, ValidationError, accounts.AlreadyExists, accounts.Invalid)
+_OF_CACHE = (*_REFUSALS, accounts.DoesNotExist)
 
 
 class _Ids(BaseModel):
@@ -130,12 +130,14 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def _status(error: Exception) -> int:
-    return 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+    return (
+        409 if isinstance(error, accounts.AlreadyExists) else 404 if isinstance(error, accounts.DoesNotExist) else 400
+    )
 
 
 def _noted(result: Any) -> str:
     """The name of the message that the dashboard shows after a report of an answer; else empty."""
-    if not isinstance(result, Outcome):
+    if not isinstance(result, ReportOutcome):
         return ""
     return "right" if result.verdict == "right" else f"wrong-{result.effect}"
 

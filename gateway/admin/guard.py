@@ -332,9 +332,9 @@ def as_api_error(error: Exception) -> ApiError | None:
             if isinstance(error.body, bytes):  # parsed as JSON only with a JSON content type
                 return BadRequest("Send the body as JSON, with `Content-Type: application/json`", code="invalid_body")
             return _bad_request(error)
-        case accounts.NotFound():
+        case accounts.DoesNotExist():
             return NotFound(sentence(str(error)), code="not_found")
-        case accounts.Conflict():
+        case accounts.AlreadyExists():
             return StateConflict(sentence(str(error)))
         case accounts.Invalid():
             return BadRequest(sentence(str(error)), param=error.field, code="invalid_value")

@@ -15,13 +15,14 @@ from pydantic_core import CoreSchema
 from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, Key, LedgerRow, NewKey
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
+from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, Record
-from gateway.learning.reports import Outcome
-from gateway.telemetry.judge_error import ErrorRate
-from gateway.telemetry.parts import Part
-from gateway.telemetry.summary import Percentiles, Window
+from gateway.learning.reports import ReportOutcome
+from gateway.telemetry.measured_error import ErrorRate
+from gateway.telemetry.parts import GatewayPart
+from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
@@ -69,6 +70,13 @@ class _Out(BaseModel):
         return cls.model_validate(shown | fields)
 
 
+_FLAT: dict[Any, dict[str, Any]] = {
+    Record: {name: field.type for name, field in FIELDS.items()},
+    LedgerRow: dict(COLUMNS),
+}
+"""The types of values whose parts a response shows as one level of fields."""
+
+
 class _Flat:
     """Makes a plain value a response: a schema called `name`, all fields required.
 
@@ -86,9 +94,7 @@ class _Flat:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
-            hints = get_type_hints(source) if isinstance(source, type) else {}
-            if source is Record:  # outside this process it is flat
-                hints = {name: field.type for name, field in FIELDS.items()}
+            hints = _FLAT.get(source) or (get_type_hints(source) if isinstance(source, type) else {})
             fields: dict[str, Any] = {}
             for name in self._only or [*(name for name in hints if name not in self._without), *self._changed]:
                 changed = self._changed.get(name)
@@ -359,7 +365,7 @@ class PointOut(_Out):
 
 
 class StatsOut(_Out):
-    window: Window
+    window: StatsWindow
     start_s: int
     end_s: int
     total: TallyOut
@@ -453,7 +459,6 @@ _LedgerRow = Annotated[
     LedgerRow,
     _Flat(
         "LedgerRowOut",
-        without=("charges",),
         usage_estimated="the deployment did not report its tokens",
         team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
         key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],
@@ -583,7 +588,7 @@ BatchesOut = Annotated[_Values, _Flat("BatchesOut", batches=list[BatchOut], curs
 # -- the machine
 
 
-_Part = Annotated[Part, _Flat("PartOut")]
+_Part = Annotated[GatewayPart, _Flat("PartOut")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -900,4 +905,4 @@ class FeedbackIn(_In):
     verdict: Literal["right", "wrong"]
 
 
-FeedbackOut = Annotated[Outcome, _Flat("FeedbackOut", effect=str)]
+FeedbackOut = Annotated[ReportOutcome, _Flat("FeedbackOut", effect=str)]

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from cache.fingerprint import DIGEST_BYTES
 from gateway import accounts
-from gateway.accounts import LedgerRow
+from gateway.accounts import LedgerRow, booked
 from gateway.accounts.audit import BATCH_CANCELLED, DISABLED, DRAINED, ENABLED, RESET, TRIED
 from gateway.admin import models, views
 from gateway.admin.guard import Acting
@@ -103,7 +103,7 @@ def _find(parts: WorkerParts, name: str) -> tuple[Alias, Deployment]:
     for alias in parts.fleet.aliases.values():
         if name in alias.deployments:
             return alias, alias.deployments[name]
-    raise accounts.NotFound(f"there is no deployment {name!r}")
+    raise accounts.DoesNotExist(f"there is no deployment {name!r}")
 
 
 def _bill(
@@ -117,14 +117,10 @@ def _bill(
         key_id=0,
         alias=alias.name,
         deployment=deployment.name,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
+        usage=booked(usage),
         cost_microusd=cost_microusd,
         kind=_KIND,
         usage_estimated=not is_counted,
-        reasoning_tokens=usage.reasoning_tokens,
-        provider_cost_microusd=usage.provider_cost_microusd,
     )
     return beside(row, CHECKS, is_known=deployment.is_price_known)
 

@@ -29,7 +29,7 @@ from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome
 from gateway.settings import NEAR_SIMILARITY_MIN
-from gateway.telemetry.summary import Window
+from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 50
@@ -65,7 +65,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     @router.get("")
-    async def overview(request: Request, window: Window = Window.DAY) -> Response:
+    async def overview(request: Request, window: StatsWindow = StatsWindow.DAY) -> Response:
         page = await views.overview(parts, window)
         teams = await parts.accounts.list_teams()
         return pages.render(
@@ -74,7 +74,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
             overview=page,
             stats=page.stats,
             window=window,
-            windows=list(Window),
+            windows=list(StatsWindow),
             model=next(iter(parts.settings.models)),
             team_id=teams[0].id if teams else None,
             deployments=parts.deployments(),
@@ -211,7 +211,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     ) -> Response:
         page = await teams.teams(parts, name, cursor, _TEAMS_PER_PAGE + 1)
         shown = page[:_TEAMS_PER_PAGE]
-        stats = await views.or_none(views.stats(parts, Window.DAY))
+        stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
         return pages.render(
             request,
             "teams.html",
@@ -226,7 +226,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 
     async def render_team(request: Request, team_id: int, status: int = 200, **form: Any) -> Response:
         team = await teams.get_team(parts, team_id)
-        stats = await views.or_none(views.stats(parts, Window.DAY, team_id))
+        stats = await views.or_none(views.stats(parts, StatsWindow.DAY, team_id))
         certified = await views.or_none(cache_views.certificate(parts, team_id))
         by_model = await parts.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
         return pages.render(
@@ -265,7 +265,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         sizes = await cache_views.cache(parts)
         near = await views.near_misses(parts, RouteFilter(), limit=10)
-        stats = await views.or_none(views.stats(parts, Window.DAY))
+        stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
         latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,

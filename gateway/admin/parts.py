@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gateway.settings import Settings
     from gateway.telemetry.certificates import Certificates
     from gateway.telemetry.measured_error import MeasuredErrors
-    from gateway.telemetry.parts import Part
+    from gateway.telemetry.parts import GatewayPart
     from gateway.telemetry.stats import Stats
     from policies import Budgets
 
@@ -61,7 +61,7 @@ class AdminParts:
     shared_health: SharedHealth
     certificates: Certificates
     deployments: Callable[[], Sequence[DeploymentOut]]
-    healths: Callable[[], Sequence[Part]]  # deployments may be among them
+    healths: Callable[[], Sequence[GatewayPart]]  # deployments may be among them
     version: str
     clock: Callable[[], float] = time.time
     started_at_s: float = field(default_factory=time.time)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from gateway.admin.format import amount, utc, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
 from gateway.telemetry.measured_error import LiveError
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.summary import Summary
 
 _FAILED_SHARE_MAX = 0.05
@@ -21,7 +21,7 @@ _DEPLOYMENTS = "/admin/deployments"
 
 
 def problems(
-    parts: Sequence[Part],
+    parts: Sequence[GatewayPart],
     deployments: Sequence[DeploymentOut],
     budgets: Sequence[BudgetOut],
     team_names: Mapping[int, str],
@@ -33,7 +33,7 @@ def problems(
     """All current problems; empty when all is well. `is_judged`: deployments judge answers of their alias."""
     current = [
         *_of_parts(parts, {view.name for view in deployments}),
-        *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
+        *_of_deployments(deployments, {part.name for part in parts if part.health is PartHealth.STARTING}),
         *_of_budgets(budgets, team_names),
         *_of_traffic(parts, last_hour),
         *_of_refusals(team_names, last_hour),
@@ -43,16 +43,16 @@ def problems(
     return sorted(current, key=lambda problem: not problem.is_urgent)
 
 
-def _of_parts(parts: Sequence[Part], deployment_names: Set[str]) -> list[Problem]:
+def _of_parts(parts: Sequence[GatewayPart], deployment_names: Set[str]) -> list[Problem]:
     return [
         Problem(
-            f"{part.name} is {'down' if part.health is Health.DOWN else 'starting'}"
+            f"{part.name} is {'down' if part.health is PartHealth.DOWN else 'starting'}"
             + (f": {part.detail}" if part.detail else ""),
             _DEPLOYMENTS,
-            part.health is Health.DOWN,
+            part.health is PartHealth.DOWN,
         )
         for part in parts
-        if part.health is not Health.OK and part.name not in deployment_names
+        if part.health is not PartHealth.OK and part.name not in deployment_names
     ]
 
 
@@ -121,14 +121,14 @@ def _of_judges(deployments: Sequence[DeploymentOut]) -> list[Problem]:
     ]
 
 
-def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[Problem]:
+def _of_traffic(parts: Sequence[GatewayPart], last_hour: Summary | None) -> list[Problem]:
     """Too many failed requests.
 
     Not while a part is starting: it causes failures, and is listed itself.
     """
     if last_hour is None or last_hour.total.requests < _REQUESTS_MIN:
         return []
-    if any(part.health is Health.STARTING for part in parts):
+    if any(part.health is PartHealth.STARTING for part in parts):
         return []
     failed = last_hour.total.by_kind.get("failed", 0)
     share = failed / last_hour.total.requests

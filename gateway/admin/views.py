@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import Group, Team
+from gateway.accounts.ledger import flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budgets, models
 from gateway.admin.parts import WorkerParts
@@ -41,9 +42,9 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import FIELDS, Record, flat
 from gateway.telemetry.buckets import KINDS, kind_of
-from gateway.telemetry.judge_error import false_different, false_same
+from gateway.telemetry.measured_error import false_different, false_same
 from gateway.telemetry.stats import Page
-from gateway.telemetry.summary import Summary, Tally, Window
+from gateway.telemetry.summary import RequestTally, StatsWindow, Summary
 from gateway.wire.plain import OUTPUT_TOKENS_MAX
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand
@@ -69,7 +70,7 @@ _SHORT = Demand(
 
 
 async def stats(
-    parts: WorkerParts, window: Window = Window.DAY, team: Id | None = None, model: Label | None = None
+    parts: WorkerParts, window: StatsWindow = StatsWindow.DAY, team: Id | None = None, model: Label | None = None
 ) -> models.StatsOut:
     """Hit rate by kind, tokens, money and time saved, latency: in total, by team, model and surface, and over time."""
     summary = await parts.stats.query(window, team_id=team, model=model)
@@ -94,12 +95,12 @@ async def stats(
     )
 
 
-def _ranked(tallies: Mapping[_Key, Tally]) -> list[tuple[_Key, Tally]]:
+def _ranked(tallies: Mapping[_Key, RequestTally]) -> list[tuple[_Key, RequestTally]]:
     """The sums of each part of the traffic, by descending requests."""
     return sorted(tallies.items(), key=lambda labelled: -labelled[1].requests)
 
 
-def _tally(kind: type[_Tally], tally: Tally, **labels: int | str) -> _Tally:
+def _tally(kind: type[_Tally], tally: RequestTally, **labels: int | str) -> _Tally:
     return kind.of(tally, by_kind={name: tally.by_kind.get(name, 0) for name in KINDS}, **labels)
 
 
@@ -199,10 +200,7 @@ async def ledger(
     page = await parts.ledger.rows(where, limit, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key.name for key in await parts.accounts.list_keys()}
-    rows = [
-        {**msgspec.structs.asdict(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)}
-        for row in page.rows
-    ]
+    rows = [{**flat_row(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)} for row in page.rows]
     return {"rows": rows, "cursor": page.cursor}
 
 
@@ -228,6 +226,7 @@ async def ledger_sums(
 
     sums = [
         {
+            **msgspec.structs.asdict(total.usage),
             **msgspec.structs.asdict(total),
             "team": teams.get(total.team_id) if total.team_id is not None else None,
             "key": keys.get(total.key_id) if total.key_id is not None else None,
@@ -322,7 +321,7 @@ def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
 async def status(parts: WorkerParts) -> models.StatusOut:
     """Every part's health, and what deserves a look."""
     healths, live = parts.healths(), await budgets.budgets(parts)
-    summary = await or_none(parts.stats.query(Window.HOUR))
+    summary = await or_none(parts.stats.query(StatsWindow.HOUR))
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
         version=parts.version,
@@ -340,14 +339,14 @@ async def status(parts: WorkerParts) -> models.StatusOut:
     )
 
 
-async def overview(parts: WorkerParts, window: Window = Window.DAY) -> models.OverviewOut:
+async def overview(parts: WorkerParts, window: StatsWindow = StatsWindow.DAY) -> models.OverviewOut:
     """What the dashboard's first page shows."""
     return models.OverviewOut(status=await status(parts), stats=await or_none(stats(parts, window)))
 
 
 async def deployments(parts: WorkerParts) -> models.DeploymentsOut:
     """Every deployment: health, estimates, queue."""
-    summary, errors = await or_none(parts.stats.query(Window.DAY)), await _last_errors(parts)
+    summary, errors = await or_none(parts.stats.query(StatsWindow.DAY)), await _last_errors(parts)
     shown = []
     for deployment in parts.deployments():
         deployment = deployment.model_copy(update={"last_errors": errors.get(deployment.name, [])})

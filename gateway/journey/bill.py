@@ -12,11 +12,10 @@ reported, up to a bound:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
-from gateway.accounts import Identity, LedgerRow, charges_of
+from gateway.accounts import Identity, LedgerRow, booked, charges_of
 from gateway.deployments.alias import Alias
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Answered, Claim, MoneyFacts, Spent, Try
@@ -169,17 +168,10 @@ def _row(
         key_id=identity.key.id,
         alias=turn.alias,
         deployment=tried.deployment.name,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
+        usage=booked(usage),
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=tried.progress.usage is None,
     )
-    more: dict[str, Any] = booked_labels(turn.body, turn.labels)
-    if parts := usage.parts():
-        more |= {name: parts[name] for name in _BOOKED}
-    return msgspec.structs.replace(row, **more) if more else row
-
-
-_BOOKED = tuple(name for name in Usage.__struct_fields__[3:] if name in LedgerRow.__struct_fields__)
+    labels = booked_labels(turn.body, turn.labels)
+    return msgspec.structs.replace(row, **labels) if labels else row

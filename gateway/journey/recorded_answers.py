@@ -166,6 +166,7 @@ class RecordedAnswers:
                 is_claimed = is_claimed and result.refusal is not None
             elif generation.answered.progress.has_begun and deployment is not None:
                 await self._exact.store_warm(fingerprint, deployment)
+                is_claimed = False
         except CacheUnavailable:
             generation.stored = replace(stored, outcome=Refusal.UNAVAILABLE.value)
         finally:

@@ -69,7 +69,9 @@ class Allowance:
             return False
 
     async def settle(self, team_id: int, amount_microusd: int, cost_microusd: int) -> None:
-        """Give back what was reserved and not spent; a failure leaves it spent."""
+        """Give back the part of a reservation that was not spent. If Redis fails, it counts as
+        spent.
+        """
         try:
             day = self._days.get(team_id, int(self._clock()) // _DAY_S)
             await self._redis.eval(_SETTLE, 1, _key(team_id), day, cost_microusd - amount_microusd)
@@ -77,7 +79,9 @@ class Allowance:
             _log.info("judging_not_settled", reason=f"{type(error).__name__}: {error}")
 
     async def state(self, team_id: int) -> tuple[int, int]:
-        """What is spent or reserved, and the whole allowance, in µUSD. Raises RedisError."""
+        """The amount that is spent or reserved, and the whole allowance, in µUSD. Raises
+        RedisError.
+        """
         saved = await self._savings(int(self._clock()) // _DAY_S)
         spent = await self._redis.eval(_READ, 1, _key(team_id))
         return sum(map(int, spent)), int(SHARE * saved.get(team_id, 0))

@@ -8,33 +8,29 @@ the same answers, and never better.
 import contextlib
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from cache import ExactCache, Partition, SemanticClient
+from cache import ExactCache, SemanticClient
 from cache.redis_link import RedisLink
-from cache.verdicts import Judgement, Ruling, Source, VerdictStore, equal
-from cache.worker import Answered
+from cache.verdicts import VerdictStore
 from gateway.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds
 from gateway.journey.turn import Turn
 from gateway.learning.allowance import Allowance
-from gateway.learning.comparisons import Judging
+from gateway.learning.comparisons import Findings, Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
-from gateway.learning.model_judges import ModelJudges
+from gateway.learning.model_judges import ModelJudges, OwnJudges
 from gateway.learning.reports import Reports
 from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.checks import shadow_share
-from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors
+from gateway.telemetry.measured_error import LiveError, MeasuredErrors, shadow_share
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 
@@ -51,7 +47,7 @@ class Learning:
     truth: MeasuredErrors
     certificates: Certificates
     learn: Learn | None  # takes each flight that is over; None where the cache is exact only
-    _own: InternalRequests | None
+    _requests: InternalRequests | None
     _stats: Stats
     _metrics: Metrics
     _accounts: Accounts
@@ -59,8 +55,8 @@ class Learning:
 
     def connect(self, pipeline: Pipeline) -> None:
         """Answer the gateway's own requests by `pipeline`."""
-        if self._own is not None:
-            self._own.connect(pipeline)
+        if self._requests is not None:
+            self._requests.connect(pipeline)
 
     async def look(self) -> None:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
@@ -95,48 +91,6 @@ def _log_bound(live: LiveError) -> None:
         _log.info("semantic_bound_relaxed", **facts)
 
 
-class OwnJudges:
-    """The judges that cost no money: equality, then those of the cache worker."""
-
-    names = "equality, agreement, prose"
-
-    def __init__(self, semantic: SemanticClient) -> None:
-        self._semantic = semantic
-
-    async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
-    ) -> list[Judgement]:
-        judgements = [equal(fresh.text, other.text) for other in others]
-        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
-        rulings = await self._semantic.judge(partition, compat, fresh, [others[place] for place in left])
-        for place, ruling in zip(left, rulings, strict=True):
-            judgements[place] = ruling
-        return judgements
-
-
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    """The statistics and the metrics of comparisons."""
-
-    stats: Stats
-    metrics: Metrics
-    truth: MeasuredErrors
-    judges: ModelJudges | None
-
-    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None) -> str:
-        return self.stats.add_truth(team_id, alias, letters, certificate)
-
-    def count(self, source: Source, ruling: Ruling, judge: str) -> None:
-        self.metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
-
-    def compared(self, one: Judgement, other: Judgement) -> None:
-        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
-            self.stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
-
-    def flips(self, judge: str) -> tuple[float, float]:
-        return max(self.truth.flips(judge), self.judges.flips(judge) if self.judges is not None else (0.0, 0.0))
-
-
 async def open_learning(
     settings: Settings,
     accounts: Accounts,
@@ -147,16 +101,16 @@ async def open_learning(
     metrics: Metrics,
     fleet: Fleet,
 ) -> Learning:
-    """All that learns. Its own requests are refused until `Learning.connect`."""
+    """Open all parts that learn. The gateway's own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     identity = await own_identity(cache, accounts)
-    own = InternalRequests(identity) if identity is not None else None
+    requests = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model
     judges: ModelJudges | None = None
     is_auto = model == "auto" and model not in settings.models
     allowance = Allowance(link, stats.saved)
-    if own is not None and model is not None:
+    if requests is not None and model is not None:
 
         def questioned(record: Record, cost_microusd: int, outcome: str) -> None:
             metrics.add(m.JUDGE_QUESTIONS, 1, record.request.team, outcome)
@@ -164,24 +118,29 @@ async def open_learning(
             stats.add_question(record.request.team_id, record.request.alias, cost_microusd)
 
         judges = ModelJudges(
-            None if is_auto else model, fleet, own, allowance if is_auto else None, own.generations, questioned
+            None if is_auto else model,
+            fleet,
+            requests,
+            allowance if is_auto else None,
+            requests.generations,
+            questioned,
         )
 
     async def regenerate(turn: Turn) -> bytes | None:
-        return (await own.ask(turn.body))[0] if own is not None else None
+        return (await requests.ask(turn.body))[0] if requests is not None else None
 
-    findings = _Findings(stats, metrics, truth, judges)
+    findings = Findings(stats, metrics, truth, judges)
     judging = Judging(
-        exact,
-        verdicts,
-        OwnJudges(semantic),
-        judges,
-        regenerate if own is not None else None,
-        lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
-        float(cache.feedback_ttl_s),
-        random.random,
-        findings,
-        link.defer,
+        exact=exact,
+        verdicts=verdicts,
+        judges=OwnJudges(semantic),
+        fallback=judges,
+        regenerate=regenerate if requests is not None else None,
+        share=lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
+        reply_ttl_s=float(cache.feedback_ttl_s),
+        random=random.random,
+        findings=findings,
+        defer=link.defer,
     )
     reports = Reports(verdicts, exact, stats, findings.count)
     certificates = await _open_certificates(link, stats, truth.bounds, model)
@@ -192,7 +151,7 @@ async def open_learning(
         truth=truth,
         certificates=certificates,
         learn=judging.recorded if cache.is_semantic else None,
-        _own=own,
+        _requests=requests,
         _stats=stats,
         _metrics=metrics,
         _accounts=accounts,
@@ -201,7 +160,7 @@ async def open_learning(
 
 
 async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, model: str | None) -> Certificates:
-    """The certificates; this worker counts for those that there are."""
+    """Read the certificates, so that this worker counts for them."""
     judges = OwnJudges.names if model is None else f"{OwnJudges.names}, {model}"
     certificates = Certificates(link, stats, bounds, judges, time.time)
     with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning

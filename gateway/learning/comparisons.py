@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 from redis.exceptions import RedisError
@@ -43,19 +42,22 @@ from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
+from gateway.learning.model_judges import ModelJudges, OwnJudges
 from gateway.loggers import get_logger
-from gateway.telemetry import checks
-from gateway.telemetry.judge_error import VETO
+from gateway.telemetry import measured_error, metric_names
+from gateway.telemetry.measured_error import VETO, MeasuredErrors, RulingCounts
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.stats import Stats
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, size_of
 
-_QUEUE_MAX = 256
+QUEUE_MAX = 256
 _AT_ONCE = 4
 _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
 _CALIBRATED = 0.05  # of what the judges that cost nothing ruled on, and a judge that costs could be asked about
 _CHUNKS_BYTES_MAX = 16 * _ANSWER_BYTES_MAX
-_EARLY_MAX, _EARLY_SPACES_MAX = 256, 64  # comparisons of a namespace to make again, and namespaces
+EARLY_MAX, _EARLY_SPACES_MAX = 256, 64  # comparisons of a namespace to make again, and namespaces
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
@@ -67,47 +69,40 @@ _log = get_logger()
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
 
 
-class Fallback(Protocol):
-    """The judge that costs."""
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The statistics and the metrics of comparisons, and the error rates of judges."""
 
-    @property
-    def is_sparing(self) -> bool:
-        """Whether it has to earn its costs: it is not asked what another judge may rule on soon."""
+    stats: Stats
+    metrics: Metrics
+    truth: MeasuredErrors
+    judges: ModelJudges | None
 
-    def of(self, record: Record, space: bytes) -> Judge | None:
-        """For the comparisons of one request in its namespace; None where it may not be asked now."""
-
-
-class FreeJudges(Protocol):
-    async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
-    ) -> list[Judgement]:
-        """The rulings on a fresh answer against others of its partition and compat, in order.
-        Raises CacheWorkerUnavailable.
+    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
+        """Count events of a would-be hit, for a certificate or the current one; return the
+        certificate.
         """
+        return self.stats.add_checks(team_id, alias, events, certificate)
 
-
-class Findings(Protocol):
-    """Where it is kept what comparisons find."""
-
-    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None, /) -> str:
-        """Count an event of a would-be hit by its letters, for a certificate or the current one;
-        return the certificate.
-        """
-
-    def count(self, source: Source, ruling: Ruling, judge: str, /) -> None:
+    def count(self, source: Source, ruling: Ruling, judge: str) -> None:
         """Count a verdict."""
+        self.metrics.add(metric_names.VERDICTS, 1, source.value, ruling.value, judge)
 
-    def compared(self, one: Judgement, other: Judgement, /) -> None:
-        """Count what two judges say of the same answers."""
+    def compared(self, judgement: Judgement, other: Judgement) -> None:
+        """Count the rulings of two judges on the same answers."""
+        if Ruling.UNKNOWN not in (judgement.ruling, other.ruling):
+            counts = RulingCounts(**{f"{judgement.ruling}_{other.ruling}": 1})
+            self.stats.add_rulings(judgement.judge, other.judge, counts)
 
-    def flips(self, judge: str, /) -> tuple[float, float]:
+    def flips(self, judge: str) -> tuple[float, float]:
         """A judge's error rates, as a verdict has them."""
+        examined = self.judges.flips(judge) if self.judges is not None else (0.0, 0.0)
+        return max(self.truth.flips(judge), examined, key=lambda rates: rates[1])
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request whose answer is fresh, or was served: what a judge and a verdict need of it."""
+class _JudgingJob:
+    """One comparison to make: the request, its fresh or served answer, and the decision about it."""
 
     record: Record
     turn: Turn | None  # SHADOW: to be answered afresh
@@ -134,11 +129,12 @@ class _Served:
     """The last semantic hits of a key."""
 
     at: float
-    words: frozenset[str]
+    prompt_words: frozenset[str]
     answer: AnswerRef
     trial: Trial
 
 
+@dataclass(kw_only=True, eq=False)
 class Judging:
     """The comparisons of one worker.
 
@@ -149,47 +145,36 @@ class Judging:
     it. `defer` calls back when the replies that it gathers for feedback are to leave.
     """
 
-    def __init__(
-        self,
-        exact: ExactCache,
-        verdicts: VerdictStore,
-        judges: FreeJudges,
-        fallback: Fallback | None,
-        regenerate: Regenerate | None,
-        share: Callable[[int, str], float],
-        reply_ttl_s: float,
-        random: Callable[[], float],
-        findings: Findings,
-        defer: Callable[[Callable[[], None]], object] = lambda leave: leave(),
-    ) -> None:
-        self._exact = exact
-        self._verdicts = verdicts
-        self._judges = judges
-        self._fallback = fallback
-        self._regenerate = regenerate
-        self._share = share
-        self._reply_ttl_s = reply_ttl_s
-        self._random = random
-        self._findings = findings
+    exact: ExactCache
+    verdicts: VerdictStore
+    judges: OwnJudges
+    fallback: ModelJudges | None = None
+    regenerate: Regenerate | None = None
+    share: Callable[[int, str], float]
+    reply_ttl_s: float
+    random: Callable[[], float]
+    findings: Findings
+    defer: Callable[[Callable[[], None]], object] = lambda leave: leave()
+
+    def __post_init__(self) -> None:
         self._regenerates = True  # as of the last time
-        self._queue: deque[_Asked] = deque()
-        self._early: OrderedDict[bytes, deque[_Asked]] = OrderedDict()  # by namespace
-        self._due: deque[_Asked] = deque()  # of these, those that a judge may settle now
+        self._queue: deque[_JudgingJob] = deque()
+        self._early: OrderedDict[bytes, deque[_JudgingJob]] = OrderedDict()  # by namespace
+        self._due: deque[_JudgingJob] = deque()  # of these, those that a judge may settle now
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        self._defer = defer
         self._replies: list[tuple[Partition, Reply, tuple[str, ...]]] = []
         self._served: OrderedDict[int, deque[_Served]] = OrderedDict()
 
     @property
     def waiting(self) -> int:
-        """Answers that are still to be judged, or are being."""
+        """The number of answers that wait for a judge or are being judged."""
         return len(self._queue) + len(self._due) + len(self._running)
 
     # -- called by the pipeline: never awaits, never raises
 
     def recorded(self, flight: Flight, record: Record) -> None:
-        """A request that led a flight is over."""
+        """Take a flight that is over, with its record."""
         generation, answered = flight.generation, flight.generation.answered
         semantic, stored = generation.looked.semantic, generation.stored
         trial, hit = semantic.trial, semantic.entry
@@ -207,17 +192,17 @@ class Judging:
                 chance = _chance(trial, self._shadow_share(record.request.team_id, record.request.alias))
             if audit is not None:
                 chance, certificate = audit.chance, audit.certificate
-            self._put(self._asked(flight, record, entry, trial, source, chance, certificate))
+            self._put(self._job_of(flight, record, entry, trial, source, chance, certificate))
         elif generation.turn.controls.no_cache and answered.progress.is_complete:
             last = self._last_served(generation.looked.fingerprint, record)
             if last is not None:
-                self._put(self._asked(flight, record, entry, last.trial, Source.AGAIN, 1.0, None, last.answer))
+                self._put(self._job_of(flight, record, entry, last.trial, Source.AGAIN, 1.0, None, last.answer))
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
-        found = flight.generation.looked.fingerprint
+        fingerprint = flight.generation.looked.fingerprint
         answer = AnswerRef(entry.exact, entry.created_at)
         served = self._served.setdefault(record.request.key_id, deque(maxlen=4))
-        served.append(_Served(time.monotonic(), _words(found.text or ""), answer, trial))
+        served.append(_Served(time.monotonic(), _words(fingerprint.text or ""), answer, trial))
         self._served.move_to_end(record.request.key_id)
         if len(self._served) > _AGAIN_KEYS_MAX:
             self._served.popitem(last=False)
@@ -225,51 +210,53 @@ class Judging:
             id=record.request.id,
             exact=entry.exact,
             created_at=entry.created_at,
-            compat=found.compat,
+            compat=fingerprint.compat,
             alias=record.request.alias,
             at=record.request.at_s,
             trial=trial,
         )
         name = answer_id(entry)
-        self._replies.append((found.partition, reply, (name,) if name else ()))
+        self._replies.append((fingerprint.partition, reply, (name,) if name else ()))
         if len(self._replies) == 1:
-            self._defer(self._leave)
+            self.defer(self._leave)
         share = self._shadow_share(record.request.team_id, record.request.alias)
-        is_checked = bool(share) and self._random() < share
+        is_checked = bool(share) and self.random() < share
         # without money, a deployment or room there is no check; one that is tried finds out when there is
         can = self._can_check
         counts = is_checked and can
         chance = _chance(trial, share if can else 0.0)
-        letters = checks.served(chance, is_compared=counts)
-        certificate = self._findings.note(record.request.team_id, record.request.alias, letters, None)
+        events = measured_error.served(chance, is_compared=counts)
+        certificate = self.findings.note(record.request.team_id, record.request.alias, events, None)
         if is_checked:
             made_for = certificate if counts else None
-            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
+            self._put(self._job_of(flight, record, entry, trial, Source.SHADOW, _chance(trial, share), made_for))
 
     @property
     def _can_check(self) -> bool:
-        """Whether a served hit could be generated afresh now, as far as is known before one tries."""
-        return self._regenerates and len(self._queue) < _QUEUE_MAX
+        """True if this worker could generate a served hit afresh now, as far as it knows before it
+        tries.
+        """
+        return self._regenerates and len(self._queue) < QUEUE_MAX
 
     def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
-        """An audit was drawn. Whatever becomes of it, it counts."""
+        """Count an audit that was drawn, whatever its outcome."""
         chance = _chance(trial, self._shadow_share(team_id, alias) if self._can_check else 0.0)
-        return AuditDraw(chance, self._findings.note(team_id, alias, checks.audited(chance), None))
+        return AuditDraw(chance, self.findings.note(team_id, alias, measured_error.audited(chance), None))
 
     def _shadow_share(self, team_id: int, alias: str) -> float:
-        return self._share(team_id, alias) if self._regenerate is not None else 0.0
+        return self.share(team_id, alias) if self.regenerate is not None else 0.0
 
-    def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
+    def _last_served(self, fingerprint: Fingerprint, record: Record) -> _Served | None:
         """The hit of the last minute with this prompt, if the key asks it again past the cache."""
-        words, now = _words(found.text or ""), time.monotonic()
+        words_now, now = _words(fingerprint.text or ""), time.monotonic()
         for served in reversed(self._served.get(record.request.key_id, ())):
-            both = len(words | served.words)
-            if now - served.at <= _AGAIN_S and both and len(words & served.words) / both >= _AGAIN_SHARED:
+            both = len(words_now | served.prompt_words)
+            if now - served.at <= _AGAIN_S and both and len(words_now & served.prompt_words) / both >= _AGAIN_SHARED:
                 self._served[record.request.key_id].remove(served)
                 return served
         return None
 
-    def _asked(
+    def _job_of(
         self,
         flight: Flight,
         record: Record,
@@ -279,17 +266,17 @@ class Judging:
         chance: float,
         certificate: str | None,
         served: AnswerRef | None = None,
-    ) -> _Asked | None:
-        found, chunks = flight.generation.looked.fingerprint, flight.chunks
-        if found.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
+    ) -> _JudgingJob | None:
+        fingerprint, chunks = flight.generation.looked.fingerprint, flight.chunks
+        if fingerprint.text is None or size_of(chunks) > _CHUNKS_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks
-        return _Asked(
+        return _JudgingJob(
             record=record,
             turn=flight.generation.turn if source is Source.SHADOW else None,
-            text=found.text,
-            partition=found.partition,
-            compat=found.compat,
+            text=fingerprint.text,
+            partition=fingerprint.partition,
+            compat=fingerprint.compat,
             chunks=fresh,
             entry=entry,
             trial=trial,
@@ -299,13 +286,13 @@ class Judging:
             served=served,
         )
 
-    def _put(self, asked: _Asked | None) -> None:
-        if asked is None:
+    def _put(self, job: _JudgingJob | None) -> None:
+        if job is None:
             return
-        if len(self._queue) >= _QUEUE_MAX:
-            self._findings.count(asked.source, Ruling.UNKNOWN, "no room")
+        if len(self._queue) >= QUEUE_MAX:
+            self.findings.count(job.source, Ruling.UNKNOWN, "no room")
             return
-        self._queue.append(asked)
+        self._queue.append(job)
         self._wake.set()
 
     def _start(self, work: Awaitable[None]) -> None:
@@ -324,7 +311,7 @@ class Judging:
                 if len(self._running) >= _AT_ONCE:
                     await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                self._start(self._one((self._due or self._queue).popleft()))
+                self._start(self._carry_out((self._due or self._queue).popleft()))
 
     async def aclose(self) -> None:
         """Finish running comparisons; drop waiting ones."""
@@ -334,113 +321,113 @@ class Judging:
         if self._running:
             await asyncio.wait(self._running, timeout=2.0)
 
-    async def _one(self, asked: _Asked) -> None:
+    async def _carry_out(self, job: _JudgingJob) -> None:
         try:
-            match asked.source:
+            match job.source:
                 case Source.SHADOW:
-                    await self._check_served(asked)
+                    await self._check_served(job)
                 case Source.AGAIN:
-                    await self._check_again(asked)
-                case _ if asked.is_late:
-                    await self._compare_again(asked)
+                    await self._check_again(job)
+                case _ if job.is_late:
+                    await self._compare_again(job)
                 case _:
-                    await self._compare(asked)
+                    await self._compare(job)
         except CacheWorkerUnavailable as error:
             # decision: dropped-whole
-            self._findings.count(asked.source, Ruling.UNKNOWN, "no room")
-            _log.info("verdict_lost", source=asked.source, reason=str(error))
+            self.findings.count(job.source, Ruling.UNKNOWN, "no room")
+            _log.info("verdict_lost", source=job.source, reason=str(error))
         except (RedisError, CacheUnavailable, OSError) as error:
-            _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
+            _log.info("verdict_lost", source=job.source, reason=f"{type(error).__name__}: {error}")
         except Exception:
-            _log.exception("judging_failed", source=asked.source, request_id=asked.record.request.id)
+            _log.exception("judging_failed", source=job.source, request_id=job.record.request.id)
 
-    async def _compare(self, asked: _Asked) -> None:
-        """A fresh answer with those near it: the first comparison is the verdict, an equal one
-        makes a group.
+    async def _compare(self, job: _JudgingJob) -> None:
+        """Compare a fresh answer with those near it. The first comparison gives the verdict; the
+        first equal answer gives the group.
         """
-        trial, fresh = asked.trial, _qa_pair(asked.text, asked.chunks)
-        entries = await self._exact.lookup_many(asked.partition, asked.compat, trial.ranked)
+        trial, fresh = job.trial, _qa_pair(job.text, job.chunks)
+        entries = await self.exact.lookup_many(job.partition, job.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
             return
         known = [entry for entry in entries if entry is not None]
-        found = await self._judged(asked, fresh, known, asked.entry)
-        share = 1.0 if asked.source is Source.AUDIT else trial.worth
-        judgement = found[0]
-        is_early, can_ask = self._is_early(asked, judgement), self._fallback is not None and not asked.is_late
-        judge = self._asker(asked) if can_ask and not is_early and self._random() < share else None
-        self._beside_prompts(asked, judgement)
+        judgements = await self._judged(job, fresh, known, job.entry)
+        share = 1.0 if job.source is Source.AUDIT else trial.worth
+        judgement = judgements[0]
+        is_early, can_ask = self._is_early(job, judgement), self.fallback is not None and not job.is_late
+        judge = self._asker(job) if can_ask and not is_early and self.random() < share else None
+        self._beside_prompts(job, judgement)
         chance: float | None = None
-        if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
-            self._findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
+        if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self.random() < _CALIBRATED:
+            self.findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
         if judgement.ruling is Ruling.UNKNOWN and can_ask and not is_early:
-            judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
+            judgement, is_asked = await self._costly(job, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
         is_right = _is_same(judgement)
         equal = first if is_right else None
-        for other, free in zip(known[1:], found[1:], strict=True):
+        for other, free in zip(known[1:], judgements[1:], strict=True):
             if equal is None and _is_same(await self._settled(free, fresh, other, judge if chance else None)):
                 equal = other
         is_nothing = is_right is None and equal is None
-        if not (is_nothing and asked.is_late):
-            self._report(asked, judgement, is_right)
-            if not is_nothing or asked.source is not Source.MISS or trial.features:
-                verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
+        if not (is_nothing and job.is_late):
+            self._report(job, judgement, is_right)
+            if not is_nothing or job.source is not Source.MISS or trial.features:
+                verdict = self._verdict(job, trial, judgement, is_right, entry=job.entry)
                 verdict = msgspec.structs.replace(verdict, judge_chance=chance)
                 ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
                 other_ref = AnswerRef(first.exact, first.created_at)
-                id = f"{asked.record.request.id}:{asked.source}{':late' * asked.is_late}"
-                await self._verdicts.take(asked.partition, id, verdict, other_ref, ref)
+                id = f"{job.record.request.id}:{job.source}{':late' * job.is_late}"
+                await self.verdicts.take(job.partition, id, verdict, other_ref, ref)
         # last: a late verdict takes the place of one that is there
         if is_early:
-            self._keep_early(asked)
-        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(asked.space, None)):
+            self._keep_early(job)
+        elif judgement.judge == PROSE and is_right is not None and (due := self._early.pop(job.space, None)):
             self._due += due
             self._wake.set()
 
-    def _is_early(self, asked: _Asked, judgement: Judgement) -> bool:
-        """Whether a comparison is to be made again once the judge of prose rules in its namespace.
-        It isn't where a judge that costs settles it now.
+    def _is_early(self, job: _JudgingJob, judgement: Judgement) -> bool:
+        """True if the comparison is made again later, once the judge of prose rules in its
+        namespace. A judge that costs settles it now instead.
         """
-        if judgement.why != EARLY or asked.entry is None or not asked.trial.features:
+        if judgement.why != EARLY or job.entry is None or not job.trial.features:
             return False
-        kept = self._early.get(asked.space, ())
-        return self._fallback is None or (self._fallback.is_sparing and len(kept) < _EARLY_MAX)
+        kept = self._early.get(job.space, ())
+        return self.fallback is None or (self.fallback.is_sparing and len(kept) < EARLY_MAX)
 
-    def _keep_early(self, asked: _Asked) -> None:
-        assert asked.entry is not None
-        bare = msgspec.structs.replace(asked.entry, chunks=(), text=None)
-        kept = self._early.setdefault(asked.space, deque(maxlen=_EARLY_MAX))
-        kept.append(replace(asked, text="", chunks=(), entry=bare, is_late=True))
-        self._early.move_to_end(asked.space)
+    def _keep_early(self, job: _JudgingJob) -> None:
+        assert job.entry is not None
+        bare = msgspec.structs.replace(job.entry, chunks=(), text=None)
+        kept = self._early.setdefault(job.space, deque(maxlen=EARLY_MAX))
+        kept.append(replace(job, text="", chunks=(), entry=bare, is_late=True))
+        self._early.move_to_end(job.space)
         if len(self._early) > _EARLY_SPACES_MAX:
             self._early.popitem(last=False)
 
-    async def _compare_again(self, asked: _Asked) -> None:
+    async def _compare_again(self, job: _JudgingJob) -> None:
         """Make a comparison again, if its answer is still there."""
-        assert asked.entry is not None
-        (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (asked.entry.exact,))
-        if entry is not None and entry.text is not None and entry.created_at == asked.entry.created_at:
-            await self._compare(replace(asked, text=entry.text, chunks=chunks_of(entry), entry=entry))
+        assert job.entry is not None
+        (entry,) = await self.exact.lookup_many(job.partition, job.compat, (job.entry.exact,))
+        if entry is not None and entry.text is not None and entry.created_at == job.entry.created_at:
+            await self._compare(replace(job, text=entry.text, chunks=chunks_of(entry), entry=entry))
 
-    def _beside_prompts(self, asked: _Asked, judgement: Judgement) -> None:
+    def _beside_prompts(self, job: _JudgingJob, judgement: Judgement) -> None:
         """Set a ruling beside the prompts, where these say by themselves what is right.
 
         The rule learns nothing from such pairs: of a hit by the same words, whose answers are two
         to one prompt, and of a miss by a veto, such as another number. Equal texts are no error.
         """
-        if asked.trial.features or judgement.judge == EQUALITY:
+        if job.trial.features or judgement.judge == EQUALITY:
             return
-        if asked.source is Source.MISS:
-            self._findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
+        if job.source is Source.MISS:
+            self.findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
-            self._findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
+            self.findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
 
     async def _costly(
-        self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
+        self, job: _JudgingJob, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
     ) -> tuple[Judgement, bool]:
-        """What `judge` says where the others can't tell, with a second opinion where that is
-        surprising; and whether it was asked and answered.
+        """The ruling of `judge` where the others are undecided, with a second opinion where the
+        ruling is surprising. The second value is True if the judge answered.
         """
         cached = _cached_pair(entry)
         if judge is None or cached is None:
@@ -448,59 +435,59 @@ class Judging:
         judgement = await judge.judge(fresh, cached)
         if judgement.why == NO_ANSWER:
             return judgement, False
-        if judgement.ruling is not Ruling.SAME and asked.trial.p >= LIKELY and asked.trial.peers:
-            found = await self._exact.lookup_many(asked.partition, asked.compat, asked.trial.peers)
-            peers = [_cached_pair(one) for one in found if one is not None]
+        if judgement.ruling is not Ruling.SAME and job.trial.p >= LIKELY and job.trial.peers:
+            entries = await self.exact.lookup_many(job.partition, job.compat, job.trial.peers)
+            peers = [_cached_pair(peer) for peer in entries if peer is not None]
             judgement = await second_opinion(judge, judgement, fresh, [peer for peer in peers if peer is not None])
         return judgement, True
 
-    async def _check_served(self, asked: _Asked) -> None:
+    async def _check_served(self, job: _JudgingJob) -> None:
         """Generate a semantic hit's answer afresh and compare. A wrong answer is not served again
         until it is cleared.
         """
-        assert self._regenerate is not None
-        assert asked.entry is not None
-        assert asked.turn is not None
-        answer = await self._regenerate(asked.turn)
+        assert self.regenerate is not None
+        assert job.entry is not None
+        assert job.turn is not None
+        answer = await self.regenerate(job.turn)
         self._regenerates = answer is not None
-        fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
+        fresh = _qa_pair(job.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._alone(asked, fresh, asked.entry, None)
-        self._beside_prompts(asked, judgement)
+        judgement = await self._alone(job, fresh, job.entry, None)
+        self._beside_prompts(job, judgement)
         is_right = _is_same(judgement)
-        self._report(asked, judgement, is_right)
-        verdict = self._verdict(asked, asked.trial, judgement, is_right)
-        ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
-        await self._take_served(asked, verdict, ref, judgement, is_wrong=is_right is False)
+        self._report(job, judgement, is_right)
+        verdict = self._verdict(job, job.trial, judgement, is_right)
+        ref = AnswerRef(job.entry.exact, job.entry.created_at)
+        await self._take_served(job, verdict, ref, judgement, is_wrong=is_right is False)
 
-    async def _check_again(self, asked: _Asked) -> None:
+    async def _check_again(self, job: _JudgingJob) -> None:
         """Compare the answer of a repeated request with the hit before.
 
         A different fresh answer is a wrong verdict, one that no judge can compare a weak one.
         """
-        fresh, served = _qa_pair(asked.text, asked.chunks), asked.served
+        fresh, served = _qa_pair(job.text, job.chunks), job.served
         assert served is not None
-        (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
+        (entry,) = await self.exact.lookup_many(job.partition, job.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._alone(asked, fresh, entry, asked.entry)
+        judgement = await self._alone(job, fresh, entry, job.entry)
         is_right = _is_same(judgement)
-        self._report(asked, judgement, is_right)
+        self._report(job, judgement, is_right)
         if is_right:
             return
-        verdict = self._verdict(asked, asked.trial, judgement, False)
+        verdict = self._verdict(job, job.trial, judgement, False)
         if is_right is None:
             verdict = _weak(verdict)
-        await self._take_served(asked, verdict, served, judgement, is_wrong=is_right is False)
+        await self._take_served(job, verdict, served, judgement, is_wrong=is_right is False)
 
     async def _take_served(
-        self, asked: _Asked, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
+        self, job: _JudgingJob, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
     ) -> None:
-        record = asked.record
+        record = job.record
         out = Suspension(
             exact=ref.exact,
-            source=asked.source,
+            source=job.source,
             at=verdict.at,
             judge=judgement.judge,
             why=judgement.why,
@@ -508,62 +495,74 @@ class Judging:
             alias=record.request.alias,
         )
         scope = Scope.ANSWER if is_wrong else Scope.NOTHING
-        await self._verdicts.take(
-            asked.partition, f"{record.request.id}:{asked.source}", verdict, ref, None, scope, out if is_wrong else None
+        await self.verdicts.take(
+            job.partition,
+            f"{record.request.id}:{job.source}",
+            verdict,
+            ref,
+            None,
+            scope,
+            out if is_wrong else None,
         )
 
     def _verdict(
-        self, asked: _Asked, trial: Trial, judgement: Judgement, is_right: bool | None, *, entry: Entry | None = None
+        self,
+        job: _JudgingJob,
+        trial: Trial,
+        judgement: Judgement,
+        is_right: bool | None,
+        *,
+        entry: Entry | None = None,
     ) -> Verdict:
         """`entry` is the fresh answer, where it was stored."""
         return Verdict(
-            source=asked.source,
-            compat=asked.compat,
+            source=job.source,
+            compat=job.compat,
             is_right=is_right,
-            trial=msgspec.structs.replace(trial, chance=asked.chance),
+            trial=msgspec.structs.replace(trial, chance=job.chance),
             at=time.time(),
             exact=entry.exact if entry is not None else b"",
             created_at=entry.created_at if entry is not None else 0.0,
             judge=judgement.judge,
             why=judgement.why,
-            flips=self._findings.flips(judgement.judge),
-            alias=asked.record.request.alias,
-            is_late=asked.is_late,
+            flips=self.findings.flips(judgement.judge),
+            alias=job.record.request.alias,
+            is_late=job.is_late,
         )
 
-    def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
-        self._findings.count(asked.source, judgement.ruling, judgement.judge)
-        if asked.certificate is not None and is_right is not None:
-            is_audit = asked.source is Source.AUDIT
-            letters = checks.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
-            self._findings.note(asked.record.request.team_id, asked.record.request.alias, letters, asked.certificate)
+    def _report(self, job: _JudgingJob, judgement: Judgement, is_right: bool | None) -> None:
+        self.findings.count(job.source, judgement.ruling, judgement.judge)
+        if job.certificate is not None and is_right is not None:
+            is_audit = job.source is Source.AUDIT
+            events = measured_error.settled(job.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
+            self.findings.note(job.record.request.team_id, job.record.request.alias, events, job.certificate)
 
     async def _judged(
-        self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
+        self, job: _JudgingJob, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
     ) -> list[Judgement]:
         """The rulings of the judges that cost nothing, on each of `cached`. `stored` is the fresh
         answer, where it was stored. Raises CacheWorkerUnavailable.
         """
-        found = [_OPEN] * len(cached)
-        others = {place: pair.answer for place, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
-        answers = [_answered(cached[place], text) for place, text in others.items()]
-        judgements = await self._judges.compare(asked.partition, asked.compat, _answered(stored, fresh.answer), answers)
-        for place, judgement in zip(others, judgements, strict=True):
-            found[place] = judgement
-        return found
+        rulings = [_OPEN] * len(cached)
+        others = {index: pair.answer for index, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
+        answers = [_answered(cached[index], text) for index, text in others.items()]
+        settled = await self.judges.compare(job.partition, job.compat, _answered(stored, fresh.answer), answers)
+        for index, ruling in zip(others, settled, strict=True):
+            rulings[index] = ruling
+        return rulings
 
     async def _settled(self, free: Judgement, fresh: QAPair, entry: Entry, fallback: Judge | None) -> Judgement:
-        """A ruling, by `fallback` if the judges that cost nothing can't tell."""
+        """The ruling `free`, or that of `fallback` where `free` is UNKNOWN."""
         cached = _cached_pair(entry) if free.ruling is Ruling.UNKNOWN and fallback is not None else None
         return await fallback.judge(fresh, cached) if fallback is not None and cached is not None else free
 
-    async def _alone(self, asked: _Asked, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
+    async def _alone(self, job: _JudgingJob, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
         """A ruling on one answer. `stored` is the fresh one, where it was stored."""
-        (free,) = await self._judged(asked, fresh, (entry,), stored)
-        return await self._settled(free, fresh, entry, self._asker(asked))
+        (free,) = await self._judged(job, fresh, (entry,), stored)
+        return await self._settled(free, fresh, entry, self._asker(job))
 
-    def _asker(self, asked: _Asked) -> Judge | None:
-        return self._fallback.of(asked.record, asked.space) if self._fallback is not None else None
+    def _asker(self, job: _JudgingJob) -> Judge | None:
+        return self.fallback.of(job.record, job.space) if self.fallback is not None else None
 
     def _leave(self) -> None:
         """Send the replies that were gathered, in one round trip."""
@@ -573,7 +572,7 @@ class Judging:
 
     async def _remember(self, replies: list[tuple[Partition, Reply, tuple[str, ...]]]) -> None:
         try:
-            await self._verdicts.remember_replies(replies, self._reply_ttl_s)
+            await self.verdicts.remember_replies(replies, self.reply_ttl_s)
         except (RedisError, OSError) as error:
             _log.info("reply_not_remembered", reason=f"{type(error).__name__}: {error}")
 
@@ -583,18 +582,16 @@ def _is_same(judgement: Judgement) -> bool | None:
 
 
 def _chance(trial: Trial, share: float) -> float:
-    """With which probability a would-be hit is compared: generated instead, or served and then, in
-    a `share`, checked. A trial's chance of 1 says that it was not to be served or nothing is
-    audited.
+    """The probability with which a would-be hit is compared: it is generated instead, or served and
+    then checked with the probability `share`. A trial has a chance of 1 where the rule would not
+    serve, or where audits are off.
     """
     audited = trial.chance if trial.chance < 1.0 else 0.0
     return audited + (1.0 - audited) * share
 
 
 def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
-    """A question and its answer, for a judge; None where the answer is nothing that one can
-    read.
-    """
+    """A question and its answer, for a judge; None for an answer without a text."""
     try:
         whole = fold(chunks)
     except msgspec.DecodeError:
@@ -604,7 +601,7 @@ def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
 
 
 def _cached_pair(entry: Entry) -> QAPair | None:
-    """An entry's prompt and answer; None where that is nothing that one can read, or too long."""
+    """An entry's prompt and answer; None if one is missing, has no text, or is too long."""
     if entry.text is None or entry.chunks_bytes > _CHUNKS_BYTES_MAX:
         return None
     return _qa_pair(entry.text, chunks_of(entry))
@@ -615,7 +612,7 @@ def _answered(entry: Entry | None, text: str) -> Answered:
 
 
 def _weak(verdict: Verdict) -> Verdict:
-    """Counted in the group's tally as a part of a verdict; the model learns nothing from it."""
+    """Reduce a verdict to a part of one in its group's tally. The model learns nothing from it."""
     trial = msgspec.structs.replace(verdict.trial, features=b"")
     return msgspec.structs.replace(verdict, trial=trial, weight=_AGAIN_WEIGHT)
 

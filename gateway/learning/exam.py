@@ -16,7 +16,7 @@ from gateway.learning.llm_judge import NO_ANSWER
 
 _QUESTIONS = 12
 _WRONG_MAX = 0.2
-_TOLD_MIN = 0.5
+_RULED_MIN = 0.5
 _AGAIN, _AGAIN_FAILED = 0.05, 0.02  # shares of further comparisons with a question before them
 _KEPT, _SPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
@@ -27,30 +27,32 @@ class Exam:
 
     def __init__(self, random: Callable[[], float]) -> None:
         self._random = random
-        self.asked = self.told = self.wrong = 0
+        self.questions = self.rulings = self.wrong = 0
 
     @property
     def is_over(self) -> bool:
-        return self.asked >= _QUESTIONS
+        return self.questions >= _QUESTIONS
 
     @property
     def is_passed(self) -> bool:
-        return self.is_over and self.wrong <= _WRONG_MAX * self.asked and self.told >= _TOLD_MIN * self.asked
+        return (
+            self.is_over and self.wrong <= _WRONG_MAX * self.questions and self.rulings >= _RULED_MIN * self.questions
+        )
 
     @property
     def flips(self) -> tuple[float, float]:
-        """As a verdict has them: the judge's errors on different answers; those on equal ones are
-        not known, and taken as none.
+        """The judge's error rates, as a verdict has them. Its errors on equal answers are unknown
+        and taken as 0.
         """
-        return 0.0, self.wrong / max(1, self.asked)
+        return 0.0, self.wrong / max(1, self.questions)
 
     def is_due(self) -> bool:
         return not self.is_over or self._random() < (_AGAIN if self.is_passed else _AGAIN_FAILED)
 
     def take(self, ruling: Ruling) -> None:
         """Take in the ruling on two unrelated answers."""
-        self.asked += 1
-        self.told += ruling is not Ruling.UNKNOWN
+        self.questions += 1
+        self.rulings += ruling is not Ruling.UNKNOWN
         self.wrong += ruling is Ruling.SAME
 
 
@@ -61,7 +63,7 @@ class Recent:
         self._pairs: OrderedDict[bytes, deque[QAPair]] = OrderedDict()
 
     def unrelated(self, space: bytes, fresh: QAPair) -> QAPair | None:
-        """A late answer to a prompt without a common word; None if there is none."""
+        """A recent answer to a prompt that shares no word with `fresh`; None without one."""
         words = _words(fresh.prompt)
         return next((one for one in self._pairs.get(space, ()) if not words & _words(one.prompt)), None)
 
@@ -82,7 +84,9 @@ class ExaminedJudge:
         self._space = space
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        """The judge's ruling; without one that counts, as if it had not answered."""
+        """The judge's ruling. Before it has passed its exam, and after it has failed, the same as
+        without an answer.
+        """
         exam, recent = self._exam, self._recent
         other = recent.unrelated(self._space, fresh)
         recent.remember(self._space, fresh)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.accounts import Accounts, Conflict, Identity, Key
+from gateway.accounts import Accounts, AlreadyExists, Identity, Key
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, arrive, read_turn
@@ -32,20 +32,20 @@ _log = get_logger()
 
 
 async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity | None:
-    """The team that pays, made where there is none, with the budget that is configured; None where
-    nothing may be spent or is asked.
+    """The gateway's own team, with the budget that is configured. Creates both if they are missing.
+    None if the gateway may spend nothing, or has nothing to ask.
     """
     if not settings.judge_budget_usd or not (settings.judge_model or settings.shadow_share):
         return None
     limit = round(settings.judge_budget_usd * 1e6)
     try:
         team = await accounts.create_team(TEAM, is_semantic_enabled=False)
-    except Conflict:  # made at an earlier start, or by another worker just now
+    except AlreadyExists:  # made at an earlier start, or by another worker just now
         team = next(one for one in await accounts.list_teams() if one.name == TEAM)
     budgets = await accounts.list_budgets(team.id)
     daily = next((one for one in budgets if one.window is WindowKind.DAY and one.is_hard), None)
     if daily is None:
-        with contextlib.suppress(Conflict):  # another worker, just now
+        with contextlib.suppress(AlreadyExists):  # another worker, just now
             await accounts.create_budget(team.id, WindowKind.DAY, limit, True)
     elif daily.limit != limit:
         await accounts.update_budget(daily.id, limit=limit)
@@ -61,7 +61,7 @@ class InternalRequests:
         self._pipeline: Pipeline | None = None
 
     def connect(self, pipeline: Pipeline) -> None:
-        """Ask `pipeline` from now on; before, there is no answer."""
+        """Send requests to `pipeline`. Before this call each request ends without an answer."""
         self._pipeline = pipeline
 
     def generations(self) -> int:

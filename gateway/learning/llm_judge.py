@@ -47,7 +47,7 @@ class LlmJudge:
         self._name = name or model
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        """Ask in both orders. A ruling that depends on the order is none."""
+        """Ask in both orders of the answers. Rulings that differ by the order make UNKNOWN."""
         texts = (fresh.prompt, fresh.answer, cached.answer)
         if sum(map(len, texts)) > _CHARS_MAX:
             return self._judgement(Ruling.UNKNOWN, "too long to ask about")
@@ -67,16 +67,16 @@ class LlmJudge:
             return self._judgement(Ruling.UNKNOWN, ORDERS_DISAGREE)
         return self._judgement(ruling, "asked the judge model in both orders")
 
-    async def _asked(self, prompt: str, one: str, other: str) -> Ruling | None:
-        """The ruling on two answers in this order; None where there was no answer."""
-        asked = {"prompt": prompt, "answer_a": one, "answer_b": other}
+    async def _asked(self, prompt: str, first: str, second: str) -> Ruling | None:
+        """The ruling on two answers in this order; None if the model did not answer."""
+        question = {"prompt": prompt, "answer_a": first, "answer_b": second}
         body = {
             "model": self._model,
             "temperature": 0,
             "max_tokens": 8,
             "messages": [
                 {"role": "system", "content": _INSTRUCTION},
-                {"role": "user", "content": json.dumps(asked, ensure_ascii=False)},
+                {"role": "user", "content": json.dumps(question, ensure_ascii=False)},
             ],
         }
         whole = await self._ask(body)

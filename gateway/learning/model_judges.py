@@ -11,11 +11,13 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from cache.verdicts import Judge
+from cache import Partition, SemanticClient
+from cache.verdicts import Judge, Judgement, Ruling, equal
+from cache.worker import Answered
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
@@ -41,6 +43,28 @@ Note = Callable[[Record, int, str], None]
 """Takes the judged request, the cost of a question in µUSD, and `answered`, `unpaid` or `failed`."""
 
 
+class OwnJudges:
+    """The judges that cost no money: equality, then those of the cache worker."""
+
+    names = "equality, agreement, prose"
+
+    def __init__(self, semantic: SemanticClient) -> None:
+        self._semantic = semantic
+
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
+        """The rulings on a fresh answer against others of its partition and compat, in order.
+        Raises CacheWorkerUnavailable.
+        """
+        judgements = [equal(fresh.text, other.text) for other in others]
+        open_ = [index for index, judgement in enumerate(judgements) if judgement.ruling is Ruling.UNKNOWN]
+        rulings = await self._semantic.judge(partition, compat, fresh, [others[index] for index in open_])
+        for index, judgement in zip(open_, rulings, strict=True):
+            judgements[index] = judgement
+        return judgements
+
+
 class ModelJudges:
     """`model` is an alias, or None for the judged request's own; `allowance` bounds what is spent
     for each team (None: the judge's budget alone). `clients` is the number of generations under
@@ -51,14 +75,14 @@ class ModelJudges:
         self,
         model: str | None,
         fleet: Fleet,
-        own: InternalRequests,
+        requests: InternalRequests,
         allowance: Allowance | None,
         clients: Callable[[], int],
         note: Note,
     ) -> None:
         self._model = model
         self._fleet = fleet
-        self._own = own
+        self._requests = requests
         self._allowance = allowance
         self._clients = clients
         self._note = note
@@ -114,13 +138,13 @@ class ModelJudges:
         if known is None:
             if len(self._copies) >= _COPIES_MAX:
                 self._copies.clear()
-            own = dataclasses.replace(
+            copy = dataclasses.replace(
                 deployment,
                 health=Health(time.monotonic, random.random),
                 estimate=Estimate(time.monotonic),
                 slots=Slots(_AT_ONCE, 0),
             )
-            known = self._copies[key] = dataclasses.replace(alias, deployments={own.name: own})
+            known = self._copies[key] = dataclasses.replace(alias, deployments={copy.name: copy})
         return known
 
     async def _ask(self, record: Record, judge: Alias, body: dict[str, Any]) -> bytes | None:
@@ -142,7 +166,7 @@ class ModelJudges:
         async with self._places:
             self._asking += 1
             try:
-                answer, cost = await self._own.ask(body, judge, reserve, _WITHIN_S)
+                answer, cost = await self._requests.ask(body, judge, reserve, _WITHIN_S)
             finally:
                 self._asking -= 1
         if self._allowance is not None and paid and cost is not None:
@@ -156,14 +180,14 @@ NO_JUDGE = "no deployment of this model can chat, and there is no local engine"
 
 def judges_of(alias: Alias, fleet: Fleet, *, is_auto: bool) -> list[Deployment]:
     """The deployments that can judge an alias's answers, the cheapest first."""
-    able = [one for one in alias.deployments.values() if one.can_chat]
+    able = [deployment for deployment in alias.deployments.values() if deployment.can_chat]
     if not able and is_auto:
-        able = [one for one in fleet.deployments if one.settings.engine is not None]
-    return sorted(able, key=lambda one: one.price.cost(_TYPICAL))
+        able = [deployment for deployment in fleet.deployments if deployment.settings.engine is not None]
+    return sorted(able, key=lambda deployment: deployment.price.cost(_TYPICAL))
 
 
 def _has_room(deployment: Deployment) -> bool:
-    """Whether a question would delay no client's request, as far as this worker sees."""
+    """True if a question would delay no client's request, as far as this worker sees."""
     load, slots = deployment.backend.load(0), deployment.slots
     is_idle = load.running == 0 if deployment.settings.engine is not None else 2 * slots.taken <= slots.slots_max
     return not deployment.absence and is_idle and not (load.waiting or slots.waiting)

@@ -18,6 +18,7 @@ from cache import ExactCache, Partition, Purge
 from cache.verdicts import AnswerRef, Reply, Ruling, Scope, Source, Suspension, Verdict, VerdictStore
 from gateway.journey.record import Record
 from gateway.journey.turn import arrived_at
+from gateway.telemetry.measured_error import reported
 from gateway.telemetry.stats import Stats
 from gateway.wire.errors import ApiError, NotFound
 
@@ -41,7 +42,7 @@ class Effect(StrEnum):
     NONE = "none"  # nothing of it is in the cache, or the same was said before
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReportOutcome(msgspec.Struct, frozen=True):
     """The effect of a report."""
 
     id: str
@@ -50,7 +51,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Reports:
-    """`count` gets every verdict."""
+    """Takes reports on answers. `count` gets every verdict."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Reports:
         self._count = count
         self._flushed_s = flushed_s
 
-    async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> Outcome:
+    async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> ReportOutcome:
         """Take a report on response `id` of a team: its x-request-id or, for a semantic hit, the
         `id` in its body.
 
@@ -80,7 +81,7 @@ class Reports:
             effect = await self._on_hit(partition, team_id, reply, is_right, who)
         else:
             effect = await self._on_other(partition, team_id, id, is_right)
-        return Outcome(id, verdict, effect)
+        return ReportOutcome(id, verdict, effect)
 
     async def _on_hit(self, partition: Partition, team_id: int, reply: Reply, is_right: bool, who: str) -> Effect:
         id = reply.id
@@ -105,13 +106,13 @@ class Reports:
             request_id=id,
             alias=reply.alias,
         )
-        scope, told = (Scope.NOTHING, "right") if is_right else (Scope.GROUP, "wrong")
+        scope, ruling = (Scope.NOTHING, "right") if is_right else (Scope.GROUP, "wrong")
         answer = AnswerRef(reply.exact, reply.created_at)
         is_new = await self._verdicts.take(
-            partition, f"{id}:{told}", verdict, answer, None, scope, None if is_right else out
+            partition, f"{id}:{ruling}", verdict, answer, None, scope, None if is_right else out
         )
         if is_new:
-            self._stats.add_report(team_id, reply.alias, not is_right)
+            self._stats.add_checks(team_id, reply.alias, reported(is_wrong=not is_right))
             self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, who)
         if not is_right:
             return Effect.SUSPENDED
@@ -136,9 +137,7 @@ class Reports:
         return Effect.PURGED
 
     async def find(self, id: str, team_id: int | None = None) -> Record | None:
-        """The request among the latest; one that has just finished may be handed over by its worker
-        a second later.
-        """
+        """A request among the latest. Its worker may hand it over a second after its end."""
 
         def is_it(record: Record) -> bool:
             return record.request.id == id and team_id in (None, record.request.team_id)

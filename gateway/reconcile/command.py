@@ -26,6 +26,7 @@ from gateway.accounts.rollups import CORRECTION
 from gateway.reconcile.compare import Difference, Report, compare, corrections, id_part, models_of
 from gateway.reconcile.export import COUNTS, Billed, Export, ExportError, read_export
 from gateway.settings import Settings
+from policies import Usage
 
 DIFFERS, UNREADABLE = 1, 2
 
@@ -111,9 +112,7 @@ def _rows(difference: Difference) -> list[LedgerRow]:
             key_id=spend.key_id,
             alias=spend.alias,
             deployment=spend.deployment,
-            prompt_tokens=0,
-            cached_tokens=0,
-            completion_tokens=0,
+            usage=Usage(0, 0),
             cost_microusd=microusd,
             kind=CORRECTION,
             baseline_microusd=0,

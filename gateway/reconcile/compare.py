@@ -42,8 +42,8 @@ class Difference:
     reasons: list[Reason] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """The sum of a field of the rows."""
-        return sum(getattr(row, name) for row in self.rows)
+        """The sum of a field of the rows, or of their usage."""
+        return sum(getattr(row, name) if hasattr(row, name) else getattr(row.usage, name) or 0 for row in self.rows)
 
     @property
     def ledger(self) -> Billed:

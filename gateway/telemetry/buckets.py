@@ -1,25 +1,22 @@
-"""The format of the statistics' buckets in Redis: one hash for a minute, an hour or a day.
+"""The fields of the statistics in Redis: one hash for a minute, an hour or a day.
 
-A field is `letter|team|kind|model` (the model last: it may contain anything); its value is an
-integer. The kind is one of KINDS, or `deployment` (the model is then the deployment, and the team
-empty), or `truth` (checks and reports of semantic hits), or `judges` (the model is then two judges
-with a line feed between, and the team empty). In the hash of the certificates the kind is a
-certificate's id. The letters:
+A field is `count|team|kind|surface|model` (the model last: it may contain anything); its value is an
+integer. `count` is a field of a struct, with a number or a judge behind a colon where there are many:
 
-    requests of a kind     r requests; TALLIED; tN and dN: histogram bucket N of TTFT and duration
-    truth, certificates    those of `checks`; certificates have r too
-    judges                 RULED
-    deployment             TRIED
-    SURFACE and a letter   r and TALLIED of a surface: the kind is then `surface/kind`
+    kind          counts of           with a colon
+    one of KINDS  `Tally`             ttft:N, duration:N: requests in step N of a histogram
+    deployment    `DeploymentTally`   (the model is the deployment; no team)
+    checks        `CheckCounts`       served:N and others of `Cell`, by step of chances; judge:NAME
+    judges        `RulingCounts`      (the model is two judges with a line feed between; no team)
 
+In the hash of the certificates the kind is a certificate's id, and the counts are those of checks.
 Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of both.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -28,78 +25,47 @@ ANSWERED = ("exact", "semantic", "miss")  # once each; who coalesced shares the 
 # An error is never a miss.
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 DEPLOYMENT = "deployment"
-TRUTH = "truth"
+CHECKS = "checks"
 JUDGES = "judges"
-SURFACE = "@"
 BATCH_LINES = "batch_lines"  # the surface of lines of batches; of other requests it is the record's route
-REQUESTS = "r"
-TTFT = "t"
-DURATION = "d"
+REQUESTS = "requests"
+TTFT = "ttft"
+DURATION = "duration"
 _NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
 _DENIED = "upstream_denied"  # a 4xx that is not the client's
-
-
-# the attribute of a record or a sum, by its letter
-TALLIED: Mapping[str, str] = {
-    "p": "prompt_tokens",
-    "c": "completion_tokens",
-    "k": "cached_tokens",
-    "$": "cost_microusd",
-    "s": "avoided_microusd",
-    "sv": "saved_microusd",
-    "u": "uncompared",
-    "ms": "saved_ms",
-}
-RULED: Mapping[str, str] = {
-    "ss": "same_same",
-    "sd": "same_different",
-    "ds": "different_same",
-    "dd": "different_different",
-}
-TRIED: Mapping[str, str] = {
-    "ok": "ok",
-    "no": "failed",
-    "c": "completion_tokens",
-    "$": "cost_microusd",
-}
-
-
-def amounts(metrics: Mapping[str, str], source: Any) -> Iterator[tuple[str, int]]:
-    """Each letter with its amount in `source`, as an integer."""
-    for letter, name in metrics.items():
-        yield letter, round(getattr(source, name))
-
-
-def add(metrics: Mapping[str, str], letter: str, amount: int, target: Any) -> None:
-    """Add a field's amount to its attribute of `target`; unknown letters are ignored."""
-    name = metrics.get(letter)
-    if name is not None:
-        setattr(target, name, getattr(target, name) + amount)
 
 
 class Field(msgspec.Struct, frozen=True):
     """A field's name, parsed."""
 
-    letter: str
+    count: str
     team_id: int
     kind: str
+    surface: str
     model: str
 
 
-def field_name(letter: str, team_id: int | str, kind: str, model: str) -> str:
-    """A field's name."""
-    return f"{letter}|{team_id}|{kind}|{model}"
+def field_name(count: str, team_id: int | str, kind: str, surface: str, model: str) -> str:
+    """The name of a field, of its parts."""
+    return f"{count}|{team_id}|{kind}|{surface}|{model}"
 
 
 def read_fields(reply: list[bytes]) -> Iterator[tuple[Field, int]]:
     """The fields and values of a bucket's flat reply."""
     for name, amount in zip(reply[::2], reply[1::2], strict=True):
         try:
-            letter, team, kind, model = name.decode().split("|", 3)
-            field = Field(letter, int(team or 0), kind, model), int(amount)
+            count, team, kind, surface, model = name.decode().split("|", 4)
+            field = Field(count, int(team or 0), kind, surface, model), int(amount)
         except ValueError:
             continue  # no field of ours; UnicodeDecodeError is one, too
         yield field
+
+
+def add(sums: msgspec.Struct, count: str, amount: int) -> None:
+    """Add `amount` to a count of `sums`; a count of another version is ignored."""
+    known = getattr(sums, count) if count in sums.__struct_fields__ else None
+    if isinstance(known, int):
+        setattr(sums, count, known + amount)
 
 
 def kind_of(cache: str, status: int, error: str) -> str:
@@ -128,12 +94,3 @@ def percentile_ms(histogram: Mapping[int, int], share: float) -> float | None:
         if rest <= 0:
             return float(2 ** ((step - 0.5) / _STEPS_PER_DOUBLING) / 10)
     return None
-
-
-def merged(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """The sum of several histograms."""
-    total: dict[int, int] = {}
-    for histogram in histograms:
-        for step, count in histogram.items():
-            total[step] = total.get(step, 0) + count
-    return total

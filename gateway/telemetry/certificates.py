@@ -17,8 +17,7 @@ from cache.stored import reader
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
 from gateway.loggers import get_logger
-from gateway.telemetry.checks import CheckCounts
-from gateway.telemetry.measured_error import Pair
+from gateway.telemetry.measured_error import CheckCounts, Pair
 from gateway.telemetry.stats import Stats
 from policies.redis import Redis
 
@@ -34,8 +33,8 @@ _DROP = "return redis.call('HDEL', KEYS[1], ARGV[1])"
 
 
 class Basis(msgspec.Struct, frozen=True):
-    """What a certificate is about. The embedder and the rule are empty while the cache worker is
-    away.
+    """The bound, the judges, the embedder and the rule that a certificate holds for. The embedder
+    and the rule are empty while the cache worker is away.
     """
 
     error_max: float
@@ -44,8 +43,10 @@ class Basis(msgspec.Struct, frozen=True):
     rule: str = ""
 
 
-class Start(msgspec.Struct, frozen=True):
-    """The start of a certificate, and why it is not an earlier one; empty of the first."""
+class CertificateStart(msgspec.Struct, frozen=True):
+    """The start of a certificate. `why` says what ended the certificate before; it is empty for the
+    first.
+    """
 
     id: str
     since_s: float
@@ -56,13 +57,13 @@ class Start(msgspec.Struct, frozen=True):
 class Certificate(msgspec.Struct, frozen=True):
     """A certificate and its counts."""
 
-    start: Start
+    start: CertificateStart
     counts: CheckCounts
 
 
 _log = get_logger()
 _encoder = msgspec.msgpack.Encoder()
-_read = reader(msgspec.msgpack.Decoder(Start))
+_read = reader(msgspec.msgpack.Decoder(CertificateStart))
 
 
 class Certificates:
@@ -77,7 +78,7 @@ class Certificates:
         self._lost: set[Pair] = set()  # whose starts could not be read
 
     async def update(self, teams: Iterable[Team], embedder: str, rule: str) -> dict[Pair, Certificate]:
-        """Start what is to start, and drop what is over; the certificates after it.
+        """Start new certificates, drop those that are over, and return all.
 
         `embedder` and `rule` are empty while the cache worker is away. Errors of the client pass
         through.
@@ -85,7 +86,7 @@ class Certificates:
         known = {team.id: team for team in teams}
         counted = await self._stats.certified()  # first: whatever is counted has its start already
         starts = await self._starts()
-        found: dict[Pair, Certificate] = {}
+        certificates: dict[Pair, Certificate] = {}
         for pair in dict.fromkeys([*starts, *self._lost, *(pair for pair, _ in counted)]):
             team, start = known.get(pair[0]), starts.get(pair)
             if team is None:
@@ -100,16 +101,16 @@ class Certificates:
                 start = after
             self._lost.discard(pair)
             if start is not None:
-                found[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
-        self._stats.certificates = {pair: one.start.id for pair, one in found.items()}
-        self._stats.certified_hits = {pair: one.counts.hits for pair, one in found.items()}
-        over = [(pair, id) for pair, id in counted if pair not in found or found[pair].start.id != id]
+                certificates[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
+        self._stats.certificates = {pair: certificate.start.id for pair, certificate in certificates.items()}
+        self._stats.certified_hits = {pair: certificate.counts.hits for pair, certificate in certificates.items()}
+        over = [(pair, id) for pair, id in counted if pair not in certificates or certificates[pair].start.id != id]
         if over:
             await self._stats.drop_certified(over)
-        return found
+        return certificates
 
     async def read(self) -> dict[Pair, Certificate]:
-        """The certificates now. Errors of the client pass through."""
+        """All current certificates. Errors of the client pass through."""
         counted = await self._stats.certified()
         return {
             pair: Certificate(start, counted.get((pair, start.id), CheckCounts()))
@@ -117,11 +118,11 @@ class Certificates:
         }
 
     async def recall(self) -> None:
-        """Count for the certificates that there are. Errors of the client pass through."""
+        """Let this worker count for the current certificates. Errors of the client pass through."""
         self._stats.certificates = {pair: start.id for pair, start in (await self._starts()).items()}
 
     async def restart(self, team: Team, alias: str, why: str) -> None:
-        """Start a new one, whatever there was. Errors of the client pass through."""
+        """Start a new certificate. Errors of the client pass through."""
         pair = team.id, alias
         start = (await self._starts()).get(pair)
         basis = Basis(self._bounds.error_max(team, alias), self._judges)
@@ -132,9 +133,9 @@ class Certificates:
             self._stats.certificates[pair] = after.id
             _log.info("certificate_started", team=team.name, model=alias, why=why)
 
-    def _after(self, start: Start | None, basis: Basis) -> Start:
+    def _after(self, start: CertificateStart | None, basis: Basis) -> CertificateStart:
         if start is None:
-            return Start("", self._clock(), basis)
+            return CertificateStart("", self._clock(), basis)
         before = start.basis
         basis = msgspec.structs.replace(
             basis, embedder=basis.embedder or before.embedder, rule=basis.rule or before.rule
@@ -143,24 +144,24 @@ class Certificates:
         # what was not known yet is no change
         return self._made(basis, why) if why else msgspec.structs.replace(start, basis=basis)
 
-    def _made(self, basis: Basis, why: str) -> Start:
+    def _made(self, basis: Basis, why: str) -> CertificateStart:
         now = self._clock()
-        return Start(str(int(now * 1000)), now, basis, why)
+        return CertificateStart(str(int(now * 1000)), now, basis, why)
 
-    async def _starts(self) -> dict[Pair, Start]:
+    async def _starts(self) -> dict[Pair, CertificateStart]:
         reply = await self._redis.eval(_READ, 1, _KEY)
-        found: dict[Pair, Start] = {}
+        starts: dict[Pair, CertificateStart] = {}
         for name, data in zip(reply[::2], reply[1::2], strict=True):
             try:
-                found[_pair(name)] = _read(data)
+                starts[_pair(name)] = _read(data)
             except (msgspec.DecodeError, ValueError):  # damaged, or of another version: a new one starts
                 _log.warning("certificate_unreadable", field=name.decode(errors="backslashreplace"))
                 await self._redis.eval(_DROP, 1, _KEY, name)
                 self._lost.update(_pairs(name))
-        return found
+        return starts
 
-    async def _replace(self, pair: Pair, before: Start | None, after: Start) -> bool:
-        """False where another worker was faster."""
+    async def _replace(self, pair: Pair, before: CertificateStart | None, after: CertificateStart) -> bool:
+        """Store a start. Returns False if another worker stored one before."""
         expected = _encoder.encode(before) if before is not None else b""
         return bool(await self._redis.eval(_REPLACE, 1, _KEY, _field(pair), expected, _encoder.encode(after)))
 
@@ -183,7 +184,7 @@ def _pairs(name: bytes) -> list[Pair]:
 
 
 def _why(before: Basis, now: Basis) -> str:
-    """What has changed, in words; empty where nothing has."""
+    """The change in words; empty if the two are equal."""
     if before.error_max != now.error_max:
         return f"the bound changed from {before.error_max:.4g} to {now.error_max:.4g}"
     for name, old, new in (

@@ -11,7 +11,7 @@ import math
 import os
 import resource
 import time
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -32,7 +32,7 @@ from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
@@ -45,35 +45,28 @@ _WRITE = "return redis.pcall('SETRANGE', KEYS[1], 0, '')"
 _log = get_logger()
 
 
+@dataclass(eq=False)
 class HealthMonitor:
     """The results of the last check of every part of this worker."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        link: RedisLink,
-        accounts: Accounts,
-        writer: LedgerWriter,
-        semantic: SemanticClient,
-        fleet: Fleet,
-        money: Money,
-        pipeline: Pipeline,
-    ) -> None:
-        self._settings = settings
-        self._link = link
-        self._accounts = accounts
-        self._writer = writer
-        self._semantic = semantic
-        self._fleet = fleet
-        self._money = money
-        self._pipeline = pipeline
+    settings: Settings
+    link: RedisLink
+    accounts: Accounts
+    _: KW_ONLY
+    writer: LedgerWriter
+    semantic: SemanticClient
+    fleet: Fleet
+    money: Money
+    pipeline: Pipeline
+
+    def __post_init__(self) -> None:
         self._redis_error = "not asked yet"
         self._redis_note = ""
         self._database_error = "not asked yet"
         self._cache = WorkerStatus(WorkerState.AWAY)
         self._backlog = 0
         self._written = WriterStats()  # as counted in the metrics
-        self._was_ready = False
+        self.was_ready = False
         self._are_descriptors_scarce = False
         self.lag_s = 0.0
 
@@ -98,12 +91,12 @@ class HealthMonitor:
 
     async def _look_at_redis(self) -> None:
         try:
-            self._backlog = await self._writer.backlog()
-            await self._link.eval(_WRITE, 1, "sameway:writable")
+            self._backlog = await self.writer.backlog()
+            await self.link.eval(_WRITE, 1, "sameway:writable")
             error = ""
         except RedisError as failure:
             error = f"{type(failure).__name__}: {failure}"
-        if denied := self._link.denied:
+        if denied := self.link.denied:
             error = f"{_LACKS}: {denied}"
             if not self._redis_error.startswith(_LACKS):
                 _log.error("redis_denied", reason=denied, wanted="+@all -@admin -@dangerous ~sameway:* &sameway:*")
@@ -112,24 +105,24 @@ class HealthMonitor:
     async def _look_at_eviction(self) -> None:
         """Warn if Redis may evict keys: budgets and rows of the ledger are in Redis."""
         try:
-            found = await self._link.client.config_get("maxmemory-policy")
+            policy = await self.link.client.config_get("maxmemory-policy")
         except Exception as error:  # a managed Redis may refuse the question; this is only advice
             _log.info("redis_policy_unknown", reason=f"{type(error).__name__}: {error}")
             return
-        if found.get("maxmemory-policy", "noeviction") != "noeviction":
+        if policy.get("maxmemory-policy", "noeviction") != "noeviction":
             consequence, wanted = "budgets and rows of the ledger may be lost", "maxmemory-policy noeviction"
             self._redis_note = f"{consequence}: set {wanted}"
             _log.warning("redis_may_evict", consequence=consequence, wanted=wanted)
 
     async def _look_at_database(self) -> None:
         try:
-            await self._accounts.refresh()
-            self._database_error = "" if await self._accounts.database.takes_writes() else "takes no writes"
+            await self.accounts.refresh()
+            self._database_error = "" if await self.accounts.database.takes_writes() else "takes no writes"
         except SQLAlchemyError as error:
             self._database_error = name_of(error)
 
     async def _look_at_cache(self) -> None:
-        self._cache = self._semantic.status
+        self._cache = self.semantic.status
 
     def _look_at_descriptors(self) -> None:
         """Warn if few descriptors are left; the kernel gives the lowest free number."""
@@ -148,7 +141,7 @@ class HealthMonitor:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GatewayPart]:
         """Every part with its state and details for people."""
         cache = self._cache
         detail = {
@@ -157,80 +150,81 @@ class HealthMonitor:
             WorkerState.FAILED: f"lookups by meaning are misses: {cache.detail}",
         }.get(cache.state, f"{cache.state} {cache.progress:.0%} {cache.detail}".strip())
         redis = "; ".join(filter(None, (self._redis_error, self._redis_note)))
-        starting = (WorkerState.LOADING, WorkerState.REBUILDING)
+        is_starting = cache.state in (WorkerState.LOADING, WorkerState.REBUILDING)
+        away = PartHealth.STARTING if is_starting else PartHealth.DOWN
         return [
-            Part("redis", Health.DOWN if self._redis_error else Health.OK, redis),
-            Part("database", Health.DOWN if self._database_error else Health.OK, self._database_error),
-            Part(
+            GatewayPart("redis", PartHealth.DOWN if self._redis_error else PartHealth.OK, redis),
+            GatewayPart("database", PartHealth.DOWN if self._database_error else PartHealth.OK, self._database_error),
+            GatewayPart(
                 _CACHE_WORKER,
-                Health.OK if cache.is_ready else Health.STARTING if cache.state in starting else Health.DOWN,
+                PartHealth.OK if cache.is_ready else away,
                 detail,
             ),
-            *(self._part(deployment) for deployment in self._fleet.deployments),
+            *(self._part(deployment) for deployment in self.fleet.deployments),
         ]
 
-    def _part(self, deployment: Deployment) -> Part:
+    def _part(self, deployment: Deployment) -> GatewayPart:
         if deployment.is_available is None:
-            return Part(deployment.name, Health.UNASKED, "no answer from it yet")
+            return GatewayPart(deployment.name, PartHealth.UNASKED, "no answer from it yet")
         if deployment.is_available:
-            return Part(deployment.name, Health.OK)
+            return GatewayPart(deployment.name, PartHealth.OK)
         is_starting = deployment.backend.load(0).is_starting and not deployment.use
-        return Part(deployment.name, Health.STARTING if is_starting else Health.DOWN, deployment.trouble)
+        return GatewayPart(deployment.name, PartHealth.STARTING if is_starting else PartHealth.DOWN, deployment.trouble)
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_all_there = all(part.health in (Health.OK, Health.UNASKED) for part in parts)
+        is_all_there = all(part.health in (PartHealth.OK, PartHealth.UNASKED) for part in parts)
         # what a provider does, and what an operator took out of use, is so on every host: no balancer
         # has a better one, and only requests find out that a deployment is back
         is_answerable = all(
             any(d.backend.load(0).is_ready or d.use for d in alias.deployments.values())
-            for alias in self._fleet.aliases.values()
+            for alias in self.fleet.aliases.values()
         )
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting, and an embedder that can't be loaded; afterwards each alias needs only one
         # available deployment
-        may_be_down = {deployment.name for deployment in self._fleet.deployments}
+        may_be_down = {deployment.name for deployment in self.fleet.deployments}
         if self._cache.state is WorkerState.FAILED:
             may_be_down.add(_CACHE_WORKER)
         is_up = all(
-            part.health is Health.OK or (part.name in may_be_down and part.health is not Health.STARTING)
+            part.health is PartHealth.OK or (part.name in may_be_down and part.health is not PartHealth.STARTING)
             for part in parts
         )
-        self._was_ready = self._was_ready or (is_answerable and is_up)
+        self.was_ready = self.was_ready or (is_answerable and is_up)
         return {
-            "is_ready": self._was_ready and is_answerable,
+            "is_ready": self.was_ready and is_answerable,
             "is_degraded": not is_all_there,
             "parts": {part.name: {"health": part.health.value, "detail": part.detail} for part in parts},
         }
 
     def _set_gauges(self, metrics: Metrics) -> None:
         metrics.set(m.LOOP_LAG, self.lag_s)
-        metrics.set(m.IN_FLIGHT, self._pipeline.generations)
+        metrics.set(m.IN_FLIGHT, self.pipeline.generations)
         metrics.set(m.WORKER_MEMORY, _memory_bytes())
         metrics.set(m.REDIS_UP, float(not self._redis_error))
         metrics.set(m.DATABASE_UP, float(not self._database_error))
-        metrics.set(m.LEDGER_BACKLOG, self._backlog + self._money.unsettled)
-        before, self._written = self._written, replace(self._writer.stats)
+        metrics.set(m.LEDGER_BACKLOG, self._backlog + self.money.unsettled)
+        before, self._written = self._written, replace(self.writer.stats)
         metrics.add(m.LEDGER_FAILURES, self._written.failures - before.failures)
         metrics.add(m.LEDGER_SET_ASIDE, self._written.set_aside - before.set_aside)
         metrics.add(m.LEDGER_DRIFT, (self._written.drift_microusd - before.drift_microusd) / 1e6)
         metrics.set(m.CACHE_WORKER_UP, float(self._cache.is_ready))
         metrics.set(m.INDEX_ENTRIES, self._cache.entries)
-        metrics.set(m.L1_BYTES, self._pipeline.exact.l1_bytes)
-        self._set_deployment_gauges(metrics)
+        metrics.set(m.L1_BYTES, self.pipeline.exact.l1_bytes)
+        self.set_deployment_gauges(metrics)
 
-    def _set_deployment_gauges(self, metrics: Metrics) -> None:
-        for alias in self._fleet.aliases.values():
+    def set_deployment_gauges(self, metrics: Metrics) -> None:
+        for alias in self.fleet.aliases.values():
             absence = alias.absence
             for cause in ABSENCES:
                 metrics.set(m.MODEL_UNAVAILABLE, float(absence == cause), alias.name, cause)
-        for deployment in self._fleet.deployments:
+        for deployment in self.fleet.deployments:
             load = deployment.backend.load(0)
             is_available = deployment.is_available
             now = math.nan if is_available is None else float(is_available)
             metrics.set(m.DEPLOYMENT_AVAILABLE, now, deployment.name)
-            workers = 1 if load.engine is None else self._settings.workers  # an engine reports its total to each worker
+            workers = 1 if load.engine is None else self.settings.workers  # an engine reports its total to each worker
             metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
             if load.engine is not None:
                 metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)

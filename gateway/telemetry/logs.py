@@ -145,12 +145,6 @@ def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Calla
     return log
 
 
-def emit(record: Record, *, prompt: str = "", answer: str = "") -> None:
-    """`Log.emit` of the configured log; does nothing before `configure`."""
-    if _current is not None:
-        _current.emit(record, prompt=prompt, answer=answer)
-
-
 def close() -> None:
     """Write all queued lines and stop the writer."""
     global _current

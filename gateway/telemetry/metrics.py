@@ -11,7 +11,6 @@ Invariant: a scraped counter never decreases, whichever worker answers and which
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +94,7 @@ class Metrics:
     are not counted.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, version: str = "unknown") -> None:
         self._numbers = SharedNumbers(folder)
         self.error = self._numbers.error  # the reason why other workers do not see these numbers, if any
         self._values: memoryview[float] = self._numbers.values
@@ -106,7 +105,7 @@ class Metrics:
                 self._values[start] = math.nan  # a gauge of the file's last worker
         self._start(names.SERIES_DROPPED)
         self.set(names.WORKERS, 1)
-        self.set(names.BUILD, 1, _version())
+        self.set(names.BUILD, 1, version)
 
     def observe(self, record: Record) -> None:
         """Count one finished request; takes about 3 µs."""
@@ -144,7 +143,7 @@ class Metrics:
                 self.add(names.ACCEPTED, (usage.accepted_tokens or {}).get(source, 0), answer.deployment, source)
 
     def _count_money(self, record: Record) -> None:
-        """Count what is rare about the money of a request."""
+        """Count claims, estimates, unknown baselines and savings."""
         request, money = record.request, record.money
         if money.usage_estimated:
             self.add(names.ESTIMATED, 1, request.alias, record.answer.deployment)
@@ -309,10 +308,3 @@ def _cumulative(bounds: tuple[float, ...], numbers: tuple[float, ...]) -> Iterat
     for bound, count in zip((*bounds, math.inf), numbers[1:], strict=True):
         total += count
         yield ("+Inf" if bound == math.inf else repr(bound)), total
-
-
-def _version() -> str:
-    try:
-        return version("sameway")
-    except PackageNotFoundError:
-        return "unknown"

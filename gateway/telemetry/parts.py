@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Health(StrEnum):
+class PartHealth(StrEnum):
     OK = "ok"
     STARTING = "starting"  # loads a model or rebuilds an index; needs no action
     DOWN = "down"
@@ -12,9 +12,9 @@ class Health(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GatewayPart:
     """One part of the gateway."""
 
     name: str
-    health: Health
+    health: PartHealth
     detail: str = ""  # progress, sizes, or the error

@@ -119,7 +119,7 @@ class SharedNumbers:
         return ((run.key, run.start) for run in self._runs.values())
 
     def snapshots(self) -> Iterator[Snapshot]:
-        """All workers' numbers: this one's, other running ones' and those of workers that ended."""
+        """The numbers of this worker, of other running workers, and of workers that ended."""
         yield Snapshot(True, self._read(self._runs.values(), bytes(self._map[: self._end * 8])))
         if self._folder is None:
             return

@@ -1,9 +1,10 @@
 """Statistics of recent traffic: counts in Redis by minute, hour and day, and the latest requests.
 
-Each worker sums records in memory and sends its sums to Redis once a second, one script a bucket. A
-query adds the buckets of its window. Knows no SQL; the ledger, not this, defines the spend, and a
-worker that is killed loses a second of statistics. Team ids and model aliases must come from the
-configuration, never from a request: each is part of a hash's field. `buckets` defines the fields.
+Each worker sums records in memory, once for each minute, and sends its sums to Redis once a second:
+one script adds them to the minute, its hour and its day. A query adds the buckets of its window.
+Knows no SQL; the ledger, not this, defines the spend, and a worker that is killed loses a second of
+statistics. Team ids and model aliases must come from the configuration, never from a request: each
+is part of a hash's field. `buckets` defines the fields.
 
 Invariant: every record counts in exactly one kind (`KINDS`) of each resolution; the hit rate is
 hits / (hits + misses).
@@ -12,10 +13,11 @@ hits / (hits + misses).
 import asyncio
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,32 +26,30 @@ from gateway.accounts import HitsRow
 from gateway.journey.record import PATHS, Record, flat, of_flat
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
-from gateway.telemetry.checks import CheckCounts, asked, reported
-from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import Hour, Pair
-from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks, fold_rulings
+from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
+from gateway.telemetry.summary import StatsWindow, Summary, WindowSums
 from policies.redis import Redis
 
-_PREFIX = "sameway:stats:"
+# one Redis slot, as a script adds to a minute, an hour and a day
+_PREFIX = "sameway:{stats}:"
 _ROUTES_KEY = "sameway:routes"
 _NEAR_KEY = "sameway:near"
 _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
 _TOGETHER_MAX = 1_000  # records that are summed at once
 _LATEST_PER_FLUSH = 100  # records that a worker keeps of each second, the newest ones
-_UNSENT_MAX = 600  # buckets kept while Redis is away, of about three hours; drops the oldest
+_UNSENT_MAX = 180  # minutes kept while Redis is away; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
 
+# KEYS: hashes. ARGV: for each the seconds that it is kept, then fields and amounts that are added to all.
 _ADD = """
-for i = 2, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
+for number, key in ipairs(KEYS) do
+  for i = #KEYS + 1, #ARGV, 2 do redis.call('HINCRBY', key, ARGV[i], ARGV[i + 1]) end
+  redis.call('EXPIRE', key, ARGV[number])
+end
 return 1
 """
 _READ = "return redis.call('HGETALL', KEYS[1])"
-_DROP = """
-for i = 1, #ARGV do redis.call('HDEL', KEYS[1], ARGV[i]) end
-return 1
-"""
 _LOG = """
 for i = 2, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'r', ARGV[i]) end
 return 1
@@ -60,24 +60,35 @@ _encoder = msgspec.msgpack.Encoder()
 _read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
 
 
+class _Bucket(NamedTuple):
+    """A hash of counts, which Redis keeps for `kept_s` seconds after its last change."""
+
+    key: str
+    kept_s: int
+
+
 class _Resolution(msgspec.Struct, frozen=True):
-    """Buckets of one length, each kept for `kept_s` seconds."""
+    """Buckets of one length."""
 
     letter: str
     length_s: int
     kept_s: int
 
-    def key(self, at_s: int) -> str:
-        return f"{_PREFIX}{self.letter}:{at_s // self.length_s * self.length_s}"
+    def bucket(self, at_s: int) -> _Bucket:
+        return _Bucket(f"{_PREFIX}{self.letter}:{at_s // self.length_s * self.length_s}", self.kept_s)
 
 
 _MINUTE = _Resolution("m", 60, 3 * 3_600)
 _HOUR = _Resolution("h", 3_600, 9 * 86_400)
 _DAY = _Resolution("d", 86_400, 62 * 86_400)
-_RESOLUTIONS = (_MINUTE, _HOUR, _DAY)
 
 
-class _Shape(msgspec.Struct, frozen=True):
+@lru_cache(16)
+def _buckets_of(minute: int) -> tuple[_Bucket, ...]:
+    return tuple([resolution.bucket(minute * 60) for resolution in (_MINUTE, _HOUR, _DAY)])
+
+
+class _WindowShape(msgspec.Struct, frozen=True):
     """The buckets of a window."""
 
     resolution: _Resolution
@@ -86,17 +97,16 @@ class _Shape(msgspec.Struct, frozen=True):
 
 
 _SHAPES = {
-    Window.HOUR: _Shape(_MINUTE, 60, 1),
-    Window.DAY: _Shape(_HOUR, 24, 1),
-    Window.WEEK: _Shape(_HOUR, 168, 6),
-    Window.MONTH: _Shape(_DAY, 30, 1),
+    StatsWindow.HOUR: _WindowShape(_MINUTE, 60, 1),
+    StatsWindow.DAY: _WindowShape(_HOUR, 24, 1),
+    StatsWindow.WEEK: _WindowShape(_HOUR, 168, 6),
+    StatsWindow.MONTH: _WindowShape(_DAY, 30, 1),
 }
 
 
 CERTIFIED_KEY = f"{_PREFIX}certificates"
-_CERTIFIED_KEPT_S = 400 * 86_400  # after the last request
-_HITS = "hits"
-_TRUTH_BUCKETS = 24  # hours that the measured error looks back
+_CERTIFIED = (_Bucket(CERTIFIED_KEY, 400 * 86_400),)
+_CHECKED_HOURS = 24  # that the measured error looks back
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -106,19 +116,40 @@ class Page(msgspec.Struct, frozen=True):
     cursor: str | None  # of the next page; None if this is the last
 
 
-def _amounts(records: Sequence[Record]) -> Iterator[tuple[str, int]]:
-    """Each letter with its sum over `records`."""
-    yield buckets.REQUESTS, len(records)
-    for letter, read in _TALLIED:
-        yield letter, round(sum(map(read, records)))
-    for letter, read in _LATENCIES:
+def _reader(name: str) -> Callable[[Record], Any]:
+    """A reader of a record's field by the name that it has outside this process."""
+    return attrgetter(PATHS[name])
+
+
+# the sums of records, by the counts of `Tally`
+_SUMMED = {
+    "prompt_tokens": _reader("prompt_tokens"),
+    "completion_tokens": _reader("completion_tokens"),
+    "cached_tokens": _reader("cached_tokens"),
+    "cost_microusd": _reader("cost_microusd"),
+    "avoided_microusd": _reader("avoided_microusd"),
+    "saved_microusd": _reader("saved_microusd"),
+    "uncompared": _reader("is_baseline_unknown"),
+    "saved_ms": _reader("saved_ms"),
+}
+_LATENCIES = {buckets.TTFT: _reader("ttft_ms"), buckets.DURATION: _reader("duration_ms")}
+_OF_DEPLOYMENTS = ("completion_tokens", "cost_microusd")
+_TRIED = {"ok": "ok", "error": "failed", "denied": "failed"}  # the counts of `DeploymentTally`, by an attempt's verdict
+_LABELS = ("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
+_labels_of = attrgetter(*[PATHS[name] for name in _LABELS])
+
+
+def _sums_of(kind: str, records: Sequence[Record]) -> dict[str, int]:
+    """The counts of records of one kind."""
+    sums = {name: round(sum(map(read, records))) for name, read in _SUMMED.items()}
+    sums[buckets.REQUESTS] = len(records)
+    if kind in buckets.HITS:
+        sums["saved_completion_tokens"] = sums.pop("completion_tokens")
+        sums["saved_tokens"] = sums.pop("prompt_tokens") + sums["saved_completion_tokens"]
+    for latency, read in _LATENCIES.items():
         steps = Counter(map(buckets.step, [ms for ms in map(read, records) if ms is not None]))
-        yield from ((f"{letter}{step}", count) for step, count in steps.items())
-
-
-_OF_RECORDS = {**buckets.TALLIED, "u": "is_baseline_unknown"}
-_TALLIED = [(letter, attrgetter(PATHS[name])) for letter, name in _OF_RECORDS.items()]
-_LATENCIES = (buckets.TTFT, attrgetter("times.ttft_ms")), (buckets.DURATION, attrgetter("times.duration_ms"))
+        sums.update({f"{latency}:{step}": count for step, count in steps.items()})
+    return sums
 
 
 class Stats:
@@ -128,13 +159,12 @@ class Stats:
         self._redis = redis
         self._clock = clock
         self._records: list[Record] = []  # not in the sums yet
-        self._truths = Counter[tuple[int, int, str, str, tuple[str, ...]]]()  # the same
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
-        self._unsent: dict[str, _Bucket] = {}
-        self._hours: dict[int, Hour] = {}  # by start; past hours only
-        self._hits: dict[tuple[int, int, str, str], list[int]] = {}  # by hour, team, source and alias
-        self._certified = _Bucket(_CERTIFIED_KEPT_S)
+        # the counts by field, by the buckets that they are added to
+        self._unsent = defaultdict[tuple[_Bucket, ...], Counter[str]](Counter)
+        self._hours: dict[int, CheckedPeriod] = {}  # by start; past hours only
+        self._hits = defaultdict[tuple[int, int, str, str], Counter[str]](Counter)  # by hour, team, source and alias
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
         self.certified_hits: dict[Pair, int] = {}  # semantic ones since their starts, as last read
 
@@ -144,43 +174,33 @@ class Stats:
         if len(self._records) == _TOGETHER_MAX:
             self._gather()
 
-    def add_truth(self, team_id: int, model: str, letters: Iterable[str], certificate: str | None = None) -> str:
-        """Count an event of a semantic hit by its letters (`checks`), for `certificate` or the
-        current one.
+    def add_checks(self, team_id: int, model: str, events: Iterable[str], certificate: str | None = None) -> str:
+        """Count events of a semantic hit (`measured_error`), for `certificate` or the current one.
 
-        Returns the certificate that it counts for: what becomes of the event later counts there
-        too.
+        Returns the certificate that they count for: what becomes of a hit later counts there too.
         """
         if certificate is None:
             certificate = self.certificates.get((team_id, model), "")
-        self._truths[int(self._clock()) // 60, team_id, model, certificate, tuple(letters)] += 1
+        counts = dict.fromkeys(events, 1)
+        self._count(self._now(), counts, team_id, buckets.CHECKS, model)
+        self._count(_CERTIFIED, counts, team_id, certificate, model)
         return certificate
-
-    def add_report(self, team_id: int, model: str, is_wrong: bool) -> None:
-        """Count a client's report on a semantic hit."""
-        self.add_truth(team_id, model, reported(is_wrong=is_wrong))
 
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
         """Count a question to a judge model about a team's answers."""
-        self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, asked(cost_microusd))
+        counts = {"questions": 1, "judging_microusd": cost_microusd}
+        self._count(self._now(), counts, team_id, buckets.CHECKS, model)
 
     def add_rulings(self, judge: str, other: str, counts: RulingCounts) -> None:
         """Count pairs of answers that both judges ruled on."""
-        self._count(
-            int(self._clock()) // 60, "", buckets.JUDGES, f"{judge}\n{other}", buckets.amounts(buckets.RULED, counts)
-        )
+        self._count(self._now(), msgspec.structs.asdict(counts), "", buckets.JUDGES, f"{judge}\n{other}")
 
     async def saved(self) -> dict[int, int]:
-        """What the cache has saved each team in the last 30 days, in µUSD: what its answers had
-        cost when they were generated. Errors of the client pass through.
+        """The µUSD that the cache saved each team in the last 30 days: the cost of its answers when
+        they were generated. Errors of the client pass through.
         """
-        summary = await self.query(Window.MONTH)
+        summary = await self.query(StatsWindow.MONTH)
         return {team_id: tally.avoided_microusd for team_id, tally in summary.by_team.items()}
-
-    def _certify(self, team_id: int, certificate: str, model: str, counted: Iterable[tuple[str, int]]) -> None:
-        self._certified.add(
-            {buckets.field_name(letter, team_id, certificate, model): amount for letter, amount in counted}
-        )
 
     async def flush(self) -> None:
         """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next
@@ -194,63 +214,62 @@ class Stats:
         self._near.clear()
         await _abreast(
             [
-                *(self._send(key) for key in list(self._unsent)),
-                self._send_certified(),
+                *map(self._send, list(self._unsent)),
                 self._log(_ROUTES_KEY, _ROUTES_MAX, routes),
                 self._log(_NEAR_KEY, _NEAR_MAX, near),
             ]
         )
 
     def _gather(self) -> None:
-        """Add the sums since the last call to the buckets of each resolution."""
-        for (at, owner, alias, certificate, letters), count in self._truths.items():
-            events = [(letter, count) for letter in letters]
-            self._count(at, owner, buckets.TRUTH, alias, events)
-            self._certify(owner, certificate, alias, events)
-        self._truths.clear()
+        """Add the records since the last call to the sums."""
         records, self._records = self._records, []
         self._routes.extend(records)
-        alike: dict[tuple[int, int, str, str, str, str | None], list[Record]] = {}
-        deployments: dict[tuple[int, str], DeploymentTally] = defaultdict(DeploymentTally)
+        self._near.extend([record for record in records if record.cache.similarity is not None and _is_near(record)])
+        alike = defaultdict[tuple[int, tuple[Any, ...]], list[Record]](list)
         for record in records:
-            request, cache = record.request, record.cache
-            kind = buckets.kind_of(cache.source, record.ended.status, record.ended.error)
-            minute = int(request.at_s) // 60
-            surface = buckets.BATCH_LINES if request.batch else request.operation
-            deployment = record.answer.deployment if record.answer.attempts else None
-            alike.setdefault((minute, request.team_id, kind, request.alias, surface, deployment), []).append(record)
-            if kind == "miss" and cache.similarity is not None and cache.similarity >= NEAR_SIMILARITY_MIN:
-                self._near.append(record)
-        for (minute, team_id, kind, model, surface, deployment), some in alike.items():
-            counted = dict(_amounts(some))
-            if deployment is not None:
-                tally = deployments[minute, deployment]
-                tally.completion_tokens += counted["c"]
-                tally.cost_microusd += counted["$"]
-            tried = Counter([(one.name, one.verdict) for record in some for one in record.answer.attempts])
-            for (name, verdict), count in tried.items():
-                deployments[minute, name].ok += count * (verdict == "ok")
-                deployments[minute, name].failed += count * (verdict in ("error", "denied"))
-            self._count(minute, team_id, kind, model, counted.items())
-            told = [(buckets.SURFACE + letter, counted[letter]) for letter in (buckets.REQUESTS, *buckets.TALLIED)]
-            self._count(minute, team_id, f"{surface}/{kind}", model, told)
+            alike[int(record.request.at_s) // 60, _labels_of(record)].append(record)
+        for (minute, labels), group in alike.items():
+            team_id, cache, status, error, model, batch, route, deployment = labels
+            kind = buckets.kind_of(cache, status, error)
+            sums, minute_buckets = _sums_of(kind, group), _buckets_of(minute)
+            self._count(minute_buckets, sums, team_id, kind, model, buckets.BATCH_LINES if batch else route)
             if kind in buckets.HITS:
-                hits = self._hits.setdefault((minute // 60, team_id, kind, model), [0, 0, 0])
-                for place, letter in enumerate((buckets.REQUESTS, "u", "sv")):
-                    hits[place] += counted[letter]
+                self._hits[minute // 60, team_id, kind, model].update(sums)
+            else:
+                self._count_deployments(minute_buckets, deployment, kind, group, sums)
             if kind in buckets.ANSWERED and team_id:
-                answered = [(buckets.REQUESTS, len(some))]
-                answered += [(_HITS, len(some))] if kind == "semantic" else []
-                self._certify(team_id, self.certificates.get((team_id, model), ""), model, answered)
-        for (minute, name), tally in deployments.items():
-            self._count(minute, "", buckets.DEPLOYMENT, name, buckets.amounts(buckets.TRIED, tally))
-        while len(self._unsent) > _UNSENT_MAX:
-            self._unsent.pop(next(iter(self._unsent)))
+                certificate = self.certificates.get((team_id, model), "")
+                counts = {"requests": len(group), "hits": len(group) if kind == "semantic" else 0}
+                self._count(_CERTIFIED, counts, team_id, certificate, model)
+        minutes = [key for key in self._unsent if key is not _CERTIFIED]
+        for oldest in minutes[: max(0, len(minutes) - _UNSENT_MAX)]:
+            del self._unsent[oldest]
+
+    def _count_deployments(
+        self,
+        minute_buckets: tuple[_Bucket, ...],
+        deployment: str,
+        kind: str,
+        group: Sequence[Record],
+        sums: Mapping[str, int],
+    ) -> None:
+        """Count the attempts of a group, whose sums are `sums`."""
+        tried = [record for record in group if record.answer.attempts]
+        if len(tried) < len(group):
+            sums = _sums_of(kind, tried)
+        counts = {name: sums[name] for name in _OF_DEPLOYMENTS}
+        self._count(minute_buckets, counts, "", buckets.DEPLOYMENT, deployment)
+        for (name, verdict), count in Counter(
+            [(a.name, a.verdict) for one in tried for a in one.answer.attempts]
+        ).items():
+            if verdict in _TRIED:
+                self._count(minute_buckets, {_TRIED[verdict]: count}, "", buckets.DEPLOYMENT, name)
 
     def take_hits(self) -> list[HitsRow]:
         """The hits since the last call, for the ledger: by hour, team, source and alias."""
         self._gather()
-        taken, self._hits = self._hits, {}
+        taken = list(self._hits.items())
+        self._hits.clear()
         return [
             HitsRow(
                 id=secrets.token_hex(12),
@@ -258,79 +277,67 @@ class Stats:
                 team_id=team_id,
                 alias=alias,
                 source=source,
-                requests=requests,
-                unknown=unknown,
-                baseline_microusd=baseline,
+                requests=sums[buckets.REQUESTS],
+                unknown=sums["uncompared"],
+                baseline_microusd=sums["saved_microusd"],
             )
-            for (hour, team_id, source, alias), (requests, unknown, baseline) in taken.items()
+            for (hour, team_id, source, alias), sums in taken
         ]
 
+    def _now(self) -> tuple[_Bucket, ...]:
+        """The buckets of this minute."""
+        return _buckets_of(int(self._clock()) // 60)
+
     def _count(
-        self, minute: int, team_id: int | str, kind: str, model: str, counted: Iterable[tuple[str, int]]
+        self,
+        into: tuple[_Bucket, ...],
+        counts: Mapping[str, int],
+        team_id: int | str,
+        kind: str,
+        model: str,
+        surface: str = "",
     ) -> None:
-        fields = {buckets.field_name(letter, team_id, kind, model): amount for letter, amount in counted if amount}
-        for resolution in _RESOLUTIONS:
-            key = resolution.key(minute * 60)
-            bucket = self._unsent.get(key)
-            if bucket is None:
-                bucket = self._unsent[key] = _Bucket(resolution.kept_s)
-            bucket.add(fields)
+        unsent = self._unsent[into]
+        for name, amount in counts.items():
+            if amount:
+                unsent[buckets.field_name(name, team_id, kind, surface, model)] += amount
 
-    async def _send(self, key: str) -> None:
-        bucket = self._unsent.pop(key)
+    async def _send(self, to: tuple[_Bucket, ...]) -> None:
+        counts = self._unsent.pop(to)
+        keys, kept_s = zip(*to, strict=True)
         try:
-            await self._add(key, bucket)
+            if counts:
+                await self._redis.eval(_ADD, len(to), *keys, *kept_s, *chain.from_iterable(counts.items()))
         except BaseException:
-            self._unsent.setdefault(key, _Bucket(bucket.kept_s)).add(bucket.fields)
+            self._unsent[to].update(counts)
             raise
-
-    async def _send_certified(self) -> None:
-        """Like a bucket, but none of it is ever dropped: its parts belong together."""
-        sent, self._certified = self._certified, _Bucket(_CERTIFIED_KEPT_S)
-        try:
-            if sent.fields:
-                await self._add(CERTIFIED_KEY, sent)
-        except BaseException:
-            self._certified.add(sent.fields)
-            raise
-
-    async def _add(self, key: str, bucket: "_Bucket") -> None:
-        arguments = [part for pair in bucket.fields.items() for part in pair]
-        await self._redis.eval(_ADD, 1, key, bucket.kept_s, *arguments)
 
     async def drop_certified(self, over: Iterable[tuple[Pair, str]]) -> None:
         """Remove the counts of certificates that are over. Errors of the client pass through."""
         gone = set(over)
-        reply = await self._redis.eval(_READ, 1, CERTIFIED_KEY)
         fields = [
-            buckets.field_name(field.letter, field.team_id, field.kind, field.model)
-            for field, _ in buckets.read_fields(reply)
+            buckets.field_name(field.count, field.team_id, field.kind, field.surface, field.model)
+            for field, _ in buckets.read_fields(await self._redis.eval(_READ, 1, CERTIFIED_KEY))
             if ((field.team_id, field.model), field.kind) in gone
         ]
         if fields:
-            await self._redis.eval(_DROP, 1, CERTIFIED_KEY, *fields)
+            await self._redis.execute_command("HDEL", CERTIFIED_KEY, *fields)
 
     async def certified(self) -> dict[tuple[Pair, str], CheckCounts]:
         """The counts of all certificates, by team, alias and id.
 
         Errors of the client pass through.
         """
-        found: dict[tuple[Pair, str], CheckCounts] = {}
+        certified = defaultdict[tuple[Pair, str], CheckCounts](CheckCounts)
         for field, amount in buckets.read_fields(await self._redis.eval(_READ, 1, CERTIFIED_KEY)):
-            counts = found.setdefault(((field.team_id, field.model), field.kind), CheckCounts())
-            if field.letter == buckets.REQUESTS:
-                counts.requests += amount
-            elif field.letter == _HITS:
-                counts.hits += amount
-            else:
-                counts.count(field.letter, amount)
-        return found
+            certified[(field.team_id, field.model), field.kind].count(field.count, amount)
+        return certified
 
     async def _log(self, key: str, length_max: int, records: list[Record]) -> None:
         if records:
             await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(flat(record)) for record in records))
 
-    async def query(self, window: Window, *, team_id: int | None = None, model: str | None = None) -> Summary:
+    async def query(self, window: StatsWindow, *, team_id: int | None = None, model: str | None = None) -> Summary:
         """The sums of the window that ends now, of one team or one model if given.
 
         Errors of the client pass through.
@@ -340,35 +347,32 @@ class Stats:
         end = (int(self._clock()) // length_s + 1) * length_s
         start = end - shape.buckets * length_s
         starts = range(start, end, length_s)
-        replies = await _abreast(self._redis.eval(_READ, 1, shape.resolution.key(at)) for at in starts)
-        sums = Sums(team_id, model)
+        replies = await _abreast(self._redis.eval(_READ, 1, shape.resolution.bucket(at).key) for at in starts)
+        sums = WindowSums(team_id, model)
         for first in range(0, shape.buckets, shape.per_point):
             fields = chain.from_iterable(map(buckets.read_fields, replies[first : first + shape.per_point]))
             sums.add_point(starts[first], shape.per_point * length_s, fields)
         return sums.summary(window, start, end)
 
-    async def hours(self) -> list[Hour]:
+    async def hours(self) -> list[CheckedPeriod]:
         """The last day's checks, reports and rulings, by hour, the oldest first.
 
         Errors of the client pass through.
         """
-        now = int(self._clock()) // _HOUR.length_s * _HOUR.length_s
-        starts = [now - back * _HOUR.length_s for back in reversed(range(_TRUTH_BUCKETS))]
-        day: list[Hour] = []
-        for at in starts:  # one at a time: a bucket may have a thousand fields, and the loop serves requests in between
-            found = self._hours.get(at)
-            if found is None:
-                checks: dict[Pair, CheckCounts] = {}
-                found = Hour(at, checks, {})
-                for field, amount in buckets.read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
-                    fold_checks(checks, field, amount)
-                    fold_rulings(found.rulings, field, amount)
-                if at < now - _HOUR.length_s:  # no worker counts in a past hour
-                    self._hours[at] = found
-            day.append(found)
-        for gone in self._hours.keys() - set(starts):
-            del self._hours[gone]
-        return day
+        length_s = _HOUR.length_s
+        now = int(self._clock()) // length_s * length_s
+        starts = range(now - (_CHECKED_HOURS - 1) * length_s, now + 1, length_s)
+        day: dict[int, CheckedPeriod] = {}
+        for (
+            start
+        ) in starts:  # one at a time: a bucket may have a thousand fields, and the loop serves requests in between
+            day[start] = self._hours.get(start) or CheckedPeriod(start)
+            if start not in self._hours:
+                for field, amount in buckets.read_fields(await self._redis.eval(_READ, 1, _HOUR.bucket(start).key)):
+                    day[start].add(field, amount)
+        # no worker counts in an hour before the last
+        self._hours = {start: hour for start, hour in day.items() if start < now - length_s}
+        return list(day.values())
 
     def unsent(self, matches: Callable[[Record], bool]) -> Record | None:
         """The newest request that matches, among those that this worker has not sent yet."""
@@ -384,7 +388,7 @@ class Stats:
         return await self._latest(_NEAR_KEY, matches, before, limit)
 
     async def _latest(self, key: str, matches: Callable[[Record], bool], before: str, limit: int) -> Page:
-        found: list[Record] = []
+        records: list[Record] = []
         cursor = before
         while True:
             reply = await self._redis.eval(_LATEST, 1, key, f"({cursor}" if cursor else "+", _READ_AHEAD)
@@ -395,11 +399,17 @@ class Stats:
                 except msgspec.DecodeError:
                     continue  # of another version
                 if matches(record):
-                    found.append(record)
-                    if len(found) == limit:
-                        return Page(tuple(found), cursor)
+                    records.append(record)
+                    if len(records) == limit:
+                        return Page(tuple(records), cursor)
             if len(reply) < _READ_AHEAD:
-                return Page(tuple(found), None)
+                return Page(tuple(records), None)
+
+
+def _is_near(record: Record) -> bool:
+    """True for a miss with a similar entry."""
+    cache = record.cache
+    return (cache.similarity or 0.0) >= NEAR_SIMILARITY_MIN and cache.source == "miss" and record.ended.status < 400
 
 
 async def _abreast(calls: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -411,15 +421,3 @@ async def _abreast(calls: Iterable[Awaitable[Any]]) -> list[Any]:
             return await call
 
     return await asyncio.gather(*(one(call) for call in calls))
-
-
-class _Bucket(msgspec.Struct):
-    """Increments for one hash, which Redis keeps for `kept_s` seconds."""
-
-    kept_s: int
-    fields: dict[str, int] = {}
-
-    def add(self, fields: Mapping[str, int]) -> None:
-        """Add the amounts of `fields`."""
-        for field, amount in fields.items():
-            self.fields[field] = self.fields.get(field, 0) + amount

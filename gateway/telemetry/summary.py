@@ -4,19 +4,19 @@ Knows the buckets' fields, and no Redis. Latencies are sparse histograms whose b
 2^(1/4) apart, so buckets of any workers and lengths can be added, and a percentile is within 10%.
 """
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
 
 from gateway.telemetry import buckets
-from gateway.telemetry.checks import CheckCounts
-from gateway.telemetry.judge_error import RulingCounts
+from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, RulingCounts
 
 _GENERATED = ("miss", "bypass")
 
 
-class Window(StrEnum):
+class StatsWindow(StrEnum):
     """How far back a query looks."""  # a description in the OpenAPI document
 
     HOUR = "1h"
@@ -34,8 +34,12 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99_ms: float | None
 
 
-class Tally(msgspec.Struct):
-    """Sums over a part of the traffic."""
+class RequestTally(msgspec.Struct):
+    """Sums over a part of the traffic.
+
+    Tokens of hits count as saved: those of the prompt were not read again, those of the answer not
+    generated again.
+    """
 
     requests: int = 0
     by_kind: dict[str, int] = {}
@@ -57,9 +61,15 @@ class Tally(msgspec.Struct):
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of hits among hits and misses; None if there were none."""
+        """The share of hits among hits and misses; None before the first of them."""
         answers = self.hits + self.by_kind.get("miss", 0)
         return self.hits / answers if answers else None
+
+    def add(self, field: buckets.Field, amount: int) -> None:
+        """Add one field of a request's kind; those of latencies are ignored."""
+        buckets.add(self, field.count, amount)
+        if field.count == buckets.REQUESTS:
+            self.by_kind[field.kind] = self.by_kind.get(field.kind, 0) + amount
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -67,7 +77,7 @@ class Point(msgspec.Struct, frozen=True):
 
     start_s: int
     length_s: int
-    tally: Tally
+    tally: RequestTally
     ttft_hit: Percentiles
     ttft_miss: Percentiles
 
@@ -84,13 +94,13 @@ class DeploymentTally(msgspec.Struct):
 class Summary(msgspec.Struct, frozen=True):
     """The result of a query."""
 
-    window: Window
+    window: StatsWindow
     start_s: int
     end_s: int
-    total: Tally
-    by_team: dict[int, Tally]
-    by_model: dict[str, Tally]
-    by_surface: dict[str, Tally]
+    total: RequestTally
+    by_team: dict[int, RequestTally]
+    by_model: dict[str, RequestTally]
+    by_surface: dict[str, RequestTally]
     by_deployment: dict[str, DeploymentTally]
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
@@ -99,80 +109,38 @@ class Summary(msgspec.Struct, frozen=True):
     samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
 
 
-def percentiles(histogram: dict[int, int]) -> Percentiles:
+def percentiles(histogram: Mapping[int, int]) -> Percentiles:
     p50, p95, p99 = (buckets.percentile_ms(histogram, share) for share in (0.5, 0.95, 0.99))
     return Percentiles(sum(histogram.values()), p50, p95, p99)
 
 
-class Folded:
-    """A tally, and histograms of latencies by kind."""
+class Latencies:
+    """Histograms by latency and kind."""
 
     def __init__(self) -> None:
-        self.tally = Tally()
-        self._histograms: dict[tuple[str, str], dict[int, int]] = {}
+        self._histograms = defaultdict[tuple[str, str], Counter[int]](Counter)
 
-    def fold(self, field: buckets.Field, amount: int) -> None:
-        """Add one field of a request's kind."""
-        latency, bucket = field.letter[0], field.letter[1:]
-        if latency not in (buckets.TTFT, buckets.DURATION) or not bucket.isdigit():
-            fold(self.tally, field, amount)
-            return
-        histogram = self._histograms.setdefault((latency, field.kind), {})
-        histogram[int(bucket)] = histogram.get(int(bucket), 0) + amount
+    def add(self, field: buckets.Field, amount: int) -> None:
+        """Add a field of latencies; ignore others."""
+        latency, _, step = field.count.partition(":")
+        if step.isdecimal():
+            self._histograms[latency, field.kind][int(step)] += amount
 
-    def _sum(self, latency: str, kinds: Iterable[str]) -> dict[int, int]:
-        return buckets.merged(self._histograms.get((latency, kind), {}) for kind in kinds)
+    def percentiles(self, latency: str, kinds: Iterable[str]) -> Percentiles:
+        """The percentiles of the requests of these kinds."""
+        histogram = Counter[int]()
+        for kind in kinds:
+            histogram.update(self._histograms.get((latency, kind), ()))
+        return percentiles(histogram)
 
-    def percentiles(self, latency: str) -> dict[str, Percentiles]:
+    def by_group(self, latency: str) -> dict[str, Percentiles]:
         """The percentiles by kind, of all answers and of all hits."""
         kinds = (*buckets.HITS, *_GENERATED)
         groups = {"all": kinds, "hit": buckets.HITS, **{kind: (kind,) for kind in kinds}}
-        return {name: percentiles(self._sum(latency, group)) for name, group in groups.items()}
-
-    def point(self, start_s: int, length_s: int) -> Point:
-        """These sums as a step of a series."""
-        hit, miss = self._sum(buckets.TTFT, buckets.HITS), self._sum(buckets.TTFT, _GENERATED)
-        return Point(start_s, length_s, self.tally, percentiles(hit), percentiles(miss))
+        return {name: self.percentiles(latency, group) for name, group in groups.items()}
 
 
-def fold(tally: Tally, field: buckets.Field, amount: int) -> None:
-    """Add one field of a request's kind to `tally`.
-
-    Tokens of hits count as saved: those of the prompt were not read again, those of the answer not
-    generated again.
-    """
-    if field.letter == buckets.REQUESTS:
-        tally.requests += amount
-        tally.by_kind[field.kind] = tally.by_kind.get(field.kind, 0) + amount
-    elif field.kind in buckets.HITS and field.letter in ("p", "c"):
-        tally.saved_tokens += amount
-        tally.saved_completion_tokens += amount if field.letter == "c" else 0
-    else:
-        buckets.add(buckets.TALLIED, field.letter, amount, tally)
-
-
-def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: buckets.Field, amount: int) -> None:
-    """Add one field to its team's and model's requests, semantic hits, checks and reports, if it is
-    one of those.
-    """
-    is_answer = field.letter == buckets.REQUESTS and field.kind in buckets.ANSWERED
-    if not is_answer and field.kind != buckets.TRUTH:
-        return
-    counted = counts.setdefault((field.team_id, field.model), CheckCounts())
-    if is_answer:
-        counted.requests += amount
-        counted.hits += amount if field.kind == "semantic" else 0
-    else:
-        counted.count(field.letter, amount)
-
-
-def fold_rulings(rulings: dict[str, RulingCounts], field: buckets.Field, amount: int) -> None:
-    """Add one field to those of its two judges, if it is one of judges."""
-    if field.kind == buckets.JUDGES:
-        buckets.add(buckets.RULED, field.letter, amount, rulings.setdefault(field.model, RulingCounts()))
-
-
-class Sums:
+class WindowSums:
     """The sums of a window's buckets; requests count if they are of `team_id` and of `model` (None:
     any).
     """
@@ -180,55 +148,49 @@ class Sums:
     def __init__(self, team_id: int | None, model: str | None) -> None:
         self._team_id = team_id
         self._model = model
-        self._total = Folded()
-        self._by_team: dict[int, Tally] = {}
-        self._by_model: dict[str, Tally] = {}
-        self._by_surface: dict[str, Tally] = {}
-        self._by_deployment: dict[str, DeploymentTally] = {}
-        self._checks: dict[tuple[int, str], CheckCounts] = {}
-        self._rulings: dict[str, RulingCounts] = {}
+        self._total = RequestTally()
+        self._latencies = Latencies()
+        self._by_team = defaultdict[int, RequestTally](RequestTally)
+        self._by_model = defaultdict[str, RequestTally](RequestTally)
+        self._by_surface = defaultdict[str, RequestTally](RequestTally)
+        self._by_deployment = defaultdict[str, DeploymentTally](DeploymentTally)
+        self._checked = CheckedPeriod(0)
         self._series: list[Point] = []
 
     def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[buckets.Field, int]]) -> None:
         """Add the fields of one step of the series."""
-        point = Folded()
+        tally, latencies = RequestTally(), Latencies()
         for field, amount in fields:
             if field.kind == buckets.DEPLOYMENT:
-                tally = self._by_deployment.setdefault(field.model, DeploymentTally())
-                buckets.add(buckets.TRIED, field.letter, amount, tally)
+                buckets.add(self._by_deployment[field.model], field.count, amount)
             elif field.kind == buckets.JUDGES:
-                fold_rulings(self._rulings, field, amount)
+                self._checked.add(field, amount)
             elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
-                self._add(point, field, amount)
-        self._series.append(point.point(start_s, length_s))
+                self._checked.add(field, amount)
+                if field.kind in buckets.KINDS:
+                    self._add(field, amount, (self._latencies, tally, latencies))
+        hit, miss = (latencies.percentiles(buckets.TTFT, kinds) for kinds in (buckets.HITS, _GENERATED))
+        self._series.append(Point(start_s, length_s, tally, hit, miss))
 
-    def _add(self, point: Folded, field: buckets.Field, amount: int) -> None:
-        if field.letter.startswith(buckets.SURFACE):
-            surface, _, kind = field.kind.partition("/")
-            own = buckets.Field(field.letter.removeprefix(buckets.SURFACE), field.team_id, kind, field.model)
-            fold(self._by_surface.setdefault(surface, Tally()), own, amount)
-            return
-        fold_checks(self._checks, field, amount)
-        if field.kind != buckets.TRUTH:
-            self._total.fold(field, amount)
-            point.fold(field, amount)
-            fold(self._by_team.setdefault(field.team_id, Tally()), field, amount)
-            fold(self._by_model.setdefault(field.model, Tally()), field, amount)
+    def _add(self, field: buckets.Field, amount: int, more: tuple[RequestTally | Latencies, ...]) -> None:
+        tallies = (self._total, self._by_team[field.team_id], self._by_model[field.model])
+        for sums in (*tallies, self._by_surface[field.surface], *more):
+            sums.add(field, amount)
 
-    def summary(self, window: Window, start_s: int, end_s: int) -> Summary:
+    def summary(self, window: StatsWindow, start_s: int, end_s: int) -> Summary:
         """All sums so far, as those of [start_s, end_s)."""
         return Summary(
             window=window,
             start_s=start_s,
             end_s=end_s,
-            total=self._total.tally,
+            total=self._total,
             by_team=self._by_team,
             by_model=self._by_model,
             by_surface=self._by_surface,
             by_deployment=self._by_deployment,
             series=tuple(self._series),
-            ttft=self._total.percentiles(buckets.TTFT),
-            duration=self._total.percentiles(buckets.DURATION),
-            rulings=self._rulings,
-            samples=self._checks,
+            ttft=self._latencies.by_group(buckets.TTFT),
+            duration=self._latencies.by_group(buckets.DURATION),
+            rulings=self._checked.rulings,
+            samples=self._checked.counts,
         )

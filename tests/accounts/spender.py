@@ -20,7 +20,7 @@ from gateway.accounts import LedgerRow, charges_of, encode_row
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.ledger_writer import LedgerWriter
-from policies import Budget, Budgets, Hold, NotReady, WindowKind
+from policies import Budget, Budgets, Hold, NotReady, Usage, WindowKind
 from policies.counters import Need
 from policies.windows import Unit
 
@@ -64,9 +64,7 @@ async def spend(budgets: Budgets, limits: Sequence[Budget], writer: LedgerWriter
             key_id=1,
             alias="m",
             deployment="d",
-            prompt_tokens=1,
-            cached_tokens=0,
-            completion_tokens=1,
+            usage=Usage(1, 1),
             cost_microusd=cost,
             kind="generation",
             baseline_microusd=3 * cost,

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.conversations import Conversation, HistoryTooLong
-from gateway.accounts.holdings import ROW_BYTES, Held
+from gateway.accounts.holdings import ROW_BYTES, Holding
 from gateway.accounts.stored_responses import LEASE_S, ResponseStore, StoredResponse
 from gateway.settings import ResponseSettings
 
@@ -63,7 +63,7 @@ async def test_items_that_come_together_stay_together(store: Store) -> None:
     assert await store.talks.item(_TALK, "a1") is not None
     await store.talks.remove(store.team_id, _TALK, "a1")
     assert await store.talks.item(_TALK, "a1") is None
-    assert (await store.responses.room(store.team_id))["conversations"] == Held(
+    assert (await store.responses.room(store.team_id))["conversations"] == Holding(
         1, len("ab") + 2 + 9 * 7 + (1 + 10) * ROW_BYTES
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import asyncpg
@@ -17,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from gateway.accounts import Invalid, SchemaUnknown, schema
 from gateway.accounts.accounts import Accounts
-from gateway.accounts.database import _POSTGRES_TIMEOUTS, Database, NoAnswer
+from gateway.accounts.database import MIGRATIONS, POSTGRES_TIMEOUTS, Database, NoAnswer
 from tests.accounts.conftest import empty, fork
 from tests.accounts.spender import open_first
 
@@ -45,14 +46,38 @@ async def test_the_tables_are_what_the_schema_says(accounts: Accounts) -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == schema.VERSION
 
 
-async def test_a_database_of_a_later_version_is_left_alone(accounts: Accounts, database_url: str) -> None:
-    """A schema this code does not know stops the start with a sentence, unchanged."""
+@pytest.mark.parametrize("version", ["9999", "0014"])
+async def test_a_database_of_another_version_is_left_alone(accounts: Accounts, database_url: str, version: str) -> None:
+    """A schema of a later release, or of a commit before the first one, stops the start with a sentence, unchanged."""
     async with accounts.database.writing() as connection:
-        await connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        await connection.execute(sa.text(f"UPDATE alembic_version SET version_num = '{version}'"))
     older = Accounts(database_url)
-    with pytest.raises(SchemaUnknown, match="later version"):
+    with pytest.raises(SchemaUnknown, match="a later one or one before the first release: start that one"):
         await older.open()
     await older.close()
+    async with accounts.database.reading() as connection:
+        assert (await connection.execute(sa.text("SELECT version_num FROM alembic_version"))).scalar_one() == version
+
+
+async def test_the_next_release_migrates(
+    accounts: Accounts, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A migration that is added runs once over what is there, and a database made anew has its version."""
+    team = await accounts.create_team("acme")
+    shutil.copytree(MIGRATIONS, tmp_path / "migrations")
+    (tmp_path / "migrations" / "versions" / "v0002_next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '0002', '0001'\n"
+        "def upgrade():\n    op.add_column('teams', sa.Column('motto', sa.Text, server_default='ever on'))\n"
+    )
+    monkeypatch.setattr("gateway.accounts.database.MIGRATIONS", tmp_path / "migrations")
+    monkeypatch.setattr(schema, "VERSION", "0002")
+    for _ in range(2):
+        later = Accounts(database_url)
+        await later.open()
+        assert [one.name for one in await later.list_teams()] == [team.name]
+        async with later.database.reading() as connection:
+            assert (await connection.execute(sa.text("SELECT motto FROM teams"))).scalar_one() == "ever on"
+        await later.close()
 
 
 async def test_a_failed_migration_leaves_nothing(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +88,7 @@ async def test_a_failed_migration_leaves_nothing(database_url: str, monkeypatch:
         connection.execute(sa.text("CREATE TABLE half (id INTEGER)"))
         raise RuntimeError("killed")
 
-    monkeypatch.setattr("gateway.accounts.database._create", fail)
+    monkeypatch.setattr("gateway.accounts.database.create_tables", fail)
     with pytest.raises(RuntimeError):
         await database.open()
     async with database.reading() as connection:
@@ -104,7 +129,7 @@ async def test_a_server_that_takes_too_long_is_an_error_of_the_database(
     accounts_postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A statement without an answer raises what callers take for a failed database, and no error of the system's."""
-    monkeypatch.setitem(_POSTGRES_TIMEOUTS, "command_timeout", 0.2)
+    monkeypatch.setitem(POSTGRES_TIMEOUTS, "command_timeout", 0.2)
     database = Database(accounts_postgres)
     with pytest.raises(NoAnswer, match="TimeoutError"):
         async with database.reading() as connection:

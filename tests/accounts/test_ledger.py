@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gateway.accounts import HitsRow, Invalid, LedgerRow, decode_row, encode_row
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
-from policies import WindowKind
+from policies import Usage, WindowKind
 from policies.windows import window_at, windows_at
 
 NOON_MS = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp() * 1000)
@@ -39,9 +39,7 @@ def make_rows(count: int, seed: int = 0) -> list[LedgerRow]:
             key_id=chance.randrange(1, 6),
             alias=chance.choice(["small", "large"]),
             deployment=chance.choice(["local", "far"]),
-            prompt_tokens=chance.randrange(1000),
-            cached_tokens=chance.randrange(100),
-            completion_tokens=chance.randrange(500),
+            usage=Usage(chance.randrange(1000), chance.randrange(500), chance.randrange(100)),
             cost_microusd=chance.randrange(10_000),
             kind=chance.choice(["generation", "embedding"]),
         )
@@ -66,7 +64,7 @@ async def test_writers_at_once_agree(ledger: Ledger) -> None:
     written = await asyncio.gather(*(ledger.append(rows[start : start + 250]) for start in (0, 50, 100, 150)))
     assert sum(written) == 400
     [total] = await ledger.totals([])
-    assert (total.requests, total.completion_tokens) == (400, sum(row.completion_tokens for row in rows))
+    assert (total.requests, total.usage.completion_tokens) == (400, sum(row.usage.completion_tokens for row in rows))
 
 
 async def test_cancelled_writers_leave_the_database_free(ledger: Ledger) -> None:
@@ -165,8 +163,9 @@ async def test_spend_by_window_is_the_sum_of_its_rows(accounts: Accounts, ledger
 texts = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=50)
 counts = st.integers(0, 2**53 - 1)
 ids = st.integers(0, 2**31 - 1)
+usages = st.builds(Usage, *[counts] * 12, provider_cost_microusd=st.none() | counts)
 rows_of_any_kind = st.builds(
-    LedgerRow, texts.filter(bool), counts, texts, ids, ids, texts, texts, counts, counts, counts, counts, texts
+    LedgerRow, texts.filter(bool), counts, texts, ids, ids, texts, texts, usages, counts, texts
 )
 
 
@@ -178,7 +177,15 @@ def test_rows_survive_the_way(row: LedgerRow) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"cost_microusd": -1}, {"cost_microusd": 2**53}, {"alias": "a\x00b"}, {"alias": "x" * 513}, {"id": ""}],
+    [
+        {"cost_microusd": -1},
+        {"cost_microusd": 2**53},
+        {"alias": "a\x00b"},
+        {"alias": "x" * 513},
+        {"id": ""},
+        {"usage": Usage(-1, 0)},
+        {"usage": Usage(0, 0, tool_calls=2**53)},
+    ],
 )
 def test_what_a_database_would_refuse_is_refused_before(wrong: dict[str, object]) -> None:
     """Numbers too large and texts with NUL do not get as far as SQL."""

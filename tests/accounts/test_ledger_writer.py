@@ -15,7 +15,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
-from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind
+from policies import Budget, Budgets, Hold, NotReady, Refused, Usage, WindowKind
 from policies.budgets import LockLost
 from policies.counters import Need
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
@@ -48,9 +48,7 @@ def row_of(name: str, cost: int, at_ms: int, team_id: int = 7) -> LedgerRow:
         key_id=3,
         alias="m",
         deployment="d",
-        prompt_tokens=10,
-        cached_tokens=0,
-        completion_tokens=5,
+        usage=Usage(10, 5),
         cost_microusd=cost,
         kind="generation",
     )
@@ -257,14 +255,14 @@ async def test_a_database_that_is_away_loses_nothing(redis: Redis, budgets: Budg
     ledger = Ledger(accounts.database)
     writer = LedgerWriter(redis, ledger, budgets, clock=lambda: NOW_S)
     real = accounts.database
-    ledger._database = Database("postgresql://nobody@/none?host=/nonexistent")
+    ledger.database = Database("postgresql://nobody@/none?host=/nonexistent")
     await spend(budgets, "a", 10)
     task = asyncio.create_task(writer.run())
     await until(lambda: writer.stats.failures > 0)
     assert await redis.xlen(LEDGER_STREAM) == 1
     while await redis.get(LEDGER_LOCK) is not None:  # noqa: ASYNC110 (it lets others try)
         await asyncio.sleep(0.001)
-    ledger._database = real
+    ledger.database = real
     await until(lambda: writer.stats.rows > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -78,7 +78,7 @@ async def compare(redis_url: str, database_url: str, path: Path) -> None:
     assert before.spent == total <= _LIMIT
     assert sum(state.spent for state in users) == total
     assert max(state.spent for state in users) <= each_user.limit
-    of_tokens = sum(row.prompt_tokens + row.completion_tokens for row in rows.values())
+    of_tokens = sum(row.usage.prompt_tokens + row.usage.completion_tokens for row in rows.values())
     assert sum(state.spent for state in await budgets.states([tokens])) == of_tokens
     [by_day] = await ledger.totals([])
     assert (by_day.requests, by_day.cost_microusd) == (len(rows), total)

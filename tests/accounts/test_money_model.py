@@ -38,7 +38,7 @@ from gateway.accounts.row import decode_row
 from gateway.deployments.progress import Progress
 from gateway.journey import bill
 from gateway.wire.usage import usage_of
-from policies import Budget, Budgets, Demand, Hold, NotReady, Price, Refused, WindowKind
+from policies import Budget, Budgets, Demand, Hold, NotReady, Price, Refused, Usage, WindowKind
 from policies.counters import Need
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM, BudgetState
 from policies.windows import ALIAS, BUCKETS, CALENDAR, DEPLOYMENT, KEY, TEAM, USER, Overdraft, Unit
@@ -280,9 +280,7 @@ class Money(RuleBasedStateMachine):
             key_id=1,
             alias="m",
             deployment="d",
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
+            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
             cost_microusd=price.cost(usage),
             kind="generation",
         )
@@ -601,7 +599,7 @@ def used_of(row: LedgerRow, unit: Unit) -> int:
     """What a row adds to a count of `unit`."""
     if unit is Unit.REQUESTS:
         return 1
-    return row.cost_microusd if unit is Unit.MONEY else row.prompt_tokens + row.completion_tokens
+    return row.cost_microusd if unit is Unit.MONEY else row.usage.prompt_tokens + row.usage.completion_tokens
 
 
 def test_money_holds(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gateway.accounts import Invalid, LedgerRow
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.rollups import OTHER, SPANS, SUMS, TAG_NAMES_MAX, periods
+from gateway.accounts.row import columns_of
 from policies.budgets import VALUES_MAX
 from tests.accounts.test_ledger import DAY_MS, NOON_MS, make_rows
 
@@ -36,7 +37,7 @@ def labelled(count: int, seed: int = 0) -> list[LedgerRow]:
 
 
 def amounts(row: LedgerRow) -> list[int]:
-    return [int(row.kind != "correction"), *(getattr(row, name) for name in SUMS[1:])]
+    return [int(row.kind != "correction"), *columns_of(SUMS[1:])(row)]
 
 
 def value_of(row: LedgerRow, group: Group, tag: str | None) -> list[Any]:
@@ -64,7 +65,7 @@ async def check(ledger: Ledger, rows: list[LedgerRow], by: tuple[Group, ...], wh
     found = {}
     for total in await ledger.totals(by, where):
         key = tuple(getattr(total, group) for group in by)
-        found[key] = [getattr(total, name) for name in SUMS]
+        found[key] = [total.requests, *columns_of(SUMS[1:])(total)]
     if Group.DAY in by:
         place = by.index(Group.DAY)
         days = {day: _iso(day) for key in wanted for day in [key[place]]}

@@ -105,7 +105,7 @@ def child(folder, stores):
     spool.put(b"first")
     dropped = spool.put(b"old" * 400)
     spool.put(b"second")
-    spool._map = Killing(spool._map, stores)
+    spool.mapped = Killing(spool.mapped, stores)
     spool.put(b"new" * 400)
     spool.drop(dropped)
     os._exit(0)

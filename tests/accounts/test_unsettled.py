@@ -13,7 +13,7 @@ from gateway.accounts import LedgerRow, decode_row
 from gateway.accounts.spool import Spool
 from gateway.journey.budget import Money
 from gateway.settings import BudgetSettings
-from policies import Budget, Budgets, Hold, WindowKind
+from policies import Budget, Budgets, Hold, Usage, WindowKind
 from policies.holds import LEDGER_STREAM
 from tests.services import RedisServer, run_redis
 
@@ -29,9 +29,7 @@ def row_of(hold: Hold) -> LedgerRow:
         key_id=1,
         alias="m",
         deployment="d",
-        prompt_tokens=1,
-        cached_tokens=0,
-        completion_tokens=1,
+        usage=Usage(1, 1),
         cost_microusd=5,
         kind="chat",
     )

@@ -13,9 +13,9 @@ from gateway.batches.lines import LineSpan
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
 from gateway.journey.record import Record, of_flat
-from gateway.telemetry import checks
-from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry import measured_error
+from gateway.telemetry.measured_error import RulingCounts
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
 
@@ -46,12 +46,12 @@ async def seed(world: World) -> dict[str, int]:
             await world.stats.flush()
     for number in range(60):
         for team, every in (("search", 30), ("support", 4)):
-            world.stats.add_truth(ids[team], "small", checks.served(0.1, is_compared=False))
-            world.stats.add_truth(ids[team], "small", checks.audited(0.1))
-            letters = checks.settled(0.1, "agreement", is_wrong=number % every == 0, is_audit=True)
-            world.stats.add_truth(ids[team], "small", letters)
+            world.stats.add_checks(ids[team], "small", measured_error.served(0.1, is_compared=False))
+            world.stats.add_checks(ids[team], "small", measured_error.audited(0.1))
+            events = measured_error.settled(0.1, "agreement", is_wrong=number % every == 0, is_audit=True)
+            world.stats.add_checks(ids[team], "small", events)
     for is_wrong in (True, False):
-        world.stats.add_truth(ids["search"], "small", checks.reported(is_wrong=is_wrong))
+        world.stats.add_checks(ids["search"], "small", measured_error.reported(is_wrong=is_wrong))
     for team, cost in (("search", 40), ("search", 55), ("support", 0)):
         world.stats.add_question(ids[team], "small", cost)
     for rulings in ({"same_same": 41}, {"different_different": 30}, {"same_different": 1}):
@@ -98,10 +98,10 @@ async def seed(world: World) -> dict[str, int]:
         await world.ledger.append_hits([hits])
     await world.spend(ids["batch jobs"], 5_000_000, 900)
     world.parts[:] = [
-        Part("redis", Health.OK),
-        Part("database", Health.OK),
-        Part("cache worker", Health.OK, "1,204 prompts, all-MiniLM-L6-v2"),
-        Part("small@local", Health.OK),
+        GatewayPart("redis", PartHealth.OK),
+        GatewayPart("database", PartHealth.OK),
+        GatewayPart("cache worker", PartHealth.OK, "1,204 prompts, all-MiniLM-L6-v2"),
+        GatewayPart("small@local", PartHealth.OK),
     ]
     world.deployments[:] = [
         LOCAL,

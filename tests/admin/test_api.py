@@ -23,7 +23,7 @@ from gateway.accounts import schema
 from gateway.admin.guard import COOKIE
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from policies import Hold
 from policies.counters import Need
 from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, World, open_world
@@ -583,7 +583,7 @@ async def test_what_cannot_be_audited_is_not_shown(
 async def test_status_names_what_is_wrong(world: World, client: httpx.AsyncClient) -> None:
     """All well is an empty list; a dead part, a dead alias and a spent budget are named, the urgent first."""
     assert (await client.get("/admin/api/status")).json()["problems"] == []
-    world.parts.append(Part("cache worker", Health.STARTING, "loading 40%"))
+    world.parts.append(GatewayPart("cache worker", PartHealth.STARTING, "loading 40%"))
     world.deployments = [LOCAL.model_copy(update={"is_available": False, "reason": "connection refused"})]
     team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
     await client.post(f"/admin/api/teams/{team['id']}/budgets", json={"window": "day", "limit_microusd": 100})
@@ -649,11 +649,11 @@ async def test_a_gateway_that_starts_is_no_alarm(world: World, client: httpx.Asy
     """While a model is loading its refusals and its absence are no emergency; once it is down they are."""
     await _failed_traffic(world, "no_deployment_available", 503)
     world.deployments = [LOCAL.model_copy(update={"is_available": False, "reason": "the model is loading: 40%"})]
-    world.parts.append(Part(LOCAL.name, Health.STARTING, "the model is loading: 40%"))
+    world.parts.append(GatewayPart(LOCAL.name, PartHealth.STARTING, "the model is loading: 40%"))
     (problem,) = (await client.get("/admin/api/status")).json()["problems"]
     assert problem["message"] == "small can't be answered yet: small@local: the model is loading: 40%"
     assert not problem["is_urgent"]
-    world.parts[-1] = Part(LOCAL.name, Health.DOWN, "it died")
+    world.parts[-1] = GatewayPart(LOCAL.name, PartHealth.DOWN, "it died")
     problems = (await client.get("/admin/api/status")).json()["problems"]
     assert [problem["is_urgent"] for problem in problems] == [True, True]
 

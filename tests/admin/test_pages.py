@@ -21,8 +21,8 @@ from gateway.admin.problems import problems
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
 from gateway.settings import ResponseSettings
-from gateway.telemetry.parts import Health, Part
-from gateway.telemetry.summary import Window
+from gateway.telemetry.parts import GatewayPart, PartHealth
+from gateway.telemetry.summary import StatsWindow
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
 from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
@@ -147,7 +147,7 @@ async def test_hostile_text_is_text(world: World, browser: httpx.AsyncClient) ->
     )  # fmt: skip
     world.stats.add(record)
     await world.stats.flush()
-    world.parts.append(Part(HOSTILE, Health.DOWN, HOSTILE))
+    world.parts.append(GatewayPart(HOSTILE, PartHealth.DOWN, HOSTILE))
     tried = {"team_id": str(team_id), "model": "small", "prompt": HOSTILE}
     replies = [await browser.get(f"/admin{page}") for page in (*PAGES, f"/teams/{team_id}")]
     replies.append(await browser.post("/admin/cache/try", data=tried, headers=OWN))
@@ -166,7 +166,7 @@ async def test_the_overview_says_what_was_saved_and_what_is_wrong(world: World, 
     for record in (miss(at_s=NOW_S), hit(at_s=NOW_S), hit(at_s=NOW_S), hit(at_s=NOW_S, cache="semantic")):
         world.stats.add(record)
     await world.stats.flush()
-    world.parts.append(Part("cache worker", Health.DOWN, "the worker is away"))
+    world.parts.append(GatewayPart("cache worker", PartHealth.DOWN, "the worker is away"))
     text = re.sub(r"<[^>]+>", "", (await browser.get("/admin?window=1h")).text)
     assert "75% of answers in the last hour came from the cache." in text
     assert "That saved $0.00036 of $0.00048 and 894 ms of waiting." in text
@@ -444,7 +444,7 @@ async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
             team_id = (await world.accounts.create_team("search")).id
             await world.accounts.create_budget(team_id, *_BUDGETS[0])
             server.stop()
-            world.parts[0] = Part("redis", Health.DOWN, "connection refused")
+            world.parts[0] = GatewayPart("redis", PartHealth.DOWN, "connection refused")
             overview = await browser.get("/admin")
             assert overview.status_code == 200
             assert "redis is down: connection refused" in overview.text
@@ -492,7 +492,7 @@ async def test_the_cache_page_shows_what_judging_cost_and_how_judges_err(
     card = page[page.index('id="judges"') : page.index('id="wrong"')]
     for text in ("search", "$0.000095", "support", "equality", "small@api", "72", "71"):
         assert text in card, text
-    stats = await views.stats(world.admin, Window.DAY)
+    stats = await views.stats(world.admin, StatsWindow.DAY)
     assert [(one.team, one.questions, one.cost_microusd) for one in stats.judging] == [
         ("search", 2, 95),
         ("support", 1, 0),

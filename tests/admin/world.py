@@ -46,11 +46,11 @@ from gateway.learning.reports import Reports
 from gateway.settings import ResponseSettings, Settings
 from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.measured_error import MeasuredErrors
-from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
 from ipc import IncomingCall, RpcServer
 from local_engine import EngineLoad
-from policies import Budgets
+from policies import Budgets, Usage
 from policies.holds import LEDGER_LOCK
 from tests.rpc import StandIn
 
@@ -122,7 +122,9 @@ class World:
     known_texts: dict[str, bytes]
     session: str
     deployments: list[DeploymentOut] = field(default_factory=lambda: [LOCAL, REMOTE])
-    parts: list[Part] = field(default_factory=lambda: [Part("redis", Health.OK), Part("database", Health.OK)])
+    parts: list[GatewayPart] = field(
+        default_factory=lambda: [GatewayPart("redis", PartHealth.OK), GatewayPart("database", PartHealth.OK)]
+    )
     now_s: float = NOW_S
     refused_keys: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and outcome
 
@@ -173,9 +175,7 @@ class World:
             team_id=team_id,
             key_id=1,
             deployment=deployment,
-            prompt_tokens=400,
-            cached_tokens=0,
-            completion_tokens=120,
+            usage=Usage(400, 120),
             cost_microusd=microusd,
             kind="chat",
         )

@@ -202,10 +202,10 @@ def _field(raw: bytes) -> str:
     text = raw.decode("latin-1")
     if not text.isascii() or not text.isprintable():
         return "BYTES"
-    letter, bar, rest = text.partition("|")
+    count, bar, rest = text.partition("|")
     if bar:
-        _, kind, _ = rest.split("|", 2)
-        return f"{re.sub(r'[0-9]+', 'N', letter)}|TEAM|{kind}|MODEL"
+        _, kind, surface, _ = rest.split("|", 3)
+        return f"{re.sub(r'[0-9]+', 'N', count)}|TEAM|{kind}|{surface}|MODEL"
     return "ID" if re.search(r"\d", text) else text
 
 

@@ -14,7 +14,7 @@ from gateway.accounts import Ledger, LedgerFilter
 from gateway.accounts.accounts import Accounts
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
-from gateway.telemetry.summary import Window
+from gateway.telemetry.summary import StatsWindow
 from gateway.wire.types import Chunk
 from policies import Budget, Usage, WindowKind
 from policies.breaker import Asker
@@ -34,7 +34,7 @@ async def test_a_reader_who_leaves_before_the_count_pays_for_the_bytes(world: Wo
     client.leave()
     await world.is_released()
     (row,) = await world.ledger()
-    assert row.completion_tokens == 450
+    assert row.usage.completion_tokens == 450
     assert row.usage_estimated
 
 
@@ -53,7 +53,7 @@ async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world:
     client.leave()
     await world.is_released()
     (row,) = await world.ledger()
-    assert (row.prompt_tokens, row.cached_tokens, row.cache_write_tokens) == (1_150, 100, 1_000)
+    assert (row.usage.prompt_tokens, row.usage.cached_tokens, row.usage.cache_write_tokens) == (1_150, 100, 1_000)
     assert row.usage_estimated
 
 
@@ -76,8 +76,8 @@ async def test_a_count_of_no_prompt_is_estimated(world: World) -> None:
     world.backends["dear"].plays("x", Finish(), Tokens(prompt=0, completion=5))
     await world.ask(model="dear", max_tokens=100)
     (row,) = await world.ledger()
-    assert row.prompt_tokens > 0
-    assert row.completion_tokens == 5
+    assert row.usage.prompt_tokens > 0
+    assert row.usage.completion_tokens == 5
 
 
 async def test_after_the_finish_the_count_is_awaited(world: World) -> None:
@@ -91,7 +91,7 @@ async def test_after_the_finish_the_count_is_awaited(world: World) -> None:
     go.set()
     await world.quiet()
     (row,) = await world.ledger()
-    assert (row.prompt_tokens, row.completion_tokens, row.usage_estimated) == (7, 910, False)
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens, row.usage_estimated) == (7, 910, False)
     assert (await world.ask(model="dear", stream=True, max_tokens=1_000)).cache == "exact"
 
 
@@ -106,7 +106,7 @@ async def test_a_model_known_to_reason_costs_its_time(open_a_world: OpenWorld) -
     client.leave()
     await world.is_released()
     (row,) = await world.ledger()
-    assert row.completion_tokens == 3
+    assert row.usage.completion_tokens == 3
 
 
 def _bound(**more: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ async def test_an_absurd_count_is_bounded_by_the_deployment(open_a_world: OpenWo
     world.backends["bound"].plays("x", Finish(), Tokens(prompt=claim, completion=claim))
     record = await world.record(await world.ask(model="m", max_tokens=100))
     (row,) = await world.ledger()
-    assert (row.prompt_tokens, row.completion_tokens) == (8_000, 8_000)
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens) == (8_000, 8_000)
     assert record.money.cost_microusd == row.cost_microusd == 24_000
     assert [(one.deployment, one.is_cut) for one in record.money.claims] == [("bound", True)]
     assert not world._deployment("bound").health.allows(ASKER)
@@ -139,7 +139,7 @@ async def test_a_count_above_the_hold_is_booked_and_trips_the_budget(open_a_worl
     world.backends["bound"].plays("x", Finish(), Tokens(prompt=3_000, completion=500))
     record = await world.record(await world.ask(model="m", max_tokens=100, key=team.key))
     (row,) = await world.ledger()
-    assert (row.prompt_tokens, row.completion_tokens, row.cost_microusd) == (3_000, 500, 4_000)
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens, row.cost_microusd) == (3_000, 500, 4_000)
     assert [(one.deployment, one.is_cut) for one in record.money.claims] == [("bound", False)]
     assert await world.money_of(team) == (4_000, 0)
     refused = await world.ask("next", model="m", max_tokens=100, key=team.key)
@@ -176,7 +176,7 @@ async def test_a_loop_of_tools_is_charged_as_it_is_counted(
     (row,) = await world.ledger()
     told = usage.usage
     assert told is not None
-    assert (row.prompt_tokens, row.completion_tokens, row.tool_calls) == (
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens, row.usage.tool_calls) == (
         told.prompt_tokens,
         told.completion_tokens,
         told.tool_calls,
@@ -288,7 +288,7 @@ async def test_whoever_tells_the_cost_tells_the_same(
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith("sameway_cost_usd_total{")]
     assert sum(float(line.rpartition(" ")[2]) for line in lines) == pytest.approx(cost / 1e6)
     await stats.flush()
-    summary = await stats.query(Window.HOUR)
+    summary = await stats.query(StatsWindow.HOUR)
     assert summary.total.cost_microusd == cost == sum(one.cost_microusd for one in summary.by_deployment.values())
     accounts = Accounts(f"sqlite:///{tmp_path}/books.db")
     await accounts.open()
@@ -340,7 +340,7 @@ async def test_embeddings_cost_tokens_and_money(open_a_world: OpenWorld) -> None
     )
     assert (reply.status, reply.headers["x-ratelimit-limit-tokens"]) == (200, "50")
     (row,) = await world.ledger()
-    assert (row.kind, row.prompt_tokens, row.cost_microusd) == ("embeddings", 4, 4)
+    assert (row.kind, row.usage.prompt_tokens, row.cost_microusd) == ("embeddings", 4, 4)
     assert await world.money_of(team) == (4, 0)
     assert world.records[-1].money.cost_microusd == 4
     dear = await world.ask(path="/v1/embeddings", model="all-minilm-l6-v2", input="x " * 40, key=team.key)

@@ -89,7 +89,7 @@ async def test_an_error_after_the_first_chunk(world: World) -> None:
     assert (record.ended.status, record.ended.error, record.cache.store) == (503, "upstream_unavailable", "incomplete")
     assert record.answer.attempts[0].outcome == "it died"
     (row,) = await world.ledger()
-    assert row.completion_tokens >= 1
+    assert row.usage.completion_tokens >= 1
     assert (await world.ask(model="pair")).cache == "miss"
 
 
@@ -104,7 +104,7 @@ async def test_a_whole_that_breaks_is_failed_over(world: World) -> None:
     assert [one.verdict for one in record.answer.attempts] == ["error", "ok"]
     assert (record.cache.store, record.usage.completion_tokens) == ("stored", 5)
     rows = await world.ledger()
-    tokens = {row.deployment: row.completion_tokens for row in rows}
+    tokens = {row.deployment: row.usage.completion_tokens for row in rows}
     assert (tokens["next"], tokens["dear-first"] >= 2) == (5, True)
     assert len({row.id for row in rows}) == 2
     assert {row.request_id for row in rows} == {reply.id}
@@ -124,7 +124,7 @@ async def test_a_whole_that_breaks_everywhere_fails_once(world: World) -> None:
     assert (reply.status, reply.error["code"]) == (502, "upstream_broken")
     assert [len(world.backends[name].calls) for name in ("first", "second")] == [1, 1]
     rows = await world.ledger()
-    assert len([row for row in rows if row.completion_tokens > 0]) == 2
+    assert len([row for row in rows if row.usage.completion_tokens > 0]) == 2
     assert (await world.record(reply)).money.cost_microusd == sum(row.cost_microusd for row in rows)
 
 

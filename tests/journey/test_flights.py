@@ -100,8 +100,8 @@ async def test_the_last_reader_cancels(world: World, is_stream: bool) -> None:
     assert call.is_cancelled
     assert call.is_closed
     (row,) = await world.ledger()
-    assert row.completion_tokens >= 2
-    assert row.cost_microusd == row.prompt_tokens + 2 * row.completion_tokens
+    assert row.usage.completion_tokens >= 2
+    assert row.cost_microusd == row.usage.prompt_tokens + 2 * row.usage.completion_tokens
     record = next(one for one in world.records if one.answer.attempts)
     assert (record.ended.status, record.ended.error, record.ended.is_disconnected) == (499, "client_gone", True)
     assert (record.cache.store, record.answer.attempts[0].outcome) == ("incomplete", "cancelled")
@@ -118,9 +118,9 @@ async def test_a_prompt_that_was_read_is_paid(world: World) -> None:
     client.leave()
     await client.reply()
     (row,) = await world.ledger()
-    assert row.prompt_tokens > 0
-    assert row.completion_tokens == 0
-    assert row.cost_microusd == row.prompt_tokens
+    assert row.usage.prompt_tokens > 0
+    assert row.usage.completion_tokens == 0
+    assert row.cost_microusd == row.usage.prompt_tokens
     assert world.records[0].money.cost_microusd == row.cost_microusd
 
 

@@ -55,7 +55,7 @@ async def test_the_second_answers_where_the_first_is_slow(open_a_world: OpenWorl
     assert (record.answer.hedge.deployment, record.answer.hedge.outcome) == ("second", "won")
     rows = (await world.ledger())[before:]
     assert [row.deployment for row in rows] == ["first", "second"]
-    assert rows[0].prompt_tokens > 0
+    assert rows[0].usage.prompt_tokens > 0
     assert record.answer.hedge.cost_microusd == rows[0].cost_microusd
     assert record.money.cost_microusd == sum(row.cost_microusd for row in rows)
     assert [(one.name, one.verdict) for one in record.answer.attempts] == [("first", "cancelled"), ("second", "ok")]

@@ -38,7 +38,7 @@ async def test_the_worst_case_is_held_and_the_cost_settled(world: World, team: T
     (row,) = await world.ledger()
     record = await world.record(reply)
     assert row.cost_microusd == record.money.cost_microusd == 13
-    assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 3, 0)
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens, row.usage.cached_tokens) == (7, 3, 0)
     assert (row.request_id, row.id) == (reply.id, reply.id)
     assert (row.team_id, row.alias, row.deployment, row.kind) == (team.id, "dear", "dear", "chat")
 
@@ -78,7 +78,7 @@ async def test_a_cached_prompt_is_charged_at_its_own_price(world: World, team: T
     world.backends["dear"].plays("x", Finish(), Tokens(prompt=100, completion=1, cached=60))
     record = await world.record(await world.ask(model="dear", key=team.key))
     (row,) = await world.ledger()
-    assert (row.cached_tokens, record.usage.cached_tokens) == (60, 60)
+    assert (row.usage.cached_tokens, record.usage.cached_tokens) == (60, 60)
 
 
 async def test_usage_that_was_not_given_is_estimated(world: World, team: Team) -> None:
@@ -86,8 +86,8 @@ async def test_usage_that_was_not_given_is_estimated(world: World, team: Team) -
     world.backends["dear"].plays("one ", "two ", "three", Finish())
     record = await world.record(await world.ask(model="dear", key=team.key))
     (row,) = await world.ledger()
-    assert row.completion_tokens == record.usage.completion_tokens >= len("one two three") / 3
-    assert row.prompt_tokens == record.usage.prompt_tokens > 0
+    assert row.usage.completion_tokens == record.usage.completion_tokens >= len("one two three") / 3
+    assert row.usage.prompt_tokens == record.usage.prompt_tokens > 0
     assert record.cache.store == "stored"
     assert row.usage_estimated
     assert record.money.usage_estimated
@@ -305,7 +305,7 @@ async def test_a_hold_covers_what_has_more_tokens_than_a_chat_shows(
         body = {"model": "able", "max_output_tokens": 50, "input": spoken}
     world.backends["able"].plays("answer", Finish(), Tokens(15_000, 5))
     assert (await world.ask(path=f"/v1/{path}", raw=json.dumps(body).encode())).status == 200
-    assert [row.prompt_tokens for row in await world.ledger()] == [15_000]
+    assert [row.usage.prompt_tokens for row in await world.ledger()] == [15_000]
     team = await world.team()
     await world.budget(team, 15_000)
     refused = await world.ask(path=f"/v1/{path}", raw=json.dumps(body).encode(), key=team.key)

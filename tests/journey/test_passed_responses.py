@@ -79,7 +79,12 @@ async def test_codex_goes_out_and_comes_back_as_it_is(world: World, server: Serv
     assert (await ask(world, asked)).body == reply.body
     assert (len(server.seen), world.stored) == (1, [])
     (row,) = await world.ledger()
-    assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens, row.reasoning_tokens) == (1000, 50, 200, 20)
+    assert (
+        row.usage.prompt_tokens,
+        row.usage.completion_tokens,
+        row.usage.cached_tokens,
+        row.usage.reasoning_tokens,
+    ) == (1000, 50, 200, 20)
     assert row.cost_microusd == 800 + 20 + 100 + 10_000
     assert (row.kind, row.usage_estimated) == ("responses", False)
 
@@ -199,7 +204,7 @@ async def test_a_stream_that_breaks_off_says_so_and_is_not_kept(world: World, se
     assert (failed.status, failed.error["code"]) == (429, "upstream_overloaded"), failed.text
     assert world.stored == []
     (row,) = await world.ledger()
-    assert 3 < row.completion_tokens < 100  # not a third of all bytes
+    assert 3 < row.usage.completion_tokens < 100  # not a third of all bytes
     server.answer = response(TEXT, status="incomplete", incomplete_details={"reason": "max_output_tokens"})
     for _ in range(2):
         assert (await ask(world, codexs(stream=False))).cache == "miss"

@@ -24,9 +24,9 @@ from gateway.journey.generation import generation_of
 from gateway.journey.outcomes import Looked, SemanticResult, Stored
 from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import _EARLY_MAX, _QUEUE_MAX, Fallback, Judging, Regenerate
+from gateway.learning.comparisons import EARLY_MAX, QUEUE_MAX, Judging, Regenerate
 from gateway.learning.llm_judge import NO_ANSWER
-from gateway.telemetry.checks import Cell, CheckCounts, chances
+from gateway.telemetry.measured_error import Cell, CheckCounts, chances
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
 
@@ -77,9 +77,9 @@ class Heard:
         self.certificates: Counter[str] = Counter()
         self.verdicts: Counter[tuple[Source, Ruling, str]] = Counter()
 
-    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None) -> str:
-        for letter in letters:
-            self.counts.count(letter, 1)
+    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
+        for event in events:
+            self.counts.count(event)
         self.certificates[certificate or "new"] += 1
         return "now"
 
@@ -127,13 +127,24 @@ def judging(
     heard: Heard,
     *,
     share: float = 0.0,
-    fallback: Fallback | None = None,
+    fallback: Any = None,
     regenerate: Regenerate | None = None,
     draw: Callable[[], float] = random.random,
     **more: Any,
 ) -> Judging:
     store = more.pop("store", None) or VerdictStore(redis)
-    return Judging(ExactCache(redis), store, judges, fallback, regenerate, lambda *_: share, 60.0, draw, heard, **more)
+    return Judging(
+        exact=ExactCache(redis),
+        verdicts=store,
+        judges=judges,
+        fallback=fallback,
+        regenerate=regenerate,
+        share=lambda *_: share,
+        reply_ttl_s=60.0,
+        random=draw,
+        findings=heard,
+        **more,
+    )
 
 
 async def judged(one: Judging) -> None:
@@ -165,7 +176,7 @@ async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
     """A judge that hangs holds a bounded number of answers; the rest is counted and let go, and nothing waits for it."""
     heard, judge = Heard(), Waits()
     one = judging(redis, judge, heard)
-    for _ in range(_QUEUE_MAX + 30):
+    for _ in range(QUEUE_MAX + 30):
         one.recorded(*over(1.0))
     assert heard.verdicts[Source.MISS, Ruling.UNKNOWN, "no room"] == 30
     await one.aclose()
@@ -204,7 +215,7 @@ async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
     judge.may.set()
     one = judging(redis, judge, heard)
     found = ask("open the crate")
-    await one._exact.store(
+    await one.exact.store(
         msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
     )
     running = asyncio.create_task(one.run())
@@ -500,14 +511,14 @@ async def test_a_sparing_judge_leaves_what_is_early_to_the_judge_of_prose(redis:
     whole, now = (Recorded(WHOLE, is_whole=True),), time.time()
     one = judging(redis, judges, heard, fallback=Costly(Says(Ruling.DIFFERENT), is_sparing=is_sparing))
     running = asyncio.create_task(one.run())
-    entries = [entry_for(ask(f"{number:8} open the box"), now) for number in range(_EARLY_MAX + 1)]
+    entries = [entry_for(ask(f"{number:8} open the box"), now) for number in range(EARLY_MAX + 1)]
     first, *others = [msgspec.structs.replace(entry, chunks=whole) for entry in (entry_for(crate, now), *entries)]
     await ExactCache(redis).store(first)
     for entry in others:
         one.recorded(*missed(entry, crate))
         await judged(one)
     rulings = Counter(verdict.is_right for verdict in await read_verdicts(VerdictStore(redis), crate.partition))
-    assert rulings == ({None: _EARLY_MAX, False: 1} if is_sparing else {False: _EARLY_MAX + 1})
+    assert rulings == ({None: EARLY_MAX, False: 1} if is_sparing else {False: EARLY_MAX + 1})
     running.cancel()
     await one.aclose()
 

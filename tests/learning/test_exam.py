@@ -67,7 +67,7 @@ async def test_no_answer_is_no_mark() -> None:
     """A deployment that is away neither passes nor fails."""
     exam = Exam(random.Random(1).random)
     await rulings(Judge(Ruling.UNKNOWN, NO_ANSWER), 30, exam)
-    assert exam.asked == 0
+    assert exam.questions == 0
 
 
 async def test_answers_of_other_namespaces_are_not_shown() -> None:

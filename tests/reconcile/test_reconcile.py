@@ -15,6 +15,7 @@ import yaml
 from gateway.accounts import Audit, Ledger, LedgerFilter, LedgerRow
 from gateway.accounts.accounts import Accounts
 from gateway.cli import main
+from policies import Usage
 
 NOON_MS = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp() * 1000)
 DAY_MS = 86_400_000
@@ -27,9 +28,7 @@ def row(number: int, cost: int, **fields: Any) -> LedgerRow:
         "deployment": "openai",
         "at_ms": NOON_MS,
         "team_id": 1 + number % 2,
-        "prompt_tokens": 1000,
-        "cached_tokens": 0,
-        "completion_tokens": 100,
+        "usage": Usage(1000, 100),
     }
     return LedgerRow(
         id=f"r{number}", request_id=f"q{number}", key_id=1, cost_microusd=cost, kind="chat", **(known | fields)

@@ -11,7 +11,7 @@ from gateway.accounts import Team
 from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, Settings
-from gateway.telemetry import checks
+from gateway.telemetry import measured_error
 from gateway.telemetry.certificates import Certificate, Certificates
 from gateway.telemetry.stats import Stats
 
@@ -40,8 +40,8 @@ class Worker:
         for number in range(requests):
             request = RequestFacts(f"r{number}", self.clock.now_s, team_id=1, alias="small")
             self.stats.add(Record(request, cache=CacheFacts("semantic")))
-            self.stats.add_truth(1, "small", checks.served(0.1, is_compared=False))
-        self.stats.add_truth(1, "small", checks.audited(0.1))
+            self.stats.add_checks(1, "small", measured_error.served(0.1, is_compared=False))
+        self.stats.add_checks(1, "small", measured_error.audited(0.1))
 
     async def look(self, embedder: str = "minilm", rule: str = "aa") -> Certificate:
         await self.stats.flush()
@@ -73,13 +73,13 @@ async def test_an_admins_new_one_counts_from_then_on(redis: Redis) -> None:
     clock = Clock()
     one, other = Worker(redis, clock), Worker(redis, clock)
     one.serve(3)
-    drawn_for = one.stats.add_truth(1, "small", checks.audited(0.1))
+    drawn_for = one.stats.add_checks(1, "small", measured_error.audited(0.1))
     await one.look()
     await other.look()
     clock.now_s += 60
     await one.certificates.restart(TEAM, "small", "an admin asked for it")
     one.serve(1)
-    one.stats.add_truth(1, "small", checks.settled(0.1, "j", is_wrong=True, is_audit=True), drawn_for)
+    one.stats.add_checks(1, "small", measured_error.settled(0.1, "j", is_wrong=True, is_audit=True), drawn_for)
     other.serve(5)  # it has not looked since
     await other.stats.flush()
     found = await one.look()

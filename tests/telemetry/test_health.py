@@ -9,13 +9,19 @@ from typing import Any, cast
 import pytest
 
 from cache.redis_link import RedisLink
-from gateway.deployments.fleet import build_fleet
+from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.settings import Settings
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.parts import Health
+from gateway.telemetry.parts import PartHealth
 from policies.breaker import Asker
 from tests.services import run_redis
+
+
+def monitor_of(settings: Settings, fleet: Fleet, link: Any = None) -> HealthMonitor:
+    """A monitor of the deployments, with none of the other parts but Redis if `link` is given."""
+    absent = dict.fromkeys(("accounts", "writer", "semantic", "money", "pipeline"))
+    return HealthMonitor(settings=settings, fleet=fleet, link=link, **absent)
 
 
 def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None:
@@ -25,16 +31,16 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
     settings = Settings.model_validate({"data_dir": tmp_path, "models": models})
     others: Any = None
     fleet = build_fleet(settings, lambda: 0.0, others)
-    monitor = HealthMonitor(settings, others, others, others, others, fleet, others, others)
+    monitor = monitor_of(settings, fleet)
 
-    def of_api() -> tuple[Health, str]:
+    def of_api() -> tuple[PartHealth, str]:
         (part,) = [part for part in monitor.parts() if part.name == "api"]
         return part.health, part.detail
 
-    assert of_api() == (Health.UNASKED, "no answer from it yet")
+    assert of_api() == (PartHealth.UNASKED, "no answer from it yet")
     (deployment,) = fleet.deployments
     deployment.health.succeeded(Asker("chat:"))
-    assert of_api() == (Health.OK, "")
+    assert of_api() == (PartHealth.OK, "")
 
 
 @pytest.mark.parametrize(("denial", "cause"), [("key refused (HTTP 401)", "denied"), ("", "failed")])
@@ -48,36 +54,36 @@ def test_health_is_what_happened_last_everywhere(tmp_path: Path, denial: str, ca
     settings = Settings.model_validate({"data_dir": tmp_path, "models": models})
     now_s, others = [0.0], cast(Any, None)
     fleet = build_fleet(settings, lambda: now_s[0], others)
-    monitor = HealthMonitor(settings, others, others, others, others, fleet, others, others)
+    monitor = monitor_of(settings, fleet)
     metrics = Metrics(None)
     dead = fleet.alias("dead").deployments["dead-api"]
 
-    def seen() -> tuple[Health, str, set[str]]:
+    def seen() -> tuple[PartHealth, str, set[str]]:
         (part,) = [part for part in monitor.parts() if part.name == "dead-api"]
-        monitor._set_deployment_gauges(metrics)
+        monitor.set_deployment_gauges(metrics)
         lines = metrics.render().decode().splitlines()
         shown = [
             line for line in lines if line.startswith(("sameway_deployment_available", "sameway_model_unavailable"))
         ]
         return part.health, part.detail, {line for line in shown if "available{dep" in line or line.endswith(" 1.0")}
 
-    assert seen() == (Health.UNASKED, "no answer from it yet", set())
+    assert seen() == (PartHealth.UNASKED, "no answer from it yet", set())
     for number in range(3):
         dead.health.failed(Asker("chat:", request=f"r{number}"), denial=denial)
     now_s[0] += 10_000.0
     health, detail, shown = seen()
-    assert health is Health.DOWN
+    assert health is PartHealth.DOWN
     assert detail.endswith(", the next request tries it")
     assert shown == {
         'sameway_deployment_available{deployment="dead-api"} 0.0',
         f'sameway_model_unavailable{{cause="{cause}",model="dead"}} 1.0',
     }
-    monitor._was_ready = True
+    monitor.was_ready = True
     assert (monitor.report()["is_ready"], monitor.report()["is_degraded"]) == (True, True)
     probe = Asker("chat:", request="probe")
     assert dead.health.begin(probe)
     dead.health.succeeded(probe)
-    assert seen() == (Health.OK, "", {'sameway_deployment_available{deployment="dead-api"} 1.0'})
+    assert seen() == (PartHealth.OK, "", {'sameway_deployment_available{deployment="dead-api"} 1.0'})
     metrics.close()
 
 
@@ -88,7 +94,7 @@ async def test_a_redis_that_may_evict_says_so(tmp_path: Path) -> None:
     with run_redis(extra=("--maxmemory-policy", "allkeys-lru")) as server:
         link = RedisLink(server.url, 1.0)
         fleet = build_fleet(settings, lambda: 0.0, others)
-        monitor = HealthMonitor(settings, link, others, others, others, fleet, others, others)
+        monitor = monitor_of(settings, fleet, link)
         looking = asyncio.create_task(monitor.run(others))
         async with asyncio.timeout(5):
             while "set maxmemory-policy noeviction" not in monitor.parts()[0].detail:  # noqa: ASYNC110

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.telemetry.judge_error import VETO, RulingCounts, by_judge, false_different, false_same
+from gateway.telemetry.measured_error import VETO, RulingCounts, by_judge, false_different, false_same
 
 
 def test_error_rates_are_shares_of_what_the_other_judge_calls_so() -> None:

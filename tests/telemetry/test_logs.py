@@ -47,9 +47,9 @@ def lines(stream: io.BytesIO) -> list[dict[str, Any]]:
 def test_a_request_is_one_flat_json_line() -> None:
     """The line has event, time, what answered and every field that is set; lists are of strings."""
     stream = io.BytesIO()
-    logs.configure(Settings(log_format="json"), stream)
+    log = logs.configure(Settings(log_format="json"), stream)
     attempts = (Attempt("gpt", "timed out", 5_000.4), Attempt("local", "ok", 80.0))
-    logs.emit(miss(rejected=(Rejection("tiny", "no tools"),), attempts=attempts, why="cheapest of 2"))
+    log.emit(miss(rejected=(Rejection("tiny", "no tools"),), attempts=attempts, why="cheapest of 2"))
     (line,) = lines(stream)
     assert line["event"] == "request"
     assert line["level"] == "info"
@@ -65,8 +65,8 @@ def test_a_request_is_one_flat_json_line() -> None:
 def test_a_server_error_is_an_error_line() -> None:
     """A 5xx is logged at level error, so that a filter by level finds it."""
     stream = io.BytesIO()
-    logs.configure(Settings(log_format="json"), stream)
-    logs.emit(miss(status=503, error="upstream_unavailable"))
+    log = logs.configure(Settings(log_format="json"), stream)
+    log.emit(miss(status=503, error="upstream_unavailable"))
     (line,) = lines(stream)
     assert (line["level"], line["error"]) == ("error", "upstream_unavailable")
 
@@ -76,8 +76,8 @@ def test_prompts_are_written_only_where_the_settings_say_so(log_format: Any) -> 
     """Off by default: neither prompt, answer nor a neighbour's text; on: all three."""
     for log_prompts in (False, True):
         stream = io.BytesIO()
-        logs.configure(Settings(log_format=log_format, log_prompts=log_prompts), stream)
-        logs.emit(
+        log = logs.configure(Settings(log_format=log_format, log_prompts=log_prompts), stream)
+        log.emit(
             miss(nearest="secret neighbour", question="secret question"),
             prompt="secret question",
             answer="secret answer",
@@ -88,19 +88,19 @@ def test_prompts_are_written_only_where_the_settings_say_so(log_format: Any) -> 
 def test_auto_is_pretty_on_a_terminal_and_json_elsewhere() -> None:
     """`auto` looks at the stream it writes to."""
     terminal, pipe = Terminal(), io.BytesIO()
-    logs.configure(Settings(), terminal)
-    logs.emit(hit())
+    log = logs.configure(Settings(), terminal)
+    log.emit(hit())
     assert "saved $0.000120" in written(terminal)
-    logs.configure(Settings(), pipe)
-    logs.emit(hit())
+    log = logs.configure(Settings(), pipe)
+    log.emit(hit())
     assert lines(pipe)[0]["cache"] == "exact"
 
 
 def test_a_client_cannot_move_the_terminals_cursor() -> None:
     """Control characters of a client's text are spelled out in the pretty log, and no text breaks the line."""
     stream = Terminal()
-    logs.configure(Settings(log_format="pretty", log_prompts=True), stream)
-    logs.emit(miss(error="a\x1b[2Jb\nc"), prompt="\x1b]0;title\x07")
+    log = logs.configure(Settings(log_format="pretty", log_prompts=True), stream)
+    log.emit(miss(error="a\x1b[2Jb\nc"), prompt="\x1b]0;title\x07")
     get_logger("test").info("said", text="x\x1b[2Jy\nz")
     text = written(stream)
     assert "\x1b[2J" not in text
@@ -133,9 +133,9 @@ def test_a_reader_that_stays_away_costs_lines_not_requests() -> None:
     read_end, write_end = os.pipe()
     dropped: list[int] = []
     stream = os.fdopen(write_end, "wb", buffering=0)
-    logs.configure(Settings(log_format="json"), stream, dropped.append)  # type: ignore[arg-type]
+    log = logs.configure(Settings(log_format="json"), stream, dropped.append)  # type: ignore[arg-type]
     for _ in range(45_000):
-        logs.emit(hit())
+        log.emit(hit())
     received = io.BytesIO()
 
     def read() -> None:
@@ -159,8 +159,8 @@ def test_a_closed_pipe_ends_the_log_and_nothing_else() -> None:
     """When the log's reader has gone for good, requests go on."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    logs.configure(Settings(log_format="json"), os.fdopen(write_end, "wb"))
-    logs.emit(hit())
+    log = logs.configure(Settings(log_format="json"), os.fdopen(write_end, "wb"))
+    log.emit(hit())
     logs.close()
-    logs.emit(hit())
+    log.emit(hit())
     print("still here", file=sys.stderr)

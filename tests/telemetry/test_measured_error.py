@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 import pytest
@@ -16,10 +17,23 @@ from bench.certificate import STREAMS, Stream, simulate
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
-from gateway.telemetry.checks import Cell, CheckCounts, audited, chances, served, settled, shadow_share
-from gateway.telemetry.confidence import evidence, served_wrong
-from gateway.telemetry.judge_error import RulingCounts, clopper_pearson
-from gateway.telemetry.measured_error import Hour, LiveError, MeasuredErrors, measure
+from gateway.telemetry.measured_error import (
+    Cell,
+    CheckCounts,
+    CheckedPeriod,
+    LiveError,
+    MeasuredErrors,
+    RulingCounts,
+    audited,
+    chances,
+    clopper_pearson,
+    evidence,
+    measure,
+    served,
+    served_wrong,
+    settled,
+    shadow_share,
+)
 
 TEAM = Team(1, "acme", 0.0)
 KEY = (1, "m")
@@ -31,10 +45,10 @@ def settings(alias_max: float | None = None, error_max: float = 0.01) -> Setting
     return Settings(cache=CacheSettings(error_max=error_max), models=models)
 
 
-def counted(*letters: tuple[str, ...], requests: int = 0, hits: int = 0) -> CheckCounts:
+def counted(*events: tuple[str, ...], requests: int = 0, hits: int = 0) -> CheckCounts:
     counts = CheckCounts(requests=requests, hits=hits)
-    for letter in (letter for event in letters for letter in event):
-        counts.count(letter, 1)
+    for name in chain.from_iterable(events):
+        counts.count(name)
     return counts
 
 
@@ -51,8 +65,8 @@ def audits(right: int, wrong: int = 0, unsettled: int = 0, chance: float = 0.1) 
 @given(st.floats(1e-9, 1.0))
 def test_a_chance_lies_in_its_step(chance: float) -> None:
     """The limits take the end of the step that is against them; a chance below all counts as none."""
-    (letter,) = audited(chance)
-    least, most = chances(int(letter[1:]))
+    (event,) = audited(chance)
+    least, most = chances(int(event.removeprefix("audited:")))
     assert least <= chance * (1 + 1e-6)
     assert chance <= most * (1 + 1e-6)
     assert least == 0.0 or most / least < 1.1
@@ -109,7 +123,8 @@ def test_workers_sums_are_one_stream() -> None:
     whole, first, second = audits(60, 3, 2), audits(30, 1, 2), audits(30, 2)
     first.add(second)
     assert served_wrong(first) == served_wrong(whole)
-    assert whole.less(second).cells == audits(30, 1, 2).cells
+    whole.add(second, -1)
+    assert whole.cells == audits(30, 1, 2).cells
 
 
 def test_a_judges_errors_widen_the_interval() -> None:
@@ -203,7 +218,7 @@ def test_what_a_judge_is_known_to_miss_raises_the_estimate_and_widens_the_interv
     truth, bounds_ = MeasuredErrors(Bounds(settings())), Bounds(settings())
     day = audits(96, wrong)
     rulings = {"j\nmodel": RulingCounts(same_same=50, different_same=50, same_different=20, different_different=80)}
-    truth.update([Hour(0, {}, rulings), Hour(3_600, {KEY: day})], [TEAM])
+    truth.update([CheckedPeriod(0, {}, rulings), CheckedPeriod(3_600, {KEY: day})], [TEAM])
     plain, found = measure(day), truth.measure(day)
     assert found.estimate == pytest.approx(min(found.high, (plain.estimate or 0.0) / 0.8))
     assert found.low <= plain.low
@@ -211,7 +226,7 @@ def test_what_a_judge_is_known_to_miss_raises_the_estimate_and_widens_the_interv
     assert 0.5 < found.judge_error < 0.7  # of right answers, the margin included
     for nothing in ({}, {"j\nmodel": RulingCounts(same_same=9)}, {"other\nmodel": rulings["j\nmodel"]}):
         other = MeasuredErrors(bounds_)
-        other.update([Hour(0, {}, nothing), Hour(3_600, {KEY: day})], [TEAM])
+        other.update([CheckedPeriod(0, {}, nothing), CheckedPeriod(3_600, {KEY: day})], [TEAM])
         assert other.measure(day) == plain
 
 
@@ -229,8 +244,8 @@ def test_nobody_loosens_a_bound(
     assert found == min(given_)
 
 
-def hours(*counts: CheckCounts) -> list[Hour]:
-    return [Hour(3_600 * at, {KEY: one}) for at, one in enumerate(counts)]
+def hours(*counts: CheckCounts) -> list[CheckedPeriod]:
+    return [CheckedPeriod(3_600 * at, {KEY: one}) for at, one in enumerate(counts)]
 
 
 def update(truth: MeasuredErrors, *counts: CheckCounts) -> Sequence[LiveError]:

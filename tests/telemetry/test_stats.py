@@ -7,11 +7,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.journey.record import Attempt
-from gateway.telemetry import checks
+from gateway.telemetry import measured_error
 from gateway.telemetry.buckets import step
-from gateway.telemetry.checks import Cell, CheckCounts
+from gateway.telemetry.measured_error import Cell, CheckCounts
 from gateway.telemetry.stats import Stats
-from gateway.telemetry.summary import Window, percentiles
+from gateway.telemetry.summary import StatsWindow, percentiles
 from tests.services import run_redis
 from tests.telemetry.records import AT_S, hit, miss
 
@@ -38,7 +38,7 @@ async def test_workers_add_up(redis: Redis) -> None:
     right.add(miss(status=502, error="upstream", attempts=(Attempt("gpt", "refused", 3.0),), cost_microusd=0))
     await left.flush()
     await right.flush()
-    summary = await Stats(redis, Clock()).query(Window.HOUR)
+    summary = await Stats(redis, Clock()).query(StatsWindow.HOUR)
     assert summary.total.by_kind == {"miss": 2, "exact": 1, "semantic": 1, "refused": 1, "failed": 1}
     assert summary.total.hit_rate == pytest.approx(2 / 4)
     assert summary.total.cost_microusd == 120
@@ -58,8 +58,8 @@ async def test_a_query_can_be_of_one_team_or_one_model(redis: Redis) -> None:
     stats.add(hit(alias="odd|name"))
     stats.add(hit(team_id=2))
     await stats.flush()
-    by_team = await stats.query(Window.DAY, team_id=2)
-    by_model = await stats.query(Window.DAY, model="odd|name")
+    by_team = await stats.query(StatsWindow.DAY, team_id=2)
+    by_model = await stats.query(StatsWindow.DAY, model="odd|name")
     assert by_team.total.requests == by_model.total.requests == 1
     assert sum(point.tally.requests for point in by_team.series) == 1
     assert set(by_model.by_model) == {"odd|name"}
@@ -76,7 +76,7 @@ async def test_each_request_counts_in_one_surface(redis: Redis) -> None:
     right.add(hit(route="files", cache="bypass", team_id=2))
     await left.flush()
     await right.flush()
-    summary = await left.query(Window.HOUR)
+    summary = await left.query(StatsWindow.HOUR)
     by_kind = {surface: tally.by_kind for surface, tally in summary.by_surface.items()}
     assert by_kind == {
         "messages": {"miss": 1, "exact": 1, "refused": 1},
@@ -88,20 +88,22 @@ async def test_each_request_counts_in_one_surface(redis: Redis) -> None:
     assert (told.cost_microusd, told.hit_rate, told.saved_microusd, told.saved_tokens) == (120, 0.5, 120, 51)
     for name in ("requests", "cost_microusd", "saved_microusd", "prompt_tokens"):
         assert sum(getattr(one, name) for one in summary.by_surface.values()) == getattr(summary.total, name)
-    assert set((await left.query(Window.DAY, team_id=2)).by_surface) == {"files"}
-    assert set((await left.query(Window.DAY, model="odd|na/me")).by_surface) == {"messages"}
+    assert set((await left.query(StatsWindow.DAY, team_id=2)).by_surface) == {"files"}
+    assert set((await left.query(StatsWindow.DAY, model="odd|na/me")).by_surface) == {"messages"}
 
 
 @pytest.mark.parametrize(
     ("window", "points", "reach_s"),
     [
-        (Window.HOUR, 60, 3_600),
-        (Window.DAY, 24, 86_400),
-        (Window.WEEK, 28, 7 * 86_400),
-        (Window.MONTH, 30, 30 * 86_400),
+        (StatsWindow.HOUR, 60, 3_600),
+        (StatsWindow.DAY, 24, 86_400),
+        (StatsWindow.WEEK, 28, 7 * 86_400),
+        (StatsWindow.MONTH, 30, 30 * 86_400),
     ],
 )
-async def test_a_window_shows_its_time_and_no_other(redis: Redis, window: Window, points: int, reach_s: int) -> None:
+async def test_a_window_shows_its_time_and_no_other(
+    redis: Redis, window: StatsWindow, points: int, reach_s: int
+) -> None:
     """Each window has its points, ends now, counts what is inside and forgets what is older."""
     clock = Clock()
     stats = Stats(redis, clock)
@@ -121,7 +123,7 @@ async def test_what_is_old_leaves_redis(redis: Redis) -> None:
     stats = Stats(redis, Clock())
     stats.add(hit())
     await stats.flush()
-    keys = await redis.keys("sameway:stats:*")
+    keys = await redis.keys("sameway:{stats}:*")
     assert len(keys) == 4
     for key in keys:
         assert await redis.ttl(key) > 0
@@ -141,7 +143,7 @@ async def test_counts_survive_an_outage_of_redis() -> None:
         stats.add(hit())
         await stats.flush()
         await stats.flush()
-        assert (await stats.query(Window.HOUR)).total.requests == 4
+        assert (await stats.query(StatsWindow.HOUR)).total.requests == 4
         await client.aclose()
 
 
@@ -203,7 +205,7 @@ async def test_latencies_of_hits_and_misses_are_told_apart(redis: Redis) -> None
     stats.add(hit(ttft_ms=1.0))
     stats.add(miss(ttft_ms=800.0))
     await stats.flush()
-    summary = await stats.query(Window.HOUR)
+    summary = await stats.query(StatsWindow.HOUR)
     assert summary.ttft["hit"].p50_ms == pytest.approx(1.0, rel=0.1)
     assert summary.ttft["miss"].p50_ms == pytest.approx(800, rel=0.1)
     assert summary.ttft["all"].count == 2
@@ -218,10 +220,10 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
     for worker in (stats, other):
         worker.add(hit(cache="semantic"))
         worker.add(miss())
-        worker.add_truth(1, "small", checks.served(0.1, is_compared=True))
-        worker.add_truth(1, "small", checks.audited(0.1))
-        worker.add_truth(1, "small", checks.settled(0.1, "a|b", is_wrong=True, is_audit=True))
-        worker.add_truth(1, "small", checks.reported(is_wrong=True))
+        worker.add_checks(1, "small", measured_error.served(0.1, is_compared=True))
+        worker.add_checks(1, "small", measured_error.audited(0.1))
+        worker.add_checks(1, "small", measured_error.settled(0.1, "a|b", is_wrong=True, is_audit=True))
+        worker.add_checks(1, "small", measured_error.reported(is_wrong=True))
         await worker.flush()
     team, model = hit().request.team_id, hit().request.alias
 
@@ -240,8 +242,8 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
         (cell,) = found.cells.values()
         assert cell == Cell(served=2, audited=2, audits_wrong=2, shadowed=2)
         assert (found.checks, found.unsettled, found.judges, found.reported_wrong) == (2, 2, {"a/b": 2}, 2)
-    assert (await stats.query(Window.DAY)).samples[1, "small"] == found
-    assert (await stats.query(Window.DAY)).total.requests == 4
+    assert (await stats.query(StatsWindow.DAY)).samples[1, "small"] == found
+    assert (await stats.query(StatsWindow.DAY)).total.requests == 4
     counted = (await stats.certified())[(team, model), ""]
     assert (counted.requests, counted.hits) == (4, 2)
     clock.now_s = AT_S + 3_600 * 24
@@ -253,11 +255,16 @@ async def test_what_is_no_statistic_is_passed_over(redis: Redis) -> None:
     stats = Stats(redis, Clock())
     stats.add(hit())
     await stats.flush()
-    for key in await redis.keys("sameway:stats:*"):
-        for field in (b"\xff|1|exact|small", b"r|1", b"r|team|exact|small"):
+    for key in await redis.keys("sameway:{stats}:*"):
+        for field in (
+            b"\xff|1|exact|chat|small",
+            b"requests|1",
+            b"requests|team|exact|chat|small",
+            b"by_kind|1|exact|chat|small",
+        ):
             await redis.hset(key, field, 1)
-        await redis.hset(key, "r|2|exact|small", "no number")
+        await redis.hset(key, "requests|2|exact|chat|small", "no number")
     for data in (b"\xc1", b"\x81\xaarequest_id\xa1\xff"):
         await redis.xadd("sameway:routes", {"r": data})
-    assert (await stats.query(Window.HOUR)).total.requests == 1
+    assert (await stats.query(StatsWindow.HOUR)).total.requests == 1
     assert len((await stats.routes(lambda record: True)).records) == 1
