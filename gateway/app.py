@@ -316,14 +316,12 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     stats = Stats(link, time.time)
     hits = HitsWriter(ledger, stats.take_hits)
     stack.push_async_callback(_last_flush, stats, hits)
-
     emit = _emitter(settings, log, metrics, stats)
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds, audited=learning.judging.audited)
-    pipeline = Pipeline(
-        settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learning.learn
-    )
+    learn = learning.learn
+    pipeline = Pipeline(settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learn)
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)

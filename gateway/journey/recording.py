@@ -141,13 +141,17 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
     return cache, answer, usage, _avoided(baseline, spent.answer_microusd), Times(begun_ms, duration_ms)
 
 
+# the defaults themselves: the encoder leaves out a default by its identity
+_NOT_AWAITED = (CacheFacts().awaited, CacheFacts().awaited_ms)
+
+
 def _awaited(generation: Generation, turn: Turn) -> tuple[str, float]:
     """How the wait for another worker ended, and the milliseconds of `turn` until then: `served`,
     `made` here after all, or `ended` with an error.
     """
     looked = generation.looked
     if looked.awaited_until <= turn.started:
-        return "", 0.0
+        return _NOT_AWAITED
     is_made = bool(generation.answered.tries) or looked.entry is not None
     outcome = "served" if looked.is_from_elsewhere else "made" if is_made else "ended"
     return outcome, (looked.awaited_until - turn.started) * 1000.0
