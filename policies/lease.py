@@ -1,4 +1,4 @@
-"""A lease in Redis: of many workers that may do a work, one has it at a time, and the next one once
+"""A lease in RedisCommands: of many workers that may do a work, one has it at a time, and the next one once
 it expires.
 
 Knows no work. Invariant: only the holder renews or ends a lease. A holder that pauses for longer
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from policies.redis import Redis
+from policies.redis import RedisCommands
 
 # KEYS lease. ARGV token, its life in ms, 1 to take a free one or 0 to renew an own one.
 # Replies 1 where the caller has it now, else 0.
@@ -31,7 +31,7 @@ _DROP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', 
 class Lease:
     """The lease `key`, for the worker that `token` names, for `life_ms` after each `take`."""
 
-    def __init__(self, redis: Redis, key: str, token: str, life_ms: int) -> None:
+    def __init__(self, redis: RedisCommands, key: str, token: str, life_ms: int) -> None:
         self._redis = redis
         self._key = key
         self._token = token
@@ -52,7 +52,7 @@ class Lease:
             while True:
                 wait_s = await step()
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    # Python 3.11: wait_for in a Redis client can swallow it
+                    # Python 3.11: wait_for in a RedisCommands client can swallow it
                     raise asyncio.CancelledError
                 await asyncio.sleep(wait_s)
         finally:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from policies.rate_limits import MINUTE_US, Decision, LimitState, RateLimit, RateLimits, decision_of
+from policies.rate_limits import MINUTE_US, LimitDecision, LimitState, RateLimit, RateLimits, decision_of
 
 # decision: limits-are-leased
 _SHARES = 500
@@ -94,15 +94,15 @@ class LeasedRateLimits:
             lease.left -= (tokens if lease.is_tokens else requests) or 0
         return True
 
-    def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
+    def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> LimitDecision:
         """The decision on a request that `take_now` charged, with the remaining room in these
         units.
         """
         now_s = self._clock()
         leases = [lease for lease in limited.leases if (tokens if lease.is_tokens else requests) is not None]
-        return Decision(True, 0.0, tuple([lease.state(now_s) for lease in leases]))
+        return LimitDecision(True, 0.0, tuple([lease.state(now_s) for lease in leases]))
 
-    async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
+    async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> LimitDecision:
         """Charge as `RateLimits.take` does, and lease a quantum of each limit that has room for it."""
         charges: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
         for lease in limited.leases:
@@ -131,7 +131,7 @@ class LeasedRateLimits:
         if not decision.is_allowed:
             return decision
         now_s = self._clock()
-        return Decision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in charges]))
+        return LimitDecision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in charges]))
 
     def correct(self, limited: Limited, expected: int, actual: int) -> Coroutine[Any, Any, None] | None:
         """Correct the charge of a request that was charged `expected` tokens and used `actual`.
@@ -171,7 +171,7 @@ class LocalRateLimits:
         self._arrivals_us: dict[tuple[str, str, str], float] = {}
         self._prune_at = _SUBJECTS_MAX
 
-    def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
+    def take(self, scope: str, limits: Sequence[RateLimit]) -> LimitDecision:
         """Charge every limit its cost, or none if one has no room."""
         now_us = self._clock() * 1e6
         leads_us = [self._lead_us(scope, limit, now_us) for limit in limits]

@@ -6,7 +6,7 @@ The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, an
 scheduling). Each limit has one number, the theoretical arrival time. A request moves it ahead by
 cost / rate; it may lead the present by at most a minute. So an idle subject may spend a minute's
 worth at once; after that the rate applies. The number gives both the remaining room and the time
-until all of it is free. Redis's clock serves all hosts.
+until all of it is free. RedisCommands's clock serves all hosts.
 
 Token charges are estimates at first; `charge` moves the arrival time by the difference. A request
 that used more than the room delays the following requests.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from policies.redis import Redis
+from policies.redis import RedisCommands
 
 MINUTE_US = 60_000_000
 
@@ -109,7 +109,7 @@ class LimitState(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
-class Decision(msgspec.Struct, frozen=True):
+class LimitDecision(msgspec.Struct, frozen=True):
     """Whether a request may pass.
 
     `retry_after_s` is 0 if it may, None if it never can because it costs more than a minute's
@@ -133,23 +133,23 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class RateLimits:
-    """All rate limits in Redis. Errors of the Redis client pass through.
+    """All rate limits in RedisCommands. Errors of the RedisCommands client pass through.
 
     `scope` is common to the limits of one request (its team) and keeps their keys in one slot.
-    `clock_us` None uses Redis's clock.
+    `clock_us` None uses RedisCommands's clock.
     """
 
-    def __init__(self, redis: Redis, clock_us: Callable[[], int] | None = None) -> None:
+    def __init__(self, redis: RedisCommands, clock_us: Callable[[], int] | None = None) -> None:
         self._redis = redis
         self._clock_us = clock_us
 
-    async def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
+    async def take(self, scope: str, limits: Sequence[RateLimit]) -> LimitDecision:
         """Charge every limit its cost, or none if one has no room.
 
         Without limits: allowed, without a round trip.
         """
         if not limits:
-            return Decision(True, 0.0, ())
+            return LimitDecision(True, 0.0, ())
         reply = await self._redis.eval(_TAKE, len(limits), *_keys(scope, limits), self._now(), *_charges(limits))
         granted = [limit.lease * more for limit, more in zip(limits, reply[2::2], strict=True)]
         return decision_of(limits, [int(lead) for lead in reply[1::2]], is_allowed=reply[0] == 1, granted=granted)
@@ -166,7 +166,7 @@ class RateLimits:
 
 def decision_of(
     limits: Sequence[RateLimit], leads_us: Sequence[int], *, is_allowed: bool, granted: Sequence[int] = ()
-) -> Decision:
+) -> LimitDecision:
     """The decision that follows from `leads_us`: how far each arrival time leads the present, after
     any charge.
 
@@ -177,11 +177,11 @@ def decision_of(
         for limit, lead_us, more in zip(limits, leads_us, granted or [0] * len(limits), strict=True)
     )
     if is_allowed:
-        return Decision(True, 0.0, states)
+        return LimitDecision(True, 0.0, states)
     waits_s = [_wait_s(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True)]
     longest = max(range(len(limits)), key=lambda i: waits_s[i])
     wait_s = waits_s[longest]
-    return Decision(False, None if math.isinf(wait_s) else wait_s, states, states[longest])
+    return LimitDecision(False, None if math.isinf(wait_s) else wait_s, states, states[longest])
 
 
 def _keys(scope: str, limits: Sequence[RateLimit]) -> list[str]:

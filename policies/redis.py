@@ -1,4 +1,4 @@
-"""The two methods this package needs of a Redis client.
+"""The two methods this package needs of a RedisCommands client.
 
 Knows no client library: redis-py's `redis.asyncio.Redis` with decode_responses off fits, and so
 does a link that shares pipelines and bounds every call by a time-out. Errors of a call pass through
@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import Any, Protocol
 
 
-class Redis(Protocol):
+class RedisCommands(Protocol):
     """A client with raw replies: bytes, integers, lists, None.
 
     For servers from 6.2; a script's KEYS are complete.

@@ -15,7 +15,7 @@ import msgspec
 
 from policies.holds import LEDGER_STREAM, SETTLED_KEPT_S, Charge, Hold, count_keys, done_key, hour_at, member
 from policies.prices import MICROUSD_MAX, MicroUSD
-from policies.redis import Redis
+from policies.redis import RedisCommands
 from policies.scripts import SETTLE
 from policies.windows import HOUR_MS, PLACES, WindowKind
 
@@ -43,7 +43,7 @@ class SettleBatch:
     `defer` schedules that call; None sends at the end of the event loop's tick.
     """
 
-    def __init__(self, redis: Redis, defer: Defer | None) -> None:
+    def __init__(self, redis: RedisCommands, defer: Defer | None) -> None:
         self._redis = redis
         self._defer = defer or (lambda send: asyncio.get_running_loop().call_soon(send))
         self._waiting: list[_Settlement] = []

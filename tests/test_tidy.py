@@ -82,6 +82,9 @@ POSITIONAL_MAX = 6
 LONG_CONSTRUCTORS: dict[str, str] = {
     "cache/semantic/index.py:VectorIndex": "not yet named: the parameters of an index",
 }
+# Names that say neither a type nor a role; a local of a few lines may have them.
+VAGUE_NAMES = frozenset(["found", "got", "one", "some", "own", "words", "place", "told", "made", "asked"])
+VAGUE_LINES_MAX = 3
 # The same: why this function is one although it is long.
 LONG_FUNCTIONS: dict[str, str] = {
     "local_engine/kernels/gpu/attention.py:_attend": "one kernel: a third of it its parameters, the rest one loop over keys",
@@ -226,22 +229,72 @@ def test_a_small_file_with_one_importer_has_a_reason() -> None:
     assert SMALL_FILES.keys() - small == set()
 
 
-@cache
-def classes() -> dict[str, dict[str, ast.ClassDef]]:
-    """Every public class that a module holds, by its name and path."""
-    found: dict[str, dict[str, ast.ClassDef]] = {}
-    for path, module in sources().items():
-        for node in module.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, {})[path] = node
-    return found
+def test_a_class_name_is_used_once() -> None:
+    """A name means one thing, in whatever package and however private."""
+    places: dict[str, list[str]] = {}
+    for path, inside in nodes().items():
+        for node in inside:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
-def test_a_class_name_is_used_once_in_a_package() -> None:
-    """A name means one thing; leaves do not know each other, so each has words of its own."""
-    packages = {name: [path.split("/")[0] for path in places] for name, places in classes().items()}
-    twice = {name for name, places in packages.items() if len(places) > len(set(places))}
-    assert twice == set()
+def bindings(node: ast.AST) -> list[tuple[int, str]]:
+    """The names that a class gives its fields, or a function its parameters and its longer-lived locals, by line."""
+    names: list[tuple[int, str]] = []
+    if isinstance(node, ast.ClassDef):
+        names += [
+            (b.lineno, b.target.id)
+            for b in node.body
+            if isinstance(b, ast.AnnAssign) and isinstance(b.target, ast.Name)
+        ]
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        names.append((node.lineno, node.attr))
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        names += [(each.lineno, each.arg) for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+        lines: dict[str, list[int]] = {}
+        stored: set[str] = set()
+        inside: list[ast.AST] = list(node.body)
+        while inside:
+            part = inside.pop()
+            if isinstance(part, ast.Name):
+                lines.setdefault(part.id, []).append(part.lineno)
+                stored |= {part.id} if isinstance(part.ctx, ast.Store) else set()
+            if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inside += ast.iter_child_nodes(part)
+        names += [(min(lines[name]), name) for name in stored if max(lines[name]) - min(lines[name]) >= VAGUE_LINES_MAX]
+    return names
+
+
+def test_names_say_a_type_or_a_role() -> None:
+    """No field, parameter or longer-lived local is called what says nothing of it."""
+    vague = {
+        f"{path}:{line} {name}"
+        for path, inside in nodes().items()
+        for node in inside
+        for line, name in bindings(node)
+        if name.lstrip("_") in VAGUE_NAMES
+    }
+    assert sorted(vague) == []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_tests_leave_private_names_alone() -> None:
+    """No test imports or patches a name with an underscore of the product: the seams are public."""
+    private: list[str] = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+                private += [f"{path.relative_to(ROOT)}: {each.name}" for each in node.names if is_private(each.name)]
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "patch", "patch.object")):
+                words = [
+                    each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
+                ]
+                private += [f"{path.relative_to(ROOT)}: {each}" for each in words if is_private(each.split(".")[-1])]
+    assert private == []
 
 
 def is_record(node: ast.ClassDef) -> bool:

@@ -62,7 +62,7 @@ from gateway.backends.base import (
     Native,
 )
 from gateway.backends.openai.backend import OpenAIBackend
-from gateway.backends.refusals import Refused, refusal
+from gateway.backends.refusals import UpstreamRefusal, refusal
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.bodies import Bodies
@@ -148,7 +148,7 @@ def broken() -> BackendBroken:
 def denied(status: int, words: str = "Not for you", code: str | None = None) -> BackendError:
     """What a deployment makes of a permanent refusal."""
     error = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": code}}
-    return refusal(Refused(status, json.dumps(error).encode()))
+    return refusal(UpstreamRefusal(status, json.dumps(error).encode()))
 
 
 def rejected(status: int = 400, words: str = "Bad field") -> BackendRejected:

@@ -72,7 +72,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     renamed: frozenset[str] = frozenset()
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
+class AnswerGroup(msgspec.Struct, frozen=True, gc=False):
     """A group among the neighbours. `index` is that of its nearest key, the witness; `share` of the
     vote; `count` of its keys among the neighbours; `rival` the cosine of the nearest key of any
     other group.
@@ -145,7 +145,7 @@ class WordOdds:
         return math.log(odds * (1 - share) / share)
 
 
-def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
+def candidates(neighbours: Sequence[Neighbour]) -> list[AnswerGroup]:
     """The groups of the (sorted) neighbours by their share of the vote."""
     nearest = neighbours[:NEIGHBOURS]
     places: dict[bytes, list[int]] = {}
@@ -160,7 +160,7 @@ def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
     groups = []
     for group, members in places.items():
         rival = first if members[0] else second
-        groups.append(Candidate(group, members[0], votes[group] / total, len(members), rival))
+        groups.append(AnswerGroup(group, members[0], votes[group] / total, len(members), rival))
     groups.sort(key=lambda one: (-one.share, one.index))
     return groups
 
@@ -168,7 +168,7 @@ def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
 def features_of(
     prompt: str,
     neighbours: Sequence[Neighbour],
-    candidate: Candidate,
+    candidate: AnswerGroup,
     word_counts: WordCounts,
     word_odds: WordOdds | None,
     is_guarded: bool,
@@ -200,7 +200,7 @@ def features_of(
 
 
 def _group_features(
-    left: TextFeatures, neighbours: Sequence[Neighbour], candidate: Candidate, word_counts: WordCounts
+    left: TextFeatures, neighbours: Sequence[Neighbour], candidate: AnswerGroup, word_counts: WordCounts
 ) -> tuple[float, ...]:
     """The features of all near keys of the group. A word of the prompt that none of them has is
     unheard.

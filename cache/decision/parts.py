@@ -100,7 +100,7 @@ class Parts:
     has_documents: bool = False
 
 
-class Kind(IntEnum):
+class PieceKind(IntEnum):
     """Of a span."""
 
     LINE = 0
@@ -109,7 +109,7 @@ class Kind(IntEnum):
     DOCUMENT = 3
 
 
-_MARKED = (Kind.QUOTED, Kind.DOCUMENT)
+_MARKED = (PieceKind.QUOTED, PieceKind.DOCUMENT)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -124,7 +124,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     glue: str
     paragraph: int
     chunk: str
-    kind: Kind
+    kind: PieceKind
     key: str | None = None
 
 
@@ -213,7 +213,7 @@ class _Shared:
         groups: list[tuple[int, int]] = []
         paragraph = -1
         for index, span in enumerate(self._spans):
-            if span.kind > Kind.QUOTED:
+            if span.kind > PieceKind.QUOTED:
                 paragraph = -1  # what follows is not the same
             elif not self._known[index] and _says_something(span):
                 if span.paragraph == paragraph and (index in self._records or not self._has_label(index)):
@@ -227,7 +227,7 @@ class _Shared:
         """The line at one end of a prompt with a longer text that asks; None where another may be the question."""
         spans = self._spans
         last = next((at for at in range(len(spans) - 1, 0, -1) if spans[at].kind or not _is_end(spans[at].text)), 0)
-        ends = [at for at in {0, last} if spans[at].kind is Kind.LINE and spans[at].text.rstrip().endswith("?")]
+        ends = [at for at in {0, last} if spans[at].kind is PieceKind.LINE and spans[at].text.rstrip().endswith("?")]
         if len(ends) != 1 or _words(spans[ends[0]]) > LONG_WORDS:
             return None
         asking = ends[0]
@@ -241,7 +241,7 @@ class _Shared:
     def _varies(self, index: int) -> bool:
         """Whether prompts have something else in the place of a known line."""
         span, count = self._spans[index], self._counts[index]
-        if span.kind > Kind.QUOTED or not self._known[index] or not _says_something(span):
+        if span.kind > PieceKind.QUOTED or not self._known[index] or not _says_something(span):
             return False
         is_end = not index or all(_is_end(one.text) for one in self._spans[index + 1 :])
         beside = (*self._counts[max(0, index - 1) : index], *self._counts[index + 1 : index + 2])
@@ -281,7 +281,7 @@ def _records(spans: Sequence[Piece]) -> dict[int, tuple[int, int]]:
 
     def paragraph(index: int) -> int:
         span = spans[index]
-        is_value = span.kind is Kind.LINE and _FIELD.match(span.text) and span.text.rstrip()[-1] != "?"
+        is_value = span.kind is PieceKind.LINE and _FIELD.match(span.text) and span.text.rstrip()[-1] != "?"
         return span.paragraph if is_value and not _is_asking(span) else -1
 
     ranges: dict[int, tuple[int, int]] = {}
@@ -314,11 +314,11 @@ def split(text: str) -> Split:
         return whole
     if len(text) > _CHARS_MAX:
         spans = [
-            msgspec.structs.replace(span, text="", kind=Kind.DOCUMENT) if span.kind is Kind.LONG else span
+            msgspec.structs.replace(span, text="", kind=PieceKind.DOCUMENT) if span.kind is PieceKind.LONG else span
             for span in spans
         ]
     if len(spans) > _SPANS_MAX:
-        runs = groupby(spans, lambda span: span.kind is Kind.DOCUMENT and not span.chunk)
+        runs = groupby(spans, lambda span: span.kind is PieceKind.DOCUMENT and not span.chunk)
         spans = [one for is_document, run in runs for one in ([_joined([*run])] if is_document else run)]
     made = Split.of(tuple(spans))
     return made if 2 <= len(spans) <= _SPANS_MAX else replace(made, spans=())
@@ -485,10 +485,10 @@ class _Reader:
             is_closed = not any(map(str.isalnum, lines[-1]))
             is_quoted = is_closed and (is_json or sum(len(line.split()) for line in lines) <= LONG_WORDS)
         if is_inside or len(lines) == 1 or not (has_chunks or is_quoted):
-            self._add(lines, Kind.DOCUMENT, name)
+            self._add(lines, PieceKind.DOCUMENT, name)
             return
         was_quoted, self._is_quoted = self._is_quoted, is_quoted
-        kind = Kind.QUOTED if is_quoted else Kind.DOCUMENT
+        kind = PieceKind.QUOTED if is_quoted else PieceKind.DOCUMENT
         self._add(lines[:1], kind, "")
         self.read(first + 1, end - 1, is_inside=not is_quoted)
         self._add(lines[-1:], kind, "")
@@ -519,7 +519,13 @@ class _Reader:
                 key, is_document = string, around[-1][1] or _DOCUMENT_TAG.fullmatch(string) is not None
             elif string is not None:
                 value = json.loads(f'"{string}"') if "\\" in string else string
-                kind = Kind.DOCUMENT if is_document else Kind.LONG if len(value.split()) > LONG_WORDS else Kind.LINE
+                kind = (
+                    PieceKind.DOCUMENT
+                    if is_document
+                    else PieceKind.LONG
+                    if len(value.split()) > LONG_WORDS
+                    else PieceKind.LINE
+                )
                 shown, name = "" if is_document else value, key if is_whole else ""
                 glue += text[at : token.start(1)]
                 self._paragraph += 1
@@ -529,7 +535,7 @@ class _Reader:
                 around.append((key, is_document))
             else:
                 key, is_document = around.pop()
-        self._add_piece(_digest(""), "", glue + text[at:], Kind.LINE, "")
+        self._add_piece(_digest(""), "", glue + text[at:], PieceKind.LINE, "")
 
     def _is_named(self, number: int) -> bool:
         return _DOCUMENT_TAG.fullmatch(_name(self._lines[number].lstrip())) is not None
@@ -548,7 +554,7 @@ class _Reader:
                 run, is_document = [], is_label
                 is_long = len(line.split()) > LONG_WORDS  # a document on the line of its label
                 if is_asked or is_long or line.rstrip().endswith(":") or "#" in line[:1]:
-                    self._add([line], Kind.DOCUMENT if is_label else Kind.LINE, "")
+                    self._add([line], PieceKind.DOCUMENT if is_label else PieceKind.LINE, "")
                     is_document = is_label and not is_long
                     continue
             run.append(line)
@@ -560,26 +566,28 @@ class _Reader:
         word_count = sum(len(line.split()) for line in run if len(line) > LONG_WORDS or len(run) > 1)
         mark = _mark(run[0]) if len(run) > 1 else ""
         if is_document or (mark and word_count > LONG_WORDS):
-            self._add(run, Kind.DOCUMENT, _chunk(run[0]))
+            self._add(run, PieceKind.DOCUMENT, _chunk(run[0]))
         elif word_count <= LONG_WORDS:
             for line in run:
-                self._add([line], Kind.QUOTED if mark in ("[", "**") else Kind.LINE, "")
+                self._add([line], PieceKind.QUOTED if mark in ("[", "**") else PieceKind.LINE, "")
         else:
             for is_long, some in groupby(run, lambda line: len(line.split()) > LONG_WORDS):
                 lines = list(some)
                 if is_long or len(lines) == len(run):
-                    self._add(lines, Kind.LONG, _chunk(lines[0]))
+                    self._add(lines, PieceKind.LONG, _chunk(lines[0]))
                 else:
                     self._add_run(lines, is_document=False)
 
-    def _add(self, lines: Sequence[str], kind: Kind, chunk: str) -> None:
+    def _add(self, lines: Sequence[str], kind: PieceKind, chunk: str) -> None:
         text = "\n".join(lines)
-        shown = "" if kind is Kind.DOCUMENT else text
-        kind = Kind.QUOTED if kind is Kind.LINE and self._is_quoted else kind
+        shown = "" if kind is PieceKind.DOCUMENT else text
+        kind = PieceKind.QUOTED if kind is PieceKind.LINE and self._is_quoted else kind
         self._add_piece(_digest(text), shown, "\n" * (self._blanks + bool(self.spans)), kind, None, chunk)
         self._blanks = 0
 
-    def _add_piece(self, digest: bytes, text: str, glue: str, kind: Kind, key: str | None, chunk: str = "") -> None:
+    def _add_piece(
+        self, digest: bytes, text: str, glue: str, kind: PieceKind, key: str | None, chunk: str = ""
+    ) -> None:
         paragraph = self._paragraph
         span = Piece(digest=digest, text=text, glue=glue, paragraph=paragraph, chunk=chunk, kind=kind, key=key)
         self.spans.append(span)
@@ -629,7 +637,7 @@ def _merged(spans: Sequence[Piece]) -> list[Piece]:
     """The spans with a heading and the document after it as one chunk."""
     merged: list[Piece] = []
     for span in spans:
-        if merged and span.kind > Kind.QUOTED and not span.chunk:
+        if merged and span.kind > PieceKind.QUOTED and not span.chunk:
             before = merged[-1]
             if not before.kind and before.key is None and _mark(before.text):
                 merged[-1] = _joined((before, span), _chunk(before.text))
@@ -642,7 +650,7 @@ def _joined(spans: Sequence[Piece], chunk: str = "") -> Piece:
     """Join neighbouring spans into one document."""
     joined = b"".join(_digest(span.glue) + span.digest for span in spans[1:])
     digest = blake2b(spans[0].digest + joined, digest_size=_DIGEST_BYTES).digest()
-    return msgspec.structs.replace(spans[0], digest=digest, text="", chunk=chunk, kind=Kind.DOCUMENT)
+    return msgspec.structs.replace(spans[0], digest=digest, text="", chunk=chunk, kind=PieceKind.DOCUMENT)
 
 
 def _frame(spans: Sequence[Piece], first: int, end: int, rest: tuple[str, str] = ("", ""), question: str = "") -> bytes:
@@ -687,4 +695,4 @@ def _says_something(span: Piece) -> bool:
 
 def _words(span: Piece) -> int:
     """Of a span; of a document, which has no text here, as many as make it long."""
-    return LONG_WORDS + 1 if span.kind is Kind.DOCUMENT else len(span.text.split())
+    return LONG_WORDS + 1 if span.kind is PieceKind.DOCUMENT else len(span.text.split())

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from cache.decision.ellipsis import is_same_ellipsis
-from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
+from cache.decision.features import AnswerGroup, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import (
     COLD_FIRST,
     COLD_WRONG,
@@ -266,13 +266,13 @@ def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
     return np.append(seen, (counters.served, counters.risked)).astype("<f4").tobytes()
 
 
-def _ranked(prompt: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
+def _ranked(prompt: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[AnswerGroup]:
     """The first groups by their votes, `_COMPARED` at least if there are so many. The witness of
     each is its nearest key that no veto stops; groups without one come last, that of the neighbour
     which the fixed rule would serve comes first, with it as the witness.
     """
-    free: list[Candidate] = []
-    vetoed: list[Candidate] = []
+    free: list[AnswerGroup] = []
+    vetoed: list[AnswerGroup] = []
     text = read(prompt)
     first = b"" if guarded is None else neighbours[guarded].group or neighbours[guarded].exact
     for candidate in sorted(candidates(neighbours), key=lambda each: each.group != first):
@@ -284,5 +284,5 @@ def _ranked(prompt: str, neighbours: Sequence[Neighbour], guarded: int | None) -
         if index is None:
             vetoed.append(candidate)
         else:
-            free.append(Candidate(candidate.group, index, candidate.share, candidate.count, candidate.rival))
+            free.append(AnswerGroup(candidate.group, index, candidate.share, candidate.count, candidate.rival))
     return [*free, *vetoed]

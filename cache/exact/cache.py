@@ -26,7 +26,7 @@ from cache.exact.claims import Look
 from cache.exact.l1 import L1
 from cache.exact.pointers import Pointer, Verified
 from cache.exact.purges import Purges
-from cache.exact.store import EntryStore, PartitionSize, Stored, pack, terms_of
+from cache.exact.store import EntryListing, EntryStore, PartitionSize, pack, terms_of
 from cache.fingerprint import Fingerprint, Partition
 from cache.redis_client import REDIS_FAILURES, Redis, Subscribe
 
@@ -430,7 +430,7 @@ class ExactCache:
                 await self._purges.announce(purge)
         return PurgeResult(count, size, tuple(samples))
 
-    async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[Stored]]:
+    async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[EntryListing]]:
         now = self._clock()
         if purge.id is not None:
             with contextlib.suppress(ValueError):  # not hex: the id of nothing
@@ -490,7 +490,7 @@ def _earlier_links(chain: Sequence[bytes]) -> list[int]:
     return depths if not depths or depths[-1] == 1 else [*depths, 1]
 
 
-def _sample(partition: Partition, stored: Stored) -> Sample:
+def _sample(partition: Partition, stored: EntryListing) -> Sample:
     about = stored.about
     return Sample(
         id=stored.exact.hex(),

@@ -79,7 +79,7 @@ class StoreEffect(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class EntryListing:
     """One entry as a scan finds it: without its chunks."""
 
     exact: bytes
@@ -227,7 +227,7 @@ class EntryStore:
             await self._redis.eval(FORGET_PARTITION, 1, _PARTITIONS, empty, int(latest[empty]))
         return [size for size in sizes if size.entries]
 
-    async def scan(self, partition: Partition) -> AsyncIterator[list[Stored]]:
+    async def scan(self, partition: Partition) -> AsyncIterator[list[EntryListing]]:
         """Batches of the partition's entries: each that is there all the while at least once."""
         cursor, key = 0, _keys(partition)[1]
         while True:
@@ -236,7 +236,7 @@ class EntryStore:
             for exact, value in values.items():
                 about = _decode_about(value)
                 if about is not None:
-                    batch.append(Stored(exact, int(value[:10]), about))
+                    batch.append(EntryListing(exact, int(value[:10]), about))
             if batch:
                 yield batch
             if cursor == 0:
@@ -247,10 +247,10 @@ class EntryStore:
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[1], *exacts)
         return [_decode_about(value) if value is not None else None for value in values]
 
-    async def lookup_about(self, partition: Partition, exact: bytes) -> Stored | None:
+    async def lookup_about(self, partition: Partition, exact: bytes) -> EntryListing | None:
         value: bytes | None = await self._redis.execute_command("HGET", _keys(partition)[1], exact)
         about = _decode_about(value) if value is not None else None
-        return Stored(exact, int(value[:10]), about) if value is not None and about is not None else None
+        return EntryListing(exact, int(value[:10]), about) if value is not None and about is not None else None
 
     async def size(self, partition: Partition) -> PartitionSize:
         keys = _keys(partition)

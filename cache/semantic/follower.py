@@ -37,7 +37,7 @@ _log = logging.getLogger("cache.worker")  # not __name__: operators know the pro
 
 
 @dataclass(slots=True)
-class Progress:
+class FollowerProgress:
     """Entries folded of those there were when the rebuild began."""
 
     done: int = 0
@@ -63,7 +63,7 @@ class Follower:
         size_bytes_max: int = 256 << 20,
         listening: Redis | None = None,
     ) -> None:
-        self.progress = Progress()
+        self.progress = FollowerProgress()
         self.is_up = False
         self.failure = ""  # the last error of Redis
         self._store = EntryStore(redis)
@@ -159,7 +159,7 @@ class Follower:
     async def _rebuild(self) -> LogPosition:
         end = await self._store.log.end(uuid.uuid4().bytes)
         sizes = await self._store.sizes()
-        self.progress = Progress(total=sum(size.entries for size in sizes))
+        self.progress = FollowerProgress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
         self._read_to.clear()
         self._sketched.clear()

@@ -203,7 +203,7 @@ class VectorIndex:
         """
         count = int(block.lists.ntotal)
         lists = int(4 * (2 * count) ** 0.5) if count >= self._flat_max // 2 else 1
-        copied = _empty(self._trained(block, lists) if lists > 1 else self._whole)
+        copied = _empty(self.train(block, lists) if lists > 1 else self._whole)
         for place in range(block.lists.nlist):
             with self._lock:
                 keys, vectors = _read(block.lists, place)
@@ -213,7 +213,7 @@ class VectorIndex:
                 copied.add_with_ids(_as_float32(vectors[kept]), keys[kept])
         return copied
 
-    def _trained(self, block: _VectorBlock, lists: int) -> Any:
+    def train(self, block: _VectorBlock, lists: int) -> Any:
         """The centroids of so many lists: spherical k-means on a sample of all the old ones."""
         share = min(1.0, _SAMPLE_PER_LIST * lists / max(1, block.lists.ntotal))
         random = np.random.default_rng(lists)

@@ -5,7 +5,7 @@ Must not import `semantic` or `worker`. Read `records.py` first.
 """
 
 from cache.verdicts.judges import EARLY, EQUALITY, PROSE, Judge, Judgement, QAPair, Ruling, equal, is_refusal
-from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
+from cache.verdicts.records import AnswerRef, Scope, ServedReply, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 
 __all__ = [
@@ -16,9 +16,9 @@ __all__ = [
     "Judge",
     "Judgement",
     "QAPair",
-    "Reply",
     "Ruling",
     "Scope",
+    "ServedReply",
     "Source",
     "Suspension",
     "Verdict",

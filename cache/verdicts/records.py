@@ -124,7 +124,7 @@ class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     alias: str = ""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class ServedReply(msgspec.Struct, frozen=True, kw_only=True):
     """What response `id` served: the answer of entry `exact`, made at `created_at`, on this
     trial.
     """
@@ -144,13 +144,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return _ENCODER.encode(_StoredReply(features=trial.features, p=trial.p, rule=trial.rule, **own))
 
     @staticmethod
-    def decode(data: bytes) -> Reply:
+    def decode(data: bytes) -> ServedReply:
         """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance`
         of 1.
         """
         own = msgspec.structs.asdict(_read_reply(data))
         trial = Trial((), own.pop("features"), own.pop("p"), 1.0, own.pop("rule"))
-        return Reply(trial=trial, **own)
+        return ServedReply(trial=trial, **own)
 
 
 class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="r1"):

@@ -4,7 +4,7 @@
     sameway:{P}:groups       hash     exact -> its answer's time, the name of its group
     sameway:{P}:suspended    hash     name -> Suspension, until it is cleared
     sameway:{P}:told         zset     the ids of the newest verdicts that were taken, by their time
-    sameway:{P}:reply:R      string   Reply: the answer that response R, or the answer R, served
+    sameway:{P}:reply:R      string   ServedReply: the answer that response R, or the answer R, served
     sameway:{P}:replies      zset     the keys of these, by their time
 
 P is the partition in hex. Knows no answers and no texts: digests, numbers and times. The log
@@ -32,8 +32,8 @@ from cache.verdicts.records import (
     AnswerJudged,
     AnswerRef,
     AnswerSuspended,
-    Reply,
     Scope,
+    ServedReply,
     Source,
     Suspension,
     Verdict,
@@ -217,7 +217,9 @@ class VerdictStore:
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _tag(partition) + "groups", *exacts)
         return [(_undouble(value[:8]), value[8:]) if value is not None and len(value) > 8 else None for value in values]
 
-    async def remember_replies(self, replies: Iterable[tuple[Partition, Reply, Iterable[str]]], ttl_s: float) -> None:
+    async def remember_replies(
+        self, replies: Iterable[tuple[Partition, ServedReply, Iterable[str]]], ttl_s: float
+    ) -> None:
         """Each under its id, and under other names that its reader may know it by; a name means the
         latest reply that had it.
         """
@@ -230,12 +232,12 @@ class VerdictStore:
         for reply_command in sent:
             await reply_command
 
-    async def reply(self, partition: Partition, id: str) -> Reply | None:
+    async def reply(self, partition: Partition, id: str) -> ServedReply | None:
         """The answer that a response served; None if it is not remembered, or not
         in a form that this version reads."""
         value = await self._redis.execute_command("GET", _tag(partition) + "reply:" + id)
         try:
-            return Reply.decode(value) if value is not None else None
+            return ServedReply.decode(value) if value is not None else None
         except msgspec.DecodeError:
             return None
 

@@ -6,10 +6,10 @@ nothing heavy.
 """
 
 from cache.worker.client import SemanticClient
-from cache.worker.messages import Answered, Embedded, TextTooLong, WorkerState, WorkerStatus
+from cache.worker.messages import AnswerText, Embedded, TextTooLong, WorkerState, WorkerStatus
 
 __all__ = [
-    "Answered",
+    "AnswerText",
     "Embedded",
     "SemanticClient",
     "TextTooLong",

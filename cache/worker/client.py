@@ -106,7 +106,7 @@ class SemanticClient:
             start += count
 
     async def judge(
-        self, partition: Partition, compat: bytes, fresh: wire.Answered, others: Sequence[wire.Answered]
+        self, partition: Partition, compat: bytes, fresh: wire.AnswerText, others: Sequence[wire.AnswerText]
     ) -> list[Judgement]:
         """Return for each of `others`, in order, whether it says the same as the fresh answer. All
         are of this partition and compat. The worker keeps a sketch of a stored fresh answer, for

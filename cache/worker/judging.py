@@ -20,7 +20,7 @@ from cache.semantic.cache import SemanticCache, SketchAdded
 from cache.verdicts.judges import Judgement, Ruling, agree
 from cache.verdicts.prose import Sketch, pieces, sketch
 from cache.verdicts.records import answer_name
-from cache.worker.messages import Answered, AskJudge, Judged
+from cache.worker.messages import AnswerText, AskJudge, Judged
 from cache.worker.queue import EMBED_CHARS, EMBED_TEXTS, fitting
 
 _OTHERS_SKETCHED_MAX = 1
@@ -59,10 +59,10 @@ class AnswerJudging:
             judgements[index] = ruling
         return Judged(tuple(judgements))
 
-    def _is_wanted(self, partition: Partition, answer: Answered) -> bool:
+    def _is_wanted(self, partition: Partition, answer: AnswerText) -> bool:
         return self._cache.wants_sketch(partition, answer.exact, answer.created_at)
 
-    async def _sketched(self, partition: Partition, answer: Answered, between_lookups: BetweenLookups) -> Sketch:
+    async def _sketched(self, partition: Partition, answer: AnswerText, between_lookups: BetweenLookups) -> Sketch:
         """Return the sketch of an answer. It is kept with the answer's entry, if that is still
         stored.
         """
@@ -78,11 +78,11 @@ class AnswerJudging:
     def _embed(self, partition: Partition, texts: Sequence[str]) -> Encoded:
         return self._cache.embed_sentences(partition, texts)
 
-    def _agree(self, partition: Partition, fresh: Answered, other: Answered) -> Judgement:
+    def _agree(self, partition: Partition, fresh: AnswerText, other: AnswerText) -> Judgement:
         with read_for(partition):
             return agree(fresh.text, other.text, partial(self._embed, partition))
 
-    def _sketch(self, partition: Partition, answer: Answered) -> Sketch:
+    def _sketch(self, partition: Partition, answer: AnswerText) -> Sketch:
         with read_for(partition):
             fresh = sketch(answer.text, partial(self._embed, partition))
         if self._is_wanted(partition, answer):

@@ -82,7 +82,7 @@ class AskEmbed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
     texts: tuple[str, ...]
 
 
-class Answered(msgspec.Struct, frozen=True, array_like=True):
+class AnswerText(msgspec.Struct, frozen=True, array_like=True):
     """An answer as text. `exact` and `created_at` name its entry; an answer without an entry has an
     empty `exact`.
     """
@@ -97,8 +97,8 @@ class AskJudge(msgspec.Struct, frozen=True, array_like=True, tag="judge"):
 
     partition: Partition
     compat: bytes
-    fresh: Answered
-    others: tuple[Answered, ...]
+    fresh: AnswerText
+    others: tuple[AnswerText, ...]
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True, tag="judged"):

@@ -28,7 +28,7 @@ import msgspec
 
 from cache.event_loop import is_own_want
 from gateway.backends import base
-from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
+from gateway.backends.refusals import UpstreamRefusal, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, parse, to_chunk, with_pairs
 from gateway.wire.plain import chunk_of
@@ -292,7 +292,7 @@ class ManagedBackend:
             return base.BackendUnavailable("The deployment failed", detail=detail)
         headers = getattr(error, "litellm_response_headers", None) or {}
         after_s = retry_after_s(headers, self._wall_clock())
-        translated = refusal(Refused(status, _body(error, litellm), after_s, self.api_key))
+        translated = refusal(UpstreamRefusal(status, _body(error, litellm), after_s, self.api_key))
         if not isinstance(translated, base.BackendRejected):
             translated.detail = detail
         return translated

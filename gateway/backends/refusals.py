@@ -77,7 +77,7 @@ _STATUS_BY_WORD = {
 }
 
 
-class Refused(msgspec.Struct, frozen=True):
+class UpstreamRefusal(msgspec.Struct, frozen=True):
     """A refusal as received. `secret` is the provider's key, to be removed from all texts.
 
     `is_in_band`: it came inside a 200, and its `status` is derived from its words.
@@ -90,7 +90,7 @@ class Refused(msgspec.Struct, frozen=True):
     is_in_band: bool = False
 
 
-def refusal(refused: Refused) -> base.BackendError:
+def refusal(refused: UpstreamRefusal) -> base.BackendError:
     """The error of a refused request."""
     error = error_fields(refused.body)
     codes = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
@@ -131,14 +131,14 @@ def _mark(status: int, error: dict[str, Any]) -> Mark | None:
     return None if mark is Mark.ABSENT and error.get("param") not in (None, "", "model") else mark
 
 
-def _denial(refused: Refused, error: dict[str, Any], mark: Mark | None) -> str:
+def _denial(refused: UpstreamRefusal, error: dict[str, Any], mark: Mark | None) -> str:
     """The message of a permanent refusal, with the provider's own words."""
     how = "in its answer" if refused.is_in_band else f"with HTTP {refused.status}"
     marked = f" ({mark})" if mark is not None else ""
     return f"The deployment refused the request {how}{marked}{_told(refused, error)}"
 
 
-def _told(refused: Refused, error: dict[str, Any]) -> str:
+def _told(refused: UpstreamRefusal, error: dict[str, Any]) -> str:
     """The provider's own words after a colon; empty without any."""
     message = error.get("message")
     if not isinstance(message, str) or not message.strip():
@@ -160,7 +160,7 @@ def in_band(error: Any, secret: str = "") -> base.BackendError:
             if known >= 400:
                 status = known
                 break
-    return refusal(Refused(status, msgspec.json.encode({"error": fields}), secret=secret, is_in_band=True))
+    return refusal(UpstreamRefusal(status, msgspec.json.encode({"error": fields}), secret=secret, is_in_band=True))
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
@@ -220,7 +220,7 @@ def error_fields(body: bytes) -> dict[str, Any]:
     return {}
 
 
-def _client_body(refused: Refused, error: dict[str, Any]) -> bytes:
+def _client_body(refused: UpstreamRefusal, error: dict[str, Any]) -> bytes:
     """OpenAI's error object with the provider's message, or with ours where it has none."""
     message = error.get("message")
     if not isinstance(message, str) or not message:

@@ -18,7 +18,7 @@ from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand, LeasedRateLimits, LocalRateLimits, RateLimit
 from policies.durations import duration_s
 from policies.leased_limits import Limited
-from policies.rate_limits import Decision
+from policies.rate_limits import LimitDecision
 
 _IDENTITIES_MAX = 10_000
 _SHOWN_FOR_S = 0.05
@@ -129,7 +129,7 @@ class Limits:
         return headers
 
 
-def _refusal(verdict: Decision, headers: Headers) -> RateLimited:
+def _refusal(verdict: LimitDecision, headers: Headers) -> RateLimited:
     refused = verdict.refused_by
     assert refused is not None
     whose, unit = refused.subject.partition(":")[0], refused.unit
@@ -176,7 +176,7 @@ _HEADERS = {
 }
 
 
-def _headers(verdict: Decision) -> Headers:
+def _headers(verdict: LimitDecision) -> Headers:
     """`x-ratelimit-*` for the tightest limit of each unit, as the OpenAI API writes them."""
     headers: Headers = {}
     for unit, (limit, remaining, reset) in _HEADERS.items():

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from redis.exceptions import RedisError
 
 from gateway.loggers import get_logger
-from policies.redis import Redis
+from policies.redis import RedisCommands
 
 SHARE = 0.02
 DAYS = 30
@@ -45,7 +45,7 @@ Saved = Callable[[], Awaitable[Mapping[int, int]]]
 class Allowance:
     """The allowances of all teams. `clock` gives unix seconds."""
 
-    def __init__(self, redis: Redis, saved: Saved, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: RedisCommands, saved: Saved, clock: Callable[[], float] = time.time) -> None:
         self._redis = redis
         self._saved = saved
         self._clock = clock
@@ -55,7 +55,7 @@ class Allowance:
         self._days: dict[int, int] = {}  # of the latest reservation of a team
 
     async def reserve(self, team_id: int, amount_microusd: int) -> bool:
-        """Take an amount from the allowance; False where it does not suffice, or Redis is away."""
+        """Take an amount from the allowance; False where it does not suffice, or RedisCommands is away."""
         try:
             today = int(self._clock()) // _DAY_S
             left = int(SHARE * (await self._savings(today)).get(team_id, 0))
@@ -69,7 +69,7 @@ class Allowance:
             return False
 
     async def settle(self, team_id: int, amount_microusd: int, cost_microusd: int) -> None:
-        """Give back the part of a reservation that was not spent. If Redis fails, it counts as
+        """Give back the part of a reservation that was not spent. If RedisCommands fails, it counts as
         spent.
         """
         try:

@@ -27,15 +27,15 @@ from cache.verdicts import (
     Judge,
     Judgement,
     QAPair,
-    Reply,
     Ruling,
     Scope,
+    ServedReply,
     Source,
     Suspension,
     Verdict,
     VerdictStore,
 )
-from cache.worker import Answered
+from cache.worker import AnswerText
 from gateway.journey.flight import Flight
 from gateway.journey.outcomes import AuditDraw
 from gateway.journey.record import Record
@@ -163,7 +163,7 @@ class Judging:
         self._due: deque[_JudgingJob] = deque()  # of these, those that a judge may settle now
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        self._replies: list[tuple[Partition, Reply, tuple[str, ...]]] = []
+        self._replies: list[tuple[Partition, ServedReply, tuple[str, ...]]] = []
         self._served: OrderedDict[int, deque[_Served]] = OrderedDict()
 
     @property
@@ -206,7 +206,7 @@ class Judging:
         self._served.move_to_end(record.request.key_id)
         if len(self._served) > _AGAIN_KEYS_MAX:
             self._served.popitem(last=False)
-        reply = Reply(
+        reply = ServedReply(
             id=record.request.id,
             exact=entry.exact,
             created_at=entry.created_at,
@@ -570,7 +570,7 @@ class Judging:
         if replies:
             self._start(self._remember(replies))
 
-    async def _remember(self, replies: list[tuple[Partition, Reply, tuple[str, ...]]]) -> None:
+    async def _remember(self, replies: list[tuple[Partition, ServedReply, tuple[str, ...]]]) -> None:
         try:
             await self.verdicts.remember_replies(replies, self.reply_ttl_s)
         except (RedisError, OSError) as error:
@@ -607,8 +607,8 @@ def _cached_pair(entry: Entry) -> QAPair | None:
     return _qa_pair(entry.text, chunks_of(entry))
 
 
-def _answered(entry: Entry | None, text: str) -> Answered:
-    return Answered(entry.exact, entry.created_at, text) if entry is not None else Answered(b"", 0.0, text)
+def _answered(entry: Entry | None, text: str) -> AnswerText:
+    return AnswerText(entry.exact, entry.created_at, text) if entry is not None else AnswerText(b"", 0.0, text)
 
 
 def _weak(verdict: Verdict) -> Verdict:

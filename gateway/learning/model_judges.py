@@ -17,7 +17,7 @@ from typing import Any
 
 from cache import Partition, SemanticClient
 from cache.verdicts import Judge, Judgement, Ruling, equal
-from cache.worker import Answered
+from cache.worker import AnswerText
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
@@ -52,7 +52,7 @@ class OwnJudges:
         self._semantic = semantic
 
     async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+        self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
     ) -> list[Judgement]:
         """The rulings on a fresh answer against others of its partition and compat, in order.
         Raises CacheWorkerUnavailable.

@@ -15,7 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from cache import ExactCache, Partition, Purge
-from cache.verdicts import AnswerRef, Reply, Ruling, Scope, Source, Suspension, Verdict, VerdictStore
+from cache.verdicts import AnswerRef, Ruling, Scope, ServedReply, Source, Suspension, Verdict, VerdictStore
 from gateway.journey.record import Record
 from gateway.journey.turn import arrived_at
 from gateway.telemetry.measured_error import reported
@@ -83,7 +83,7 @@ class Reports:
             effect = await self._on_other(partition, team_id, id, is_right)
         return ReportOutcome(id, verdict, effect)
 
-    async def _on_hit(self, partition: Partition, team_id: int, reply: Reply, is_right: bool, who: str) -> Effect:
+    async def _on_hit(self, partition: Partition, team_id: int, reply: ServedReply, is_right: bool, who: str) -> Effect:
         id = reply.id
         if is_right and await self._verdicts.was_taken(partition, f"{id}:wrong"):
             raise AlreadyWrong("This response was reported wrong before; an admin can clear that")

@@ -2,7 +2,7 @@
 
 A certificate starts with a team's first request for an alias. A new one starts where an admin asks,
 or where the bound, the embedder, the rule or the judges have changed: what was counted before says
-nothing about them. `Stats` counts; the starts are here, one field of a Redis hash each. Workers
+nothing about them. `Stats` counts; the starts are here, one field of a RedisCommands hash each. Workers
 read them every few seconds; what a worker counted for an old one in between is dropped. Invariant:
 an event and what becomes of it count for the same certificate.
 """
@@ -19,7 +19,7 @@ from gateway.journey.semantic import Bounds
 from gateway.loggers import get_logger
 from gateway.telemetry.measured_error import CheckCounts, Pair
 from gateway.telemetry.stats import Stats
-from policies.redis import Redis
+from policies.redis import RedisCommands
 
 _KEY = "sameway:certificates"
 _READ = "return redis.call('HGETALL', KEYS[1])"
@@ -69,7 +69,9 @@ _read = reader(msgspec.msgpack.Decoder(CertificateStart))
 class Certificates:
     """The certificates of all teams and aliases. `clock` gives unix seconds."""
 
-    def __init__(self, redis: Redis, stats: Stats, bounds: Bounds, judges: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, redis: RedisCommands, stats: Stats, bounds: Bounds, judges: str, clock: Callable[[], float]
+    ) -> None:
         self._redis = redis
         self._stats = stats
         self._bounds = bounds

@@ -21,7 +21,7 @@ from local_engine.config import ModelError, read_json
 from local_engine.weights.prequantised import is_beside, packing_from
 from local_engine.weights.scaled import Weights
 
-_MAPPED_SIZE_MAX_BYTES = 256 << 20
+MAPPED_SIZE_MAX_BYTES = 256 << 20
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 _RENAMED = (
     (re.compile(r"(\.mlp\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
@@ -148,7 +148,7 @@ class SafetensorsFiles:
     def forget(self) -> None:
         """Pages that were read count as this process's memory until their file is closed: do so now
         and then."""
-        if self._mapped_bytes > _MAPPED_SIZE_MAX_BYTES:
+        if self._mapped_bytes > MAPPED_SIZE_MAX_BYTES:
             self.close()
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
 
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
-_SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
+SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
 _PREFIXES_MAX = 8  # in a captured graph
 _GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another kernel while recording
 _LOGITS = 4  # beside the rows that every step has
@@ -262,7 +262,7 @@ class GpuExecutor:
         if len(blocks) != len(self._ordered_blocks) or any(
             one is not other for one, other in zip(blocks, self._ordered_blocks, strict=True)
         ):
-            found = shared_prefixes(blocks, _SAVED_TOKENS_MIN // self.kv.block_tokens)
+            found = shared_prefixes(blocks, SAVED_TOKENS_MIN // self.kv.block_tokens)
             found.sort(key=lambda prefix: -prefix.blocks * (len(prefix.members) - 1))
             self._ordered_blocks, self._prefixes = blocks, found[:_PREFIXES_MAX]
         members = [index for prefix in self._prefixes for index in prefix.members]

@@ -24,7 +24,7 @@ from gateway.backends.base import (
     Mark,
 )
 from gateway.backends.openai.backend import OpenAIBackend
-from gateway.backends.refusals import Refused, refusal, scrubbed
+from gateway.backends.refusals import UpstreamRefusal, refusal, scrubbed
 from gateway.wire.chunks import read, unfold
 from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk
@@ -241,7 +241,7 @@ async def test_a_permanent_refusal_says_why(
 )
 def test_a_404_is_read_by_its_types(message: str, more: dict[str, Any], mark: Mark | None) -> None:
     """No word of the message, which may be a client's, decides what is missing; a field that the refusal names does."""
-    error = refusal(Refused(404, json.dumps({"error": {"message": message, **more}}).encode()))
+    error = refusal(UpstreamRefusal(404, json.dumps({"error": {"message": message, **more}}).encode()))
     assert isinstance(error, BackendDenied)
     assert error.mark is mark
 
@@ -261,7 +261,7 @@ def test_the_size_of_a_context_is_read_where_no_client_writes(
     message: str, more: dict[str, Any], size: int | None
 ) -> None:
     """A size is in a server's own field, or at the beginning of its message; the rest may repeat a client's words."""
-    error = refusal(Refused(400, json.dumps({"error": {"message": message, **more}}).encode()))
+    error = refusal(UpstreamRefusal(400, json.dumps({"error": {"message": message, **more}}).encode()))
     assert isinstance(error, BackendTooLong)
     assert error.context_tokens == size
 
@@ -272,7 +272,7 @@ def test_the_size_of_a_context_is_read_where_no_client_writes(
 def test_a_key_that_is_shown_in_part_is_cut_out(shown: str) -> None:
     """Providers repeat a wrong key, whole, masked or cut: a client gets none of it."""
     body = json.dumps({"error": {"message": f"Wrong key: {shown}"}}).encode()
-    error = refusal(Refused(401, body, secret="sk-upstream-SECRET-111"))
+    error = refusal(UpstreamRefusal(401, body, secret="sk-upstream-SECRET-111"))
     assert error.message == "The deployment refused the request with HTTP 401 (key refused): Wrong key: [key]"
     assert shown not in error.detail
 

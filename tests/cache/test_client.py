@@ -11,7 +11,7 @@ import uvloop
 
 from cache import CacheWorkerUnavailable, Miss, MissReason, SemanticClient
 from cache.query import Neighbourhood
-from cache.worker import Answered, WorkerState, WorkerStatus
+from cache.worker import AnswerText, WorkerState, WorkerStatus
 from cache.worker import messages as wire
 from ipc import CallFrame, IncomingCall, RpcServer
 from tests.cache.fakes import ACME, query
@@ -33,7 +33,7 @@ async def ask(client: SemanticClient, kind: str) -> str:
             assert isinstance(found, Miss)
             return found.reason.value
         case "judge":
-            asked = client.judge(ACME, b"c" * 16, Answered(b"", 0.0, "yes"), [])
+            asked = client.judge(ACME, b"c" * 16, AnswerText(b"", 0.0, "yes"), [])
         case "near":
             asked = client.near(query("x"))  # type: ignore[assignment]
         case _:

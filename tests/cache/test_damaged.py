@@ -19,7 +19,7 @@ from cache.query import Trial
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
 from cache.stored import reader
-from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
+from cache.verdicts.records import AnswerRef, Scope, ServedReply, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 from tests.cache.fakes import ACME, FakeEmbedder, ask, entry_for, query
 
@@ -55,7 +55,7 @@ async def filled(redis: Redis) -> tuple[list[bytes], Trial]:
     await verdicts.take(ACME, "one", made, refs[1], None, Scope.ANSWER, out)
     joined = msgspec.structs.replace(made, is_right=True, exact=ids[0], created_at=now)
     await verdicts.take(ACME, "two", joined, refs[1], refs[1])
-    reply = Reply(id="r", exact=ids[1], created_at=now, compat=made.compat, alias="klärung", at=now, trial=trial)
+    reply = ServedReply(id="r", exact=ids[1], created_at=now, compat=made.compat, alias="klärung", at=now, trial=trial)
     await verdicts.remember_replies([(ACME, reply, ())], 60.0)
     return ids, trial
 

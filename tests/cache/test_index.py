@@ -148,7 +148,7 @@ def test_lists_that_can_not_be_made_leave_the_old_ones(caplog: pytest.LogCapture
     index = VectorIndex(DIMS, flat_max=16, run=later)
     for key in range(20):
         index.add(b"A", key, unit(key))
-    with mock.patch.object(VectorIndex, "_trained", side_effect=MemoryError("none left")):
+    with mock.patch.object(VectorIndex, "train", side_effect=MemoryError("none left")):
         later.catch_up()
     assert "could not be made" in caplog.text
     assert index.is_settled

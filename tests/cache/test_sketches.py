@@ -24,7 +24,7 @@ from cache.verdicts import Ruling
 from cache.verdicts.prose import sketch
 from cache.verdicts.records import answer_name
 from cache.worker.judging import AnswerJudging
-from cache.worker.messages import Answered, AskJudge
+from cache.worker.messages import AnswerText, AskJudge
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, entry_for
 from tests.services import RedisServer
 
@@ -53,7 +53,7 @@ class Host:
         self.follower = Follower(redis, self.cache, thread, key, size_bytes_max)
         self.judging = AnswerJudging(self.cache)
 
-    async def judges(self, fresh: Answered, *others: Answered, text: str = "one", tenant: Partition = ACME) -> None:
+    async def judges(self, fresh: AnswerText, *others: AnswerText, text: str = "one", tenant: Partition = ACME) -> None:
         await self.follower.follow()
         await self.judging.judge(AskJudge(tenant, ask(text, tenant).compat, fresh, others), at_once)
         await self.follower.follow()
@@ -79,11 +79,11 @@ def exact(redis: Redis) -> ExactCache:
     return ExactCache(redis)
 
 
-async def put(exact: ExactCache, text: str, tenant: Partition = ACME, **fields: Any) -> Answered:
+async def put(exact: ExactCache, text: str, tenant: Partition = ACME, **fields: Any) -> AnswerText:
     """Store an answer; as a judge is asked about it."""
     entry = entry_for(ask(text, tenant), time.time(), LONG, **fields)
     await exact.store(entry)
-    return Answered(entry.exact, entry.created_at, LONG)
+    return AnswerText(entry.exact, entry.created_at, LONG)
 
 
 def vectors(tenant: Partition = ACME) -> str:
@@ -147,7 +147,7 @@ async def test_a_sketch_goes_with_its_answer(redis: Redis, thread: ThreadPoolExe
     )
 
 
-def name_of(one: Answered) -> bytes:
+def name_of(one: AnswerText) -> bytes:
     return answer_name(one.exact, one.created_at)
 
 
@@ -204,7 +204,7 @@ async def test_an_answer_that_was_not_stored_is_judged_and_not_kept(
     """A shadow check's: nothing of it is left."""
     host = Host(redis, thread)
     other = await put(exact, "one")
-    await host.judges(Answered(b"", 0.0, LONG), other)
+    await host.judges(AnswerText(b"", 0.0, LONG), other)
     assert await redis.hkeys(vectors()) in ([other.exact + b"a", other.exact], [other.exact, other.exact + b"a"])
     assert host.cache._sketches._count == 1
 
@@ -263,7 +263,7 @@ async def test_hostile_answers_are_cheap(answer: str) -> None:
         return encode(partition, texts)
 
     cache.embed_sentences = embed  # type: ignore[method-assign]
-    fresh, other = Answered(b"", 0.0, answer), Answered(b"o" * 16, 1.0, LONG)
+    fresh, other = AnswerText(b"", 0.0, answer), AnswerText(b"o" * 16, 1.0, LONG)
     judged = await AnswerJudging(cache).judge(AskJudge(ACME, b"c" * 16, fresh, (other, fresh)), at_once)
     assert [one.ruling for one in judged.judgements] == [Ruling.UNKNOWN] * 2
     assert sum(pieces) <= 20_000

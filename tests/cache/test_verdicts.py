@@ -19,7 +19,7 @@ from cache.decision.rule import VerifiedRule
 from cache.query import Neighbourhood, Trial
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
-from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
+from cache.verdicts.records import AnswerRef, Scope, ServedReply, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 
@@ -241,7 +241,7 @@ async def test_verdicts_leave_no_text_and_groups_leave_with_their_entries(
 async def test_a_reply_is_remembered_for_a_while(redis: Redis, verdicts: VerdictStore) -> None:
     """By its id and its answer's, of its own partition alone."""
     trial = Trial((), b"", 0.9, 1.0, b"rule")
-    reply = Reply(id="req_1", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial)
+    reply = ServedReply(id="req_1", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial)
     await verdicts.remember_replies([(ACME, reply, ["chatcmpl-1"])], 60.0)
     assert await verdicts.reply(ACME, "req_1") == await verdicts.reply(ACME, "chatcmpl-1") == reply
     assert await verdicts.reply(OTHER, "req_1") is None
@@ -255,7 +255,7 @@ async def test_a_partitions_replies_have_a_bound(
     monkeypatch.setattr("cache.verdicts.store.REPLIES_MAX", 10)
     trial = Trial((), b"", 0.9, 1.0, b"rule")
     for number in range(30):
-        reply = Reply(
+        reply = ServedReply(
             id=f"req_{number:02}", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial
         )
         if number == 0:
@@ -288,7 +288,7 @@ def test_verdicts_and_replies_are_stored_and_read_as_they_are() -> None:
         "9aa27231a57265715f31c41065656565656565656565656565656565cb3ff8000000000000c41063636363636363636363636363636363a16dcb4004"
         "000000000000c4040000803fcb3fe8000000000000c40472756c65"
     )
-    reply = Reply.decode(kept)
+    reply = ServedReply.decode(kept)
     assert (reply.id, reply.exact, reply.created_at, reply.compat) == ("req_1", b"e" * 16, 1.5, b"c" * 16)
     assert (reply.alias, reply.at, reply.trial) == ("m", 2.5, Trial((), b"\0\0\x80?", 0.75, 1.0, b"rule"))
     assert reply.encode() == kept

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from cache import CacheWorkerUnavailable, ExactCache, Hit, Miss, MissReason, Purge, SemanticClient
 from cache.query import Near
 from cache.verdicts import Ruling
-from cache.worker import Answered, Embedded, TextTooLong, WorkerState, WorkerStatus
+from cache.worker import AnswerText, Embedded, TextTooLong, WorkerState, WorkerStatus
 from cache.worker.messages import WIRE, AskLookup
 from ipc import CallFrame, ReplyFrame
 from tests.cache.fakes import ACME, OTHER, ask, entry_for, query
@@ -251,11 +251,11 @@ async def test_lookups_go_before_texts_of_callers(
 LONG = "Hold the button for ten seconds until the light turns red, then let go of it. " * 4
 
 
-async def answered(exact: ExactCache, text: str, answer: str = LONG) -> Answered:
+async def answered(exact: ExactCache, text: str, answer: str = LONG) -> AnswerText:
     """Stored, as a judge is asked about it."""
     entry = entry_for(ask(text), time.time(), answer)
     await exact.store(entry)
-    return Answered(entry.exact, entry.created_at, answer)
+    return AnswerText(entry.exact, entry.created_at, answer)
 
 
 async def test_answers_are_judged_and_their_sketches_kept(
@@ -263,7 +263,7 @@ async def test_answers_are_judged_and_their_sketches_kept(
 ) -> None:
     """In order, each ruling for its own; the fresh answer's sketch reaches Redis, and one of the others' that had none."""
     one, fresh = await answered(exact, FRANCE), await answered(exact, "How do I bake bread?", LONG + "It is done.")
-    short = [Answered(b"", 0.0, f"It is {number}.") for number in (7, 8, 7)]
+    short = [AnswerText(b"", 0.0, f"It is {number}.") for number in (7, 8, 7)]
     first, second = await client.judge(ACME, ask("x").compat, short[0], short[1:])
     assert (first.ruling, second.ruling) == (Ruling.DIFFERENT, Ruling.SAME)
     (judgement,) = await client.judge(ACME, ask("x").compat, fresh, [one])
@@ -306,7 +306,7 @@ async def test_judging_that_finds_no_room_is_dropped_and_lookups_go_first(
     """Of more answers than may wait some are refused at once; what waits behind lookups is judged after them."""
     await put(exact, FRANCE)
     await client.lookup(query(PARAPHRASE))
-    fresh = Answered(b"", 0.0, LONG)
+    fresh = AnswerText(b"", 0.0, LONG)
     async with SemanticClient(worker.socket_path, timeout_s=30) as other:
         await until_status(other, lambda status: status.is_ready)
         os.kill(worker.process.pid, signal.SIGSTOP)
@@ -425,7 +425,7 @@ async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCa
     server.kill()
     await until_status(client, lambda status: not is_redis_up(status))
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
-    short = Answered(b"", 0.0, "It is 7.")
+    short = AnswerText(b"", 0.0, "It is 7.")
     assert (await client.judge(ACME, ask("x").compat, short, [short]))[0].ruling is Ruling.SAME
     server.start()
     await until_status(client, is_redis_up)

@@ -133,7 +133,7 @@ def test_other_block_formats_are_dequantised(tmp_path: Path, kind: str) -> None:
 
 def test_a_sharded_checkpoint_loads_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several safetensors files with an index are one model, however often files are let go of and opened again."""
-    monkeypatch.setattr("local_engine.checkpoints.folder._MAPPED_SIZE_MAX_BYTES", 5_000)
+    monkeypatch.setattr("local_engine.checkpoints.folder.MAPPED_SIZE_MAX_BYTES", 5_000)
     folder = make_checkpoint(tmp_path / "sharded", "qwen3", shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     engine = Engine(EngineConfig(model=str(folder), **SMALL))

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from gateway.backends.base import BackendNotAsked
-from gateway.backends.refusals import Refused, refusal
+from gateway.backends.refusals import UpstreamRefusal, refusal
 from tests.journey.conftest import OpenWorld
 from tests.world import (
     Finish,
@@ -177,7 +177,7 @@ async def test_a_stream_that_joins_a_second_answer_sees_only_that(world: World) 
 def _too_long(words: str, code: str | None = "context_length_exceeded") -> Exception:
     """What a deployment makes of a request that does not fit its context."""
     error = {"error": {"message": words, "type": "invalid_request_error", "param": "messages", "code": code}}
-    return refusal(Refused(400, json.dumps(error).encode()))
+    return refusal(UpstreamRefusal(400, json.dumps(error).encode()))
 
 
 _OPENAI_WORDS = (

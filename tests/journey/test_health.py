@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.backends.base import BackendError
-from gateway.backends.refusals import Refused, refusal
+from gateway.backends.refusals import UpstreamRefusal, refusal
 from tests.journey.conftest import OpenWorld
 from tests.world import Clock, World, denied, deployment, overloaded, timed_out, unavailable
 
@@ -113,7 +113,7 @@ async def test_a_pause_for_what_is_too_large_is_for_the_large(world: World) -> N
 
 async def test_a_path_that_a_server_lacks_is_that_operations(world: World) -> None:
     """However many ask for it, chats go on."""
-    absent = lambda: refusal(Refused(404, b"<html>not here</html>"))  # noqa: E731 - one line of a table
+    absent = lambda: refusal(UpstreamRefusal(404, b"<html>not here</html>"))  # noqa: E731 - one line of a table
     fails_on(world, "plain", "boom", absent)
     for number in range(4):
         key = (await world.team(f"team {number}")).key
@@ -144,7 +144,7 @@ async def test_a_name_that_fails_rests_no_other_name(open_a_world: OpenWorld) ->
 async def test_a_clients_words_give_no_size(world: World, message: str, code: str, served: bool) -> None:
     """A refusal that repeats them keeps no one's longer prompt out: no size is below what was served, nor far below the prompt."""
     error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    fails_on(world, "plain", "boom", lambda: refusal(Refused(400, json.dumps(error).encode())))
+    fails_on(world, "plain", "boom", lambda: refusal(UpstreamRefusal(400, json.dumps(error).encode())))
     other = await world.team()
     longer = "Please summarise this text for me, it is about nothing in particular. " * 10
     if served:

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from cache import CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, Partition, Recorded, Trial
 from cache.verdicts import EARLY, PROSE, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
-from cache.worker import Answered
+from cache.worker import AnswerText
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import generation_of
@@ -41,7 +41,7 @@ class Waits:
         self.may = asyncio.Event()
 
     async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+        self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
     ) -> list[Judgement]:
         await self.may.wait()
         return [Judgement(Ruling.SAME, "waits", "so")] * len(others)
@@ -52,14 +52,14 @@ class Says:
 
     def __init__(self, ruling: Ruling | None) -> None:
         self._ruling = ruling
-        self.judge_chance: list[tuple[Answered, Sequence[Answered]]] = []
+        self.judge_chance: list[tuple[AnswerText, Sequence[AnswerText]]] = []
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         assert self._ruling is not None
         return Judgement(self._ruling, "says", "so")
 
     async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+        self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
     ) -> list[Judgement]:
         self.judge_chance.append((fresh, others))
         if self._ruling is None:
@@ -427,7 +427,7 @@ class Learns(Says):
         self.can = False
 
     async def compare(
-        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+        self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
     ) -> list[Judgement]:
         self.judge_chance.append((fresh, others))
         said = Judgement(Ruling.SAME, PROSE, "so") if self.can else Judgement(Ruling.UNKNOWN, PROSE, EARLY)

@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from policies import LeasedRateLimits, RateLimits
 from policies.leased_limits import Limited
-from policies.rate_limits import Decision
+from policies.rate_limits import LimitDecision
 from tests.services import RedisServer
 
 
@@ -45,7 +45,7 @@ class Process:
         self.limits = LeasedRateLimits(shared, lambda: self.now_s)
         self.limited: Limited = self.limits.limited("t", [("team:1", unit, per_min)])
 
-    async def take(self, requests: int | None = 1, tokens: int | None = 0) -> Decision:
+    async def take(self, requests: int | None = 1, tokens: int | None = 0) -> LimitDecision:
         if self.limits.take_now(self.limited, requests, tokens):
             return self.limits.shown(self.limited, requests, tokens)
         return await self.limits.take(self.limited, requests, tokens)

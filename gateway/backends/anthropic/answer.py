@@ -30,7 +30,7 @@ _DONE = b"[DONE]"
 _WRONG = (*UNREADABLE, KeyError, TypeError, AttributeError)  # what reading an answer of another shape raises
 
 
-class AnswerReader:
+class MessageReader:
     """Reads one answer. `clock` gives unix seconds."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.anthropic.answer import AnswerReader
+from gateway.backends.anthropic.answer import MessageReader
 from gateway.backends.anthropic.request import to_message
 from gateway.backends.base import BackendRejected, BackendRequest, Native
 from gateway.backends.openai.backend import OpenAIBackend
@@ -31,7 +31,7 @@ class AnthropicBackend(OpenAIBackend):
     """One deployment at Anthropic's API, or at a server that speaks it."""
 
     paths: Mapping[str, str] = {CHAT.path: "/v1/messages", _COUNT.path: "/v1/messages/count_tokens"}
-    reader = AnswerReader
+    reader = MessageReader
 
     def __init__(self, name: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> None:
         self._has_version = "anthropic-version" in map(str.lower, headers or ())

@@ -20,7 +20,7 @@ Folder = Callable[[str], Path]
 @pytest.fixture(autouse=True)
 def _on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMEWAY_TRITON", "1")
-    monkeypatch.setattr("local_engine.executors.gpu._SAVED_TOKENS_MIN", 8)
+    monkeypatch.setattr("local_engine.executors.gpu.SAVED_TOKENS_MIN", 8)
 
 
 def test_a_mix_of_prompts_gives_the_naive_answers(make_engine: Make, checkpoint: Folder) -> None:
