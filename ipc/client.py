@@ -121,7 +121,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         self._lost = lost
         self._look_s = look_s
         self._ids = itertools.count(1)
-        self._streams: dict[int, ReplyStream[ReplyT]] = {}
+        self.streams: dict[int, ReplyStream[ReplyT]] = {}
         self._connection: FrameProtocol[ReplyFrame[ReplyT]] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -155,7 +155,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         if self._connection is None or not self._connection.send(frame):
             stream.end(self._lost("is not there"))
         else:
-            self._streams[id] = stream
+            self.streams[id] = stream
         return stream
 
     def ask_state(self) -> None:
@@ -166,7 +166,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         if reply.id == 0:
             self._on_state(reply.body)
             return
-        stream = self._streams.pop(reply.id, None) if reply.is_last else self._streams.get(reply.id)
+        stream = self.streams.pop(reply.id, None) if reply.is_last else self.streams.get(reply.id)
         if stream is None:
             return
         if reply.body is not None:
@@ -175,7 +175,7 @@ class RpcClient(Generic[CallT, ReplyT]):
             stream.end(self._wire.revived(reply.error) if reply.error is not None else None)
 
     def _cancel(self, id: int) -> None:
-        self._streams.pop(id, None)
+        self.streams.pop(id, None)
         if self._connection is not None:
             self._connection.send(self._wire.encode(CallFrame(id)))
 
@@ -211,7 +211,8 @@ class RpcClient(Generic[CallT, ReplyT]):
         finally:
             self._connection = None
             connection.transport.abort()
-            streams, self._streams = self._streams, {}
-            for stream in streams.values():
+            streams = list(self.streams.values())
+            self.streams.clear()
+            for stream in streams:
                 stream.end(self._lost(how))
             self._on_state(None)

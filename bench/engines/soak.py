@@ -271,7 +271,7 @@ class Soak:
             self.findings.wrong.append(
                 f"at rest: {load.running} run, {load.waiting} wait, {load.kv_blocks_used} blocks held"
             )
-        if engine._generations:
+        if engine.calls:
             self.findings.wrong.append("at rest: the client holds requests")
         pid, own = self._steady.child.pid, os.getpid()
         self.findings.samples.append(

@@ -173,8 +173,9 @@ class EntryStore:
         # behind the entry: a follower that reads the record fetches the facts on it
         record = EntryAdded(entry.partition, entry.exact) if entry.text is not None else None
         behind = (appending(record),) if record is not None and self._is_direct else ()
-        item = BatchItem(argv, (*warm_keys, claim) if claim else warm_keys, behind, _ms(now))
-        was_there, *evicted = await self._batch.store(terms, item)
+        more_keys = (*warm_keys, claim) if claim else warm_keys
+        # no local keeps the item: its error would hold this frame, and the frame the item
+        was_there, *evicted = await self._batch.store(terms, BatchItem(argv, more_keys, behind, _ms(now)))
         if record is not None and not behind:
             await self.log.append(record)
         # the indexes may have the one before

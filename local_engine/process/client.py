@@ -40,7 +40,7 @@ class AsyncEngine:
         self._load = wire.EngineLoad()
         self._is_changed = asyncio.Event()
         self._rpc = RpcClient(socket_path, wire.WIRE, on_state=self._learn, lost=self._lost, look_s=look_s)
-        self.socket_path = self._rpc.socket_path
+        self.socket_path, self.calls = self._rpc.socket_path, self._rpc.streams
         self.start = self._rpc.start
         self.aclose = self._rpc.aclose
 

@@ -360,7 +360,7 @@ def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "a later version of Sameway migrated it")]
+    ("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "its tables are of another version of Sameway")]
 )
 async def test_a_start_without_its_database_says_so_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_server: RedisServer, is_there: bool, words: str

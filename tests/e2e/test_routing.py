@@ -125,7 +125,7 @@ async def test_a_refused_key_is_marked_and_takes_no_host_out_of_service(
                 assert (reply.status_code, reply.json()["error"]["code"]) == (424, "upstream_denied")
             (shown,) = (await client.get("/admin/api/deployments", headers=admin)).json()["deployments"]
             problems = (await client.get("/admin/api/status", headers=admin)).json()["problems"]
-        app.state.parts.watch._was_ready = True  # there is no cache worker here
+        app.state.parts.watch.was_ready = True  # there is no cache worker here
         report = app.state.parts.watch.report()
     assert len(upstream.seen().requests) == 3
     assert (shown["denial"], shown["is_available"]) == ("key refused (HTTP 401)", False)

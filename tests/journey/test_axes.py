@@ -160,7 +160,10 @@ async def test_the_books_agree_on_every_axis(world: World, team: Team) -> None:
         assert sum(spent for spent, _ in used.values()) == total, budget
         assert all(held == 0 for _, held in used.values()), budget
     assert (await world.used_of(requests))[""] == (6, 0)
-    assert (await world.used_of(tokens))[""] == (sum(r.prompt_tokens + r.completion_tokens for r in rows), 0)
+    assert (await world.used_of(tokens))[""] == (
+        sum(r.usage.prompt_tokens + r.usage.completion_tokens for r in rows),
+        0,
+    )
     by_deployment = await world.used_of(axes[3])
     for name in {row.deployment for row in rows}:
         assert by_deployment[f"={name}"][0] == sum(row.cost_microusd for row in rows if row.deployment == name)
