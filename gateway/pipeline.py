@@ -16,12 +16,15 @@ Each stage from 4 on sets one frozen outcome of the `Generation` (`journey/outco
     other worker's answer  6: waits until that worker has stored it, and replays it
     semantic hit           6: the entry is replayed through the flight; nothing is reserved
     miss                   7, 8, 9, and 10 settles the hold and stores the answer, if it is eligible
-    refusal in 1 to 5      `answer` raises, `finish` records it; a claim of stage 4 is released
-    refusal in 6 to 8      the flight ends with the error, and 10 releases the hold and the claim
+    refusal in 1 to 5      `answer` raises, the endpoint calls `finish` to record it; `look` releases
+                           the claim of stage 4
+    refusal in 6 to 8      the flight ends with the error, and 10 releases the hold and the claim; so
+                           does a request for `only-if-cached` that no entry answers
     failure before a chunk the next deployment, round or fallback (9); else the error's HTTP status
     failure after it       another deployment goes on with the text, or the stream ends with an error
-    client gone            its reader leaves; the last to leave cancels 9, and 10 settles what it cost
-    store refused          the reply is complete; the record has the reason
+    client gone            its reader leaves; the last to leave cancels the task of 6 to 9, and 10
+                           settles what the answer has cost so far
+    store refused          the reply is complete; 10 records the reason and releases the claim
 
 Later outcomes have their places: a verifier's question before a semantic hit is served is stage 6,
 in `Looked`; a guard's word on the prompt is before 7, in `Looked`, one on the answer 9, in
@@ -156,7 +159,7 @@ class Pipeline:
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
             flight.take_off(self.generate(flight))
-        elif looked.is_claimed:  # the flight's own claim was lost
+        elif looked.is_claimed:  # a follower makes no entry
             await self._answers.release(looked.fingerprint)
         reply = Reply(turn, alias, looked, flight, reader)
         attend(reply)
@@ -238,7 +241,7 @@ class Pipeline:
         if generation.looked.claimed_for_ms is not None:
             await self._answers.follow(flight)
         looked = generation.looked
-        if looked.entry is not None or looked.semantic.miss_reason:  # an audit of what its words found
+        if looked.entry is not None or looked.semantic.miss_reason:  # stage 4 chose to audit a hit by words
             return
         if looked.no_lookup_reason:
             semantic = SemanticResult(miss_reason=looked.no_lookup_reason)
@@ -262,7 +265,9 @@ class Pipeline:
             generation.looked = replace(generation.looked, near=near)
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
-        """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
+        """10. Send the last chunk, then settle or release the hold, and store the answer or release the
+        claim, in one round trip.
+        """
         generation, turn = flight.generation, flight.generation.turn
         spent = generation.holds.book(generation.answered)
         generation.stored = self._answers.stored(flight, spent)

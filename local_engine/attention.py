@@ -110,7 +110,7 @@ class KV(ABC):
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """All zeros again."""
+        """Set all pools to zero."""
         for pool in self.pools:
             pool.zero_()
 

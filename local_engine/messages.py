@@ -79,7 +79,7 @@ class EngineFailed(EngineError):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when a generation ends. The defaults are the OpenAI API's.
+    """The parameters that choose tokens and end a generation. The defaults are the OpenAI API's.
 
     `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off,
     prompt included, CTRL, arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output
@@ -307,16 +307,16 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
-    """Why an engine's process ended, in a file beside its socket (`ended_path`). The process writes
-    it where it can't load or gives up, and its supervisor where it was killed; the next process
-    removes it. `is_final`: starting again would not help."""
+    """The reason for the end of an engine's process, kept in a file beside its socket (`ended_path`).
+    The process writes it if it can't load or gives up; the supervisor, if the process was killed.
+    The next process removes it. `is_final`: starting again would not help."""
 
     why: str
     is_final: bool = False
 
 
 def ended_path(socket_path: str | Path) -> Path:
-    """Where `EngineEnded` lies, as JSON, for the engine of that socket."""
+    """The path of the JSON file with the `EngineEnded` of that socket's engine."""
     return Path(f"{socket_path}.ended")
 
 
@@ -329,7 +329,7 @@ def write_ended(socket_path: str | Path, ended: EngineEnded) -> None:
 
 
 def read_ended(socket_path: str | Path) -> EngineEnded | None:
-    """The reason of the last end; None where there is none."""
+    """Read the reason of the last end; None if the file is missing or incomplete."""
     try:
         return msgspec.json.decode(ended_path(socket_path).read_bytes(), type=EngineEnded)
     except (OSError, msgspec.MsgspecError):  # never ended, or not yet written to its end

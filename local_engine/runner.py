@@ -133,7 +133,7 @@ class ModelRunner:
         self.kv = self.executor.kv
 
     def _chosen(self, config: EngineConfig, blocks: int) -> TorchExecutor | NativeExecutor | GpuExecutor:
-        """Triton's kernels where they serve the device, else the native ones, else torch."""
+        """Triton's executor if it supports the device, else the native one, else torch's."""
         size = config.block_tokens
         if supports(self.device, "attention"):
             from local_engine.executors.gpu import GpuExecutor
@@ -209,5 +209,5 @@ def default_step_tokens(device: torch.device) -> int:
 
 
 def default_sequences(device: torch.device) -> int:
-    """Sequences that run at once."""
+    """The default number of sequences that run at once."""
     return 32 if device.type == "cpu" else 256

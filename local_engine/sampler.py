@@ -258,8 +258,8 @@ def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[
 
 
 def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """Of equal ones the smaller ids first, as greedy decoding has it: logits in 16 bits are often
-    equal."""
+    """The `count` likeliest tokens. Equal ones come by ascending id, as in greedy decoding:
+    logits in 16 bits are often equal."""
     if not count:
         return ()
     ids = (logprobs >= logprobs.topk(min(count, len(logprobs))).values[-1]).nonzero()[:, 0]

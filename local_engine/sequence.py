@@ -158,7 +158,7 @@ class Sequence:
 
     @property
     def usage(self) -> EngineUsage:
-        """Its counts of tokens."""
+        """The counts of tokens of the sequence."""
         return EngineUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.answer_tokens,
@@ -200,7 +200,7 @@ class TokenChunk:
 
     @property
     def tokens(self) -> list[int]:
-        """Its token ids; 0 for the one that a step under way will give."""
+        """The chunk's token ids; 0 stands for the token that a step under way will give."""
         known = self.sequence.tokens[self.start : self.end - len(self.draft)]
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
@@ -221,7 +221,7 @@ class Place:
 
     @property
     def position(self) -> int:
-        """Of the token, counted in the answer."""
+        """The token's position in the answer."""
         return self.sequence.answer_tokens + self.sequence.in_flight + self.ahead
 
     @property
@@ -245,7 +245,7 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
     def token_logprob(self, tokenizer: Tokenizer) -> TokenLogprob | None:
-        """Its log probabilities with their tokens' text; None without log probabilities."""
+        """The log probabilities with their tokens' text; None if none were asked for."""
         if self.token_id is None or self.logprob is None:
             return None
         top = tuple(tokenizer.token_logprob(*pair) for pair in self.top)

@@ -70,8 +70,8 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     def within(
         self, prompt_tokens: int, completion_tokens: int, tool_calls: int = COUNT_MAX, units: int = COUNT_MAX
     ) -> Usage:
-        """This usage with counts of at most these, each part cut to what is left of its whole;
-        itself where nothing is above them.
+        """A copy whose counts are at most the given ones; each part is cut to what is left of its
+        whole. Returns this usage itself if no count is above them.
         """
         is_within = self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens
         if is_within and self.is_sound and self.tool_calls <= tool_calls and self.units <= units:

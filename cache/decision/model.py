@@ -129,8 +129,10 @@ class LogisticModel:
         self._covariance = np.diag(prior.variance) if covariance is None else covariance
 
     def after(self, others: Sequence[LogisticModel]) -> LogisticModel:
-        """Where a namespace starts beside `others`, of which k have learned: k / (k + 1) of the way
-        from this model to their mean. A fit is drawn back to there, and not to the prior.
+        """The model that a new namespace starts from, given k `others` that have learned.
+
+        It lies k / (k + 1) of the way from this model to their mean. A fit is drawn back to it, and
+        not to the prior.
         """
         if not others:
             return self

@@ -325,9 +325,10 @@ def split(text: str) -> Split:
 
 
 def _question(spans: Sequence[Piece], index: int) -> tuple[Parts, bool] | None:
-    """The parts of a prompt whose question begins with the label in line `index`, and whether no
-    short text around it may be a document with that label; None where it is not at an end of the
-    prompt, or has no words.
+    """Split a prompt whose question begins with the label in line `index`.
+
+    Returns its parts, and False if a short text around the question may be a document with that
+    label, else True. Returns None if the question is not at an end of the prompt, or has no words.
     """
     label = spans[index].text
     if spans[index].key:

@@ -303,7 +303,7 @@ class EntryStore:
     async def lookup_sketches(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
     ) -> list[Sketched]:
-        """Those sketches of these entries' answers that were made with this embedder."""
+        """Read the sketches of the answers of `exacts`; those by another embedder are left out."""
         sketches = []
         for portion in _portions(exacts, _SKETCHED_COUNT):
             values: list[bytes | None] = await self._redis.execute_command(

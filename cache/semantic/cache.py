@@ -304,7 +304,7 @@ class SemanticCache:
         return not self._sketches.has(key.namespace, key.answer)
 
     def settle_prose(self, namespace: bytes) -> bool:
-        """A small part of what the next ruling in a namespace needs. Whether more is left."""
+        """Do a part of the work for the next ruling in a namespace. Returns whether more is left."""
         return self._sketches.settle(namespace)
 
     def judge_prose(self, namespace: bytes, fresh: Sketch, name: bytes, others: Sequence[bytes]) -> list[Judgement]:
@@ -344,17 +344,17 @@ class SemanticCache:
         index = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
         near = neighbours[index]
         asked, known = read(query.text), read(near.text)
-        theirs, mine = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
-        (other,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
+        known_words, asked_words = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
+        (known_vector,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
         are_names, pair = self._contexts.are_names, (near.text, query.text)
         if (
             not near.places
-            or not (theirs or mine)
-            or not are_names(query.partition, pair, theirs, vector)
-            or not are_names(query.partition, pair[::-1], mine, other)
+            or not (known_words or asked_words)
+            or not are_names(query.partition, pair, known_words, vector)
+            or not are_names(query.partition, pair[::-1], asked_words, known_vector)
         ):
             return False
-        neighbours[index] = msgspec.structs.replace(near, renamed=theirs | mine)
+        neighbours[index] = msgspec.structs.replace(near, renamed=known_words | asked_words)
         return True
 
     def _neighbours(self, query: Query, room: bytes, nearest: Found, vector: NDArray[np.float32]) -> list[Neighbour]:

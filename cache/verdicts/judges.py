@@ -189,22 +189,22 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     first, second = read(fresh), read(cached)
     if not first.tokens or not second.tokens or max(len(first.tokens), len(second.tokens)) > SHORT_WORDS:
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
-    guard = difference(first, second)
+    differing = difference(first, second)
     if {_stance(first), _stance(second)} == {"yes", "no"}:
         return Judgement(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
-    if (guard is MissReason.POLARITY and _is_contrary(first, second)) or (
-        guard is MissReason.NUMBERS and _says_other_numbers(first, second)
+    if (differing is MissReason.POLARITY and _is_contrary(first, second)) or (
+        differing is MissReason.NUMBERS and _says_other_numbers(first, second)
     ):
-        return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
-    if guard is MissReason.NAMES and _says_other_names(first, second):
+        return Judgement(Ruling.DIFFERENT, _NAME, f"{differing} differ")
+    if differing is MissReason.NAMES and _says_other_names(first, second):
         return Judgement(Ruling.DIFFERENT, _NAME, "names differ")
     mine, its = encode([fresh, cached]).vectors
     cosine = float(mine @ its)
     is_swapped = bool(first.content_set - second.content_set and second.content_set - first.content_set)
     ruling = Ruling.UNKNOWN
     # two negations are not always none
-    is_guarded = guard is not None or first.negations != second.negations
-    if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
+    has_difference = differing is not None or first.negations != second.negations
+    if not has_difference and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
         ruling = Ruling.SAME
     has_shared_number = not _numbers(first).isdisjoint(_numbers(second))
     other_cosine = _OTHER_COSINE_TERSE if _are_terse(first, second) else _OTHER_COSINE

@@ -1,9 +1,10 @@
-"""What each team holds in a store: its rows, or its files, and their bytes. All stores count here.
+"""The number of rows or files, and of their bytes, that each team has in a store.
 
-Knows no rows' contents. A sum over a team's rows at each write would cost more with each row, and a
-purge that looks later bounds nothing until then. Invariants: a team's count changes in the transaction of its rows, so that
-it equals their sum after a kill, too; its row is the first that a transaction locks, so that a
-bound holds over all workers and hosts.
+All stores count here. Knows no rows' contents. A sum over a team's rows at each write would cost
+more with each row, and a purge that looks later bounds nothing until then.
+
+Invariants: a team's count changes in the transaction of its rows, so it equals their sum even after
+a kill; a transaction locks the count's row first, so a bound holds over all workers and hosts.
 """
 
 from __future__ import annotations

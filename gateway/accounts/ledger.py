@@ -322,7 +322,7 @@ class Ledger:
         Covers deleted teams, and teams that spent nothing.
         """
         rows, days = schema.ledger, schema.ledger_days
-        answer: list[DrainedSpend] = []
+        spends: list[DrainedSpend] = []
         async with self.database.reading() as connection:
             known = sa.union(sa.select(schema.teams.c.id), sa.select(days.c.team_id))
             team_ids = sorted((await connection.execute(known)).scalars())
@@ -336,8 +336,8 @@ class Ledger:
                 if window.end_ms is not None:
                     statement = statement.where(column < window.end_ms // unit_ms)
                 sums = {team_id: int(spent) for team_id, spent in await connection.execute(statement)}
-                answer += [DrainedSpend(team_id, window, sums.get(team_id, 0)) for team_id in team_ids]
-        return tuple(answer)
+                spends += [DrainedSpend(team_id, window, sums.get(team_id, 0)) for team_id in team_ids]
+        return tuple(spends)
 
     @uncancelled
     async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:

@@ -1,6 +1,6 @@
-"""Drains the ledger's stream from RedisCommands to SQL, and keeps RedisCommands's counts equal to the ledger.
+"""Drains the ledger's stream from Redis to SQL, and keeps Redis's counts equal to the ledger.
 
-Every worker runs a writer; a lock in RedisCommands lets one of them write. No HTTP and no limits.
+Every worker runs a writer; a lock in Redis lets one of them write. No HTTP and no limits.
 Invariants:
 
 - a row is in SQL once per id: an entry leaves the stream only after the commit that holds its row,
@@ -10,8 +10,8 @@ Invariants:
 - an entry that is not a row moves to a stream of its own and is counted. Its spend still counts,
   and the entries behind it are not blocked.
 
-Restatement (`Budgets.restate`) runs when this writer gets the lock, when RedisCommands has lost its memory
-(no `ready` key; RedisCommands refuses reserves until it is done), and every `restate_every_s`, when it
+Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its memory
+(no `ready` key; Redis refuses reserves until it is done), and every `restate_every_s`, when it
 should find no difference.
 """
 
@@ -43,9 +43,9 @@ _SKEW_MS = 300_000
 _IDLE_S = 0.25
 _FOLLOWER_IDLE_S = 1.0
 _TROUBLE_S_MAX = 5.0
-_OWN_RESTATED_MAX = 10_000  # more of them only after RedisCommands lost its memory, or another writer its lock
+_OWN_RESTATED_MAX = 10_000  # more of them only after Redis lost its memory, or another writer its lock
 
-# KEYS stream. ARGV count. Replies the oldest entries, of which each client of RedisCommands makes other values.
+# KEYS stream. ARGV count. Replies the oldest entries, of which each client of Redis makes other values.
 _READ = "return redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[1])"
 
 # KEYS stream, set aside. ARGV entry id, reason.
@@ -79,7 +79,7 @@ class WriterStats:
 class _StreamEntry:
     id: bytes
     row: LedgerRow | None
-    wrong: str = ""
+    refusal: str = ""
 
 
 class LedgerWriter:
@@ -110,7 +110,7 @@ class LedgerWriter:
         self.stats = WriterStats()
 
     async def run(self) -> None:
-        """Step until cancelled. Waits after failures of RedisCommands and SQL, `_TROUBLE_S_MAX` at most."""
+        """Step until cancelled. Waits after failures of Redis and SQL, `_TROUBLE_S_MAX` at most."""
         await self._lease.keep(self._turn)
 
     async def _turn(self) -> float:
@@ -128,7 +128,7 @@ class LedgerWriter:
     async def step(self) -> bool:
         """Drain the stream and restate where that is due, if this writer holds the lock.
 
-        Returns whether it does. Raises LockLost, the RedisCommands client's errors and sqlalchemy's; no
+        Returns whether it does. Raises LockLost, the Redis client's errors and sqlalchemy's; no
         entry is lost by them.
         """
         self.stats.is_leader = await self._drain()
@@ -188,7 +188,7 @@ class LedgerWriter:
             await self._redis.execute_command("XDEL", LEDGER_STREAM, *(entry.id for entry, _ in good))
         for entry in entries:
             if entry.row is None:
-                await self._set_aside(entry.id, entry.wrong)
+                await self._set_aside(entry.id, entry.refusal)
 
     async def _set_aside(self, entry_id: bytes, reason: str) -> None:
         self.stats.set_aside += await self._redis.eval(

@@ -35,7 +35,7 @@ class ProviderIds:
 
     @uncancelled
     async def of_others(self, team_id: int, ids: Collection[str]) -> set[str]:
-        """Those of `ids` that are another team's at a deployment, and this team's at none."""
+        """The `ids` that another team has at any deployment, and this team at none."""
         asked = sa.select(provider_ids.c.id, provider_ids.c.team_id).where(provider_ids.c.id.in_(ids))
         async with self._database.reading() as connection:
             found = (await connection.execute(asked)).all()

@@ -228,7 +228,7 @@ def _seconds(wait_s: float) -> str:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a name is; None for a name of another kind."""
+    """Read a name as an IP address; None where it is not one."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:

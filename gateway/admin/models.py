@@ -168,7 +168,7 @@ class KeyPatch(_In):
 
 
 class BudgetIn(_In):
-    """One of the three limits sets the unit."""
+    """A new budget. Exactly one of the three limits is given; it sets the unit."""
 
     window: Annotated[WindowKind, Strict(False)]
     limit_microusd: _Limit | None = Field(None, description="a limit of money, in millionths of a dollar")

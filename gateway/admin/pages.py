@@ -264,7 +264,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         sizes = await cache_views.cache(parts)
-        near = await views.near_misses(parts, RouteFilter(), limit=10)
+        near_misses = await views.near_misses(parts, RouteFilter(), limit=10)
         stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
         latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
@@ -272,7 +272,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             "cache.html",
             status,
             cache=sizes,
-            near=near["routes"],
+            near=near_misses["routes"],
             causes=(await misses.cache_misses(parts)).causes,
             latest=latest["routes"],
             wrong=(await cache_views.wrong(parts))["wrong"],

@@ -124,13 +124,13 @@ def _add_machine(api: APIRouter) -> None:
 
 
 async def ledger_csv(parts: WorkerParts, where: LedgerRows) -> StreamingResponse:
-    """The same as CSV (RFC 4180), all of it."""
+    """All rows of the ledger that match, as CSV (RFC 4180)."""
     headers = {"content-disposition": 'attachment; filename="sameway-ledger.csv"'}
     return StreamingResponse(_csv(views.ledger_rows(parts, where)), media_type="text/csv", headers=headers)
 
 
 async def ledger_parquet(parts: WorkerParts, where: LedgerRows) -> StreamingResponse:
-    """The same as Parquet, with the moments, numbers and truths as such; needs the extra `parquet`."""
+    """All rows of the ledger that match, as Parquet with types; needs the extra `parquet`."""
     headers = {"content-disposition": 'attachment; filename="sameway-ledger.parquet"'}
     file = await asyncio.to_thread(ParquetFile, _COLUMNS)
     return StreamingResponse(file.stream(views.ledger_rows(parts, where)), media_type=PARQUET, headers=headers)

@@ -120,7 +120,7 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Alert(msgspec.Struct, frozen=True):
     """An alert that is due. `kind` names the threshold or projection in a window of the budget, `mark`
-    adds the axis value; RedisCommands keeps both for `kept_ms`, 0 for ever.
+    adds the axis value; Redis keeps both for `kept_ms`, 0 for ever.
     """
 
     kind: str
@@ -179,10 +179,10 @@ class AlertWatch:
         self._clock = clock
         self._lease = Lease(redis, _LOCK, secrets.token_hex(16), _LOCK_MS)
         self._looked_at_s: float | None = None
-        self._known: dict[str, int] = {}  # marks that were in RedisCommands at that moment
+        self._known: dict[str, int] = {}  # marks that were in Redis at that moment
 
     async def run(self) -> None:
-        """Step until cancelled. Errors of RedisCommands and of the database pass through."""
+        """Step until cancelled. Errors of Redis and of the database pass through."""
         try:
             await self._lease.keep(self._turn)
         finally:
@@ -230,9 +230,7 @@ class AlertWatch:
         if others:
             facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {others} more")
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
-        name = (
-            f"msg_{at_ms:012x}{number:06x}{secrets.token_hex(12)}"  # RedisCommands sorts messages of one moment by it
-        )
+        name = f"msg_{at_ms:012x}{number:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
         message = msgspec.json.encode(_QueuedMessage(name, at_ms, msgspec.json.encode(content).decode()))
         keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
         full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD)

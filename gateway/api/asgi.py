@@ -1,4 +1,4 @@
-"""Helpers for raw ASGI: read a request's headers, and send a response that is no stream.
+"""Helpers for raw ASGI: read a request's headers, and send a response that is not a stream.
 
 Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: an exception's response names what
 the client may know.

@@ -241,7 +241,7 @@ class EventRenderer(Renderer):
 
 
 def event_of(name: str, fields: dict[str, Any]) -> bytes:
-    """One typed event."""
+    """Encode a server-sent event with its name and its fields."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
 
 

@@ -88,7 +88,7 @@ class Front:
 
 
 def _errors_of(path: str, routes: Routes) -> Any:
-    """How errors of a path are sent: in the shape of the endpoint that it is, or lies below."""
+    """The sender of errors for a path: that of its endpoint, or of the endpoint above it."""
     return getattr(routes.get("/".join(path.split("/")[:3]), {}).get("POST"), "send_error", send_error)
 
 

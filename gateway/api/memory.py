@@ -1,9 +1,9 @@
-"""What requests of the Responses API refer to, and what is kept of them: responses, conversations,
+"""The objects that the Responses API keeps and that later requests name: responses, conversations,
 items.
 
 Knows the items' ids and no other field; the store knows the teams. Invariants: an id of another
-team, one that is over and one that never was have the same refusal; what is kept of an input has no
-references, so that it stands without the responses that it referred to.
+team, an expired id and an unknown id get the same refusal; a kept input has no references, so it
+can be read without the responses that it referred to.
 """
 
 import re
@@ -34,10 +34,10 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 class Keeping(msgspec.Struct, frozen=True):
-    """How a response is kept: by itself where it `is_stored`, and in its conversation where it has
-    one.
+    """The places that keep a response: a row of its own if it `is_stored`, and its conversation, if
+    it has one.
 
-    One that `is_background` is kept before its generation, too.
+    A response that `is_background` is also kept before its generation.
     """
 
     is_stored: bool

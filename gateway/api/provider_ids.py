@@ -40,7 +40,7 @@ class NamedObjects:
             await self._check(_named(raw, decode_object), team_id)
 
     async def check_files(self, files: FormFiles, team_id: int, bytes_max: int) -> None:
-        """The same of files that begin as JSON does, each line of at most `bytes_max` bytes.
+        """`check` for files that begin like JSON, each line of at most `bytes_max` bytes.
 
         Raises NotFound, and UnsupportedMediaType where a line can't be read that may name objects.
         """
@@ -101,7 +101,7 @@ def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str]
 
 
 def fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each field at any depth, but those of the names in `but`."""
+    """Each field at any depth, except those named in `but`."""
     left = [value]
     while left:
         match left.pop():

@@ -378,7 +378,7 @@ def _names(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def framed(event: str, number: int, **fields: Any) -> bytes:
-    """One event of a stream."""
+    """Encode an event of a stream with its sequence number."""
     return event_of(event, {"type": event, "sequence_number": number, **fields})
 
 

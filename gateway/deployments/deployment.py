@@ -91,7 +91,7 @@ class Deployment(Facts):
 
     @property
     def absence(self) -> str:
-        """Why routing leaves it alone until it is mended: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
+        """The state that keeps routing away: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
         if self.use or not self.backend.load(0).is_ready:
             return "disabled" if self.use else "not_ready"
         reason, denial = self.health.trouble
@@ -99,7 +99,7 @@ class Deployment(Facts):
 
     @property
     def trouble(self) -> str:
-        """Why it is not available, in words for operators; empty if it may be available."""
+        """The reason for operators why it is unavailable; empty if it may be available."""
         load = self.backend.load(0)
         if self.use or not load.is_ready:
             return f"{self.use} by an operator" if self.use else load.why

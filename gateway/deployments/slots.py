@@ -65,10 +65,9 @@ class Slots:
             self.call()
 
     def join(self, ticket: Ticket, *, is_first: bool) -> bool:
-        """Put `ticket` at the end of its team's queue, or at the beginning of all; returns False
-        where there is no room for it.
+        """Put `ticket` at the end of its team's queue. Returns False if there is no room.
 
-        `is_first`: it was called before, and came too late.
+        `is_first` puts it before all others: it was called once before, and came too late.
         """
         queue_of_team = self._queues.get(ticket.team, ())
         if self.waiting >= self.waiting_max and not is_first:

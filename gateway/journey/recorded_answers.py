@@ -143,7 +143,8 @@ class RecordedAnswers:
 
     def store(self, generation: Generation) -> list[Coroutine[Any, Any, None]]:
         """10. Store the entry, the deployment that has this prefix warm now, and the pointer from
-        the prompt's words to a semantic hit. To be awaited together.
+        the prompt's words to a semantic hit; release a claim without an entry. The caller awaits
+        all together.
         """
         looked, is_kept = generation.looked, self._settings.is_exact and not generation.turn.controls.no_store
         works = [self._store(generation)]

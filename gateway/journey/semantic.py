@@ -54,7 +54,10 @@ class Bound:
 
 
 class Bounds:
-    """The error bounds of one worker, tightened if the measured error passed them."""
+    """The error bounds of one worker, tightened if the measured error passed them.
+
+    docs/semantic-cache.md, "From the setting to the threshold", has the steps after this one.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -233,7 +236,7 @@ class SemanticLookup:
         return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
-        """Let this prompt's words find the entry that the cache worker found to answer it; that ends its claim."""
+        """Point this prompt's words to the entry that the cache worker chose; that ends the claim."""
         if result.entry is None or result.trial is None or result.similarity is None:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())

@@ -2,7 +2,7 @@
 
 A certificate starts with a team's first request for an alias. A new one starts where an admin asks,
 or where the bound, the embedder, the rule or the judges have changed: what was counted before says
-nothing about them. `Stats` counts; the starts are here, one field of a RedisCommands hash each. Workers
+nothing about them. `Stats` counts; the starts are here, one field of a Redis hash each. Workers
 read them every few seconds; what a worker counted for an old one in between is dropped. Invariant:
 an event and what becomes of it count for the same certificate.
 """

@@ -1,6 +1,6 @@
-"""Statistics of recent traffic: counts in RedisCommands by minute, hour and day, and the latest requests.
+"""Statistics of recent traffic: counts in Redis by minute, hour and day, and the latest requests.
 
-Each worker sums records in memory, once for each minute, and sends its sums to RedisCommands once a second:
+Each worker sums records in memory, once for each minute, and sends its sums to Redis once a second:
 one script adds them to the minute, its hour and its day. A query adds the buckets of its window.
 Knows no SQL; the ledger, not this, defines the spend, and a worker that is killed loses a second of
 statistics. Team ids and model aliases must come from the configuration, never from a request: each
@@ -30,7 +30,7 @@ from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, R
 from gateway.telemetry.summary import StatsWindow, Summary, WindowSums
 from policies.redis import RedisCommands
 
-# one RedisCommands slot, as a script adds to a minute, an hour and a day
+# one Redis slot, as a script adds to a minute, an hour and a day
 _PREFIX = "sameway:{stats}:"
 _ROUTES_KEY = "sameway:routes"
 _NEAR_KEY = "sameway:near"
@@ -38,7 +38,7 @@ _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
 _TOGETHER_MAX = 1_000  # records that are summed at once
 _LATEST_PER_FLUSH = 100  # records that a worker keeps of each second, the newest ones
-_UNSENT_MAX = 180  # minutes kept while RedisCommands is away; drops the oldest
+_UNSENT_MAX = 180  # minutes kept while Redis is away; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
 
 # KEYS: hashes. ARGV: for each the seconds that it is kept, then fields and amounts that are added to all.
@@ -61,7 +61,7 @@ _read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
 
 
 class _Bucket(NamedTuple):
-    """A hash of counts, which RedisCommands keeps for `kept_s` seconds after its last change."""
+    """A hash of counts, which Redis keeps for `kept_s` seconds after its last change."""
 
     key: str
     kept_s: int
@@ -92,7 +92,7 @@ class _WindowShape(msgspec.Struct, frozen=True):
     """The buckets of a window."""
 
     resolution: _Resolution
-    buckets: int  # read from RedisCommands
+    buckets: int  # read from Redis
     per_point: int  # of them in one point of the series
 
 
@@ -203,7 +203,7 @@ class Stats:
         return {team_id: tally.avoided_microusd for team_id, tally in summary.by_team.items()}
 
     async def flush(self) -> None:
-        """Send the sums to RedisCommands. Errors of the client pass through; unsent sums stay for the next
+        """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next
         call.
 
         A call that timed out may have succeeded, and then counts twice. Statistics tolerate that.

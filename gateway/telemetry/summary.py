@@ -178,7 +178,7 @@ class WindowSums:
             sums.add(field, amount)
 
     def summary(self, window: StatsWindow, start_s: int, end_s: int) -> Summary:
-        """All sums so far, as those of [start_s, end_s)."""
+        """Build the summary of [start_s, end_s) from all sums so far."""
         return Summary(
             window=window,
             start_s=start_s,

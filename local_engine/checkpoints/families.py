@@ -368,5 +368,5 @@ def _attention_factor(kind: str, scaling: Mapping[str, Any], factor: float, orig
     return yarn_scale(factor, 1.0)
 
 
-def yarn_scale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+def yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -30,8 +30,8 @@ _ARRAYS_DEPTH_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `shape` row-major (rows first), `kind` a GGMLQuantizationType, `start` from
-    the file's beginning."""
+    """A tensor's place in the file: `shape` row-major (rows first), `kind` a GGMLQuantizationType,
+    `start` from the file's beginning."""
 
     shape: tuple[int, ...]
     kind: Any

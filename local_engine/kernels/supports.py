@@ -1,9 +1,10 @@
-"""Where Triton's kernels run. Torch is slow at the same work, and is their oracle.
+"""Decides on which devices Triton's kernels run.
 
-A part of them runs on CUDA where Triton is installed. SAMEWAY_TRITON=0 turns them off;
+Torch does the same work slowly, and is their oracle. Some kernels run on CUDA where Triton is
+installed. SAMEWAY_TRITON=0 turns them off;
 SAMEWAY_TRITON=1 turns them on for CPUs as well, for the tests: with TRITON_INTERPRET=1 Triton runs
 the very same kernels there in numpy, slowly. Imports neither triton nor torch. Knows devices and
-parts, no kernel.
+parts, but no kernel.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ _NORMS = {
 
 
 def _normalise_wide(qkv: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> None:
-    """All of a row's queries as one vector, and all of its keys, in place."""
+    """Normalise each row's queries as one vector and its keys as another, in place."""
     queries = config.attention.heads
     for heads in (slice(queries), slice(queries, len(weight))):
         own = qkv[:, heads]

@@ -86,8 +86,8 @@ class Tokenizer:
             self._chat = ChatTemplate(chat_template, bos_token, eos_token, control)
 
     def start_chat(self) -> None:
-        """Start what renders conversations, where there is a template, so that the first one need
-        not wait for it."""
+        """Start the process that renders conversations, if the model has a template, so that the
+        first conversation does not wait for it."""
         if self._chat is not None:
             self._chat.start()
 

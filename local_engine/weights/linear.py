@@ -95,8 +95,7 @@ class Linear:
         return all(isinstance(product, NativeProduct) for product in self._products)
 
     def native_products(self) -> list[NativeProduct] | None:
-        """Its products, one part's outputs after the other's; None where any of them is not
-        native."""
+        """The products of all parts in the order of their outputs; None unless all are native."""
         found = [p for p in self._products if isinstance(p, NativeProduct) and p.order is None]
         return found if len(found) == len(self._products) else None
 
@@ -153,7 +152,7 @@ class Linear:
         return not others and (is_plain or (isinstance(product, _Torch) and not product.is_packed))
 
     def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """These rows of the matrix, [ids, columns]; only where it `has_rows`."""
+        """The rows with these ids, [ids, columns]. Call it only if the matrix `has_rows`."""
         (product,) = self._products
         assert isinstance(product, NativeProduct | _Torch)
         return product.take_rows(ids)
@@ -281,7 +280,7 @@ class NativeProduct:
         return _BFLOAT16_TO_FLOAT32 if self.out_dtype != self.dtype else kind_of(self.dtype) or 0
 
     def matrix(self) -> Matrix:
-        """It points at the weight and the bias."""
+        """The C++ struct of the product; it points at the weight and the bias."""
         bias_at = None if self.bias is None else self.bias.data_ptr()
         shape = (self.bits, self.columns, self.outputs, self.dequantised_from)
         return Matrix(self.weight.data_ptr(), bias_at, *shape)

@@ -46,7 +46,7 @@ class Quantised:
         return self.codes.shape
 
     def rows(self, order: torch.Tensor | slice) -> Quantised:
-        """These rows, in this order."""
+        """A matrix of the rows that `order` selects, in that order."""
         return Quantised(self.codes[order], self.scales[order], self.minimums[order], self.bits, self.order)
 
     def dequantised(self) -> torch.Tensor:
@@ -124,8 +124,7 @@ def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(parts: list[Quantised]) -> Quantised:
-    """One matrix of several, one below the other, of codes as wide in groups of consecutive
-    inputs."""
+    """Stack several matrices into one. All have the same bits, in groups of consecutive inputs."""
     if len(parts) == 1:
         return parts[0]
     codes, scales, minimums = (

@@ -35,7 +35,7 @@ class Scaled:
         return self.codes.shape
 
     def rows(self, order: torch.Tensor | slice) -> Scaled:
-        """These rows, in this order."""
+        """A matrix of the rows that `order` selects, in that order."""
         return Scaled(self.codes.view(torch.uint8)[order].view(self.codes.dtype), self.scales[order])
 
     def dequantised(self) -> torch.Tensor:
@@ -55,7 +55,7 @@ Weights = torch.Tensor | Quantised | Scaled
 
 
 def rows_of(values: Weights, which: torch.Tensor | slice) -> Weights:
-    """These rows of a matrix in any form, in this order."""
+    """The rows that `which` selects, in that order, of a matrix in any form."""
     return values[which] if isinstance(values, torch.Tensor) else values.rows(which)
 
 
@@ -71,7 +71,7 @@ def to_scaled(values: torch.Tensor) -> Scaled:
 
 
 def joined(parts: list[Scaled]) -> Scaled:
-    """One matrix of several, one below the other."""
+    """Stack several matrices into one."""
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
     return Scaled(codes.view(torch.float8_e4m3fn), torch.cat([part.scales for part in parts]))
 
