@@ -7,13 +7,14 @@
     generate(flight)       once per flight, in a task that outlives the client that began it
       6 semantic lookup    7 reserve    8 route    9 stream    10 record, on every exit
 
-Each stage from 4 on sets one frozen outcome of the `Generation` (`journey/outcomes.py`): 4, 5 and 6
-`looked`, 7 `holds`, 8 and 9 `answered`, 10 `stored`. What becomes of a request on each exit:
+Each stage from 4 on sets an outcome of the `Generation` (`journey/outcomes.py`): 4, 5 and 6
+`looked`, 8 and 9 `answered`, 10 `stored`. `holds` is the one that changes: 7 fills it, 9 adds to it
+and 10 settles it. 5 sets the compat that 6 and 10 use. What becomes of a request on each exit:
 
     hit                    4: its entry is the reply; `finish` records it, no flight begins
     hit by its words       4: the same, where another request's answer was found to fit its prompt
     follower               5: reads the flight of an identical request; `finish` records it
-    other worker's answer  6: waits until that worker has stored it, and replays it
+    other worker's answer  6: `await_other_worker` waits until that worker has stored it, and replays it
     semantic hit           6: the entry is replayed through the flight; nothing is reserved
     miss                   7, 8, 9, and 10 settles the hold and stores the answer, if it is eligible
     refusal in 1 to 5      `answer` raises, the endpoint calls `finish` to record it; `look` releases
@@ -63,7 +64,7 @@ from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
-from gateway.wire.errors import ApiError, BadRequest, NotCached, Unauthenticated, shown
+from gateway.wire.errors import ApiError, BadRequest, NotCached, Unauthenticated
 from gateway.wire.types import Chunk
 
 _log = get_logger()
@@ -239,15 +240,15 @@ class Pipeline:
         """6. Set the recorded answer to replay: another worker's, or a verified semantic hit."""
         generation = flight.generation
         if generation.looked.claimed_for_ms is not None:
-            await self._answers.follow(flight)
+            await self._answers.await_other_worker(flight)
         looked = generation.looked
         if looked.entry is not None or looked.semantic.miss_reason:  # stage 4 chose to audit a hit by words
             return
         if looked.no_lookup_reason:
-            semantic = SemanticResult(miss_reason=looked.no_lookup_reason)
-        else:
-            controls, team = generation.turn.controls, generation.identity.team
-            semantic = await self.semantic.find(looked.fingerprint, controls, team, generation.alias)
+            generation.looked = replace(looked, semantic=SemanticResult(miss_reason=looked.no_lookup_reason))
+            return
+        controls, team = generation.turn.controls, generation.identity.team
+        semantic = await self.semantic.find(looked.fingerprint, controls, team, generation.alias)
         degraded = looked.degraded + semantic.degraded
         generation.looked = replace(looked, semantic=semantic, entry=semantic.entry, degraded=degraded)
 
@@ -265,17 +266,17 @@ class Pipeline:
             generation.looked = replace(generation.looked, near=near)
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
-        """10. Send the last chunk, then settle or release the hold, and store the answer or release the
-        claim, in one round trip.
+        """10. End the flight, settle or release the hold, and store the answer or release the claim, in
+        one round trip. No reader waits for it. The record is made when it is over.
         """
         generation, turn = flight.generation, flight.generation.turn
         spent = generation.holds.book(generation.answered)
-        generation.stored = self._answers.stored(flight, spent)
+        generation.stored = self._answers.store_local(flight, spent)
         duration_ms = turn.elapsed_ms()
         flight.finish(error)
         looked = generation.looked
-        works = [*generation.holds.settle(spent.charged_tokens), *self._answers.store(generation)]
-        end_storing = None if looked.no_lookup_reason else self.semantic.storing(looked.fingerprint)
+        works = [*generation.holds.settle(spent.charged_tokens), *self._answers.store_shared(generation)]
+        end_storing = None if looked.no_lookup_reason else self.semantic.begin_storing(looked.fingerprint)
         try:
             for work in list(map(Eager, works)):
                 try:
@@ -286,15 +287,14 @@ class Pipeline:
             if end_storing is not None:
                 end_storing()
             flight.retire()
-            alias = generation.alias.name
             record = record_of(
                 turn.arrival,
                 ended_with(error, flight.leader_ended),
                 duration_ms,
                 identity=generation.identity,
                 turn=turn,
-                alias=alias,
-                model=shown(turn.alias) if turn.alias != alias else "",
+                alias=generation.alias.name,
+                model=turn.alias,
                 flight=flight,
             )
             is_whole = not generation.answered.seams and not generation.answered.fallbacks
@@ -321,7 +321,6 @@ class Pipeline:
             return
         model = turn.alias if turn is not None else ""
         alias = reply.alias.name if reply is not None else self.fleet.configured(model)
-        model = shown(model) if alias != model else ""
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)
         record = record_of(
             arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, model=model, reply=reply

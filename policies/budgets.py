@@ -1,6 +1,6 @@
 """Budgets: reserve the worst case before a generation, settle or release it once after.
 
-Knows no HTTP, models or SQL. RedisCommands counts spend per team in all five windows, with or without a
+Knows no HTTP, models or SQL. Redis counts spend per team in all five windows, with or without a
 budget on them. A budget on a team's money is only a limit on such a count, so a change in the
 middle of a window takes effect at once; other budgets have counts of their own
 (`policies/counters.py`). Invariants:
@@ -13,12 +13,12 @@ middle of a window takes effect at once; other budgets have counts of their own
 
 A hold belongs to the moment it was taken (`at_ms`, the worker's clock). Its spend and its ledger
 row carry that moment: a settle in a later window counts in the hold's window, and rows alone are
-enough to sum the ledger. Leases use RedisCommands's clock, which all hosts share, so hosts with skewed
+enough to sum the ledger. Leases use Redis's clock, which all hosts share, so hosts with skewed
 clocks cannot expire each other's holds. A settle after its hold expired still counts. A repeated
 settle changes nothing for `SETTLED_KEPT_S`; after that the ledger's unique row id and `restate`
 correct a double count.
 
-RedisCommands must not evict these keys: `maxmemory-policy noeviction`. If RedisCommands lost them (no `ready` key),
+Redis must not evict these keys: `maxmemory-policy noeviction`. If Redis lost them (no `ready` key),
 `reserve` raises NotReady until `restate` and `mark_ready` have counted the ledger again.
 """
 
@@ -128,7 +128,7 @@ class Intent(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Restated:
-    """How many counts `restate` corrected, and the sum of the corrections; both 0 unless RedisCommands lost
+    """How many counts `restate` corrected, and the sum of the corrections; both 0 unless Redis lost
     data.
     """
 
@@ -141,9 +141,9 @@ _Counts = Iterable[tuple[Counter, int, int, int]]
 
 
 class Budgets:
-    """All teams' money in RedisCommands. Errors of the RedisCommands client pass through.
+    """All teams' money in Redis. Errors of the Redis client pass through.
 
-    `clock` gives unix seconds and selects the window. `lease_clock_ms` None uses RedisCommands's clock for
+    `clock` gives unix seconds and selects the window. `lease_clock_ms` None uses Redis's clock for
     leases. `defer` schedules the call that sends gathered settlements; None sends them at the end
     of the event loop's tick.
     """
@@ -251,7 +251,7 @@ class Budgets:
 
     def unreserved(self, hold_id: str, team_id: int) -> Hold:
         """An empty hold taken now: for a team without budgets, or where the gateway may serve
-        without RedisCommands.
+        without Redis.
         """
         return Hold(hold_id, team_id, self._now_ms())
 
@@ -281,7 +281,7 @@ class Budgets:
     async def renew(self, holds: Sequence[Hold], lease_s: float) -> None:
         """Extend the leases of running generations, from now; call it a few times per lease.
 
-        Takes a hold again that expired or that RedisCommands lost, without checking the limits: its
+        Takes a hold again that expired or that Redis lost, without checking the limits: its
         generation is running. Does not take again a hold that was settled or released.
         """
         await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.is_held))
@@ -339,7 +339,7 @@ class Budgets:
         return states
 
     async def is_ready(self) -> bool:
-        """Whether RedisCommands has counts, so that `reserve` works."""
+        """Whether Redis has counts, so that `reserve` works."""
         return bool(await self._redis.execute_command("EXISTS", READY_KEY))
 
     async def ledger_times(self) -> tuple[int, int | None]:

@@ -1,4 +1,4 @@
-"""A lease in RedisCommands: of many workers that may do a work, one has it at a time, and the next one once
+"""A lease in Redis: of many workers that may do a work, one has it at a time, and the next one once
 it expires.
 
 Knows no work. Invariant: only the holder renews or ends a lease. A holder that pauses for longer
@@ -52,7 +52,7 @@ class Lease:
             while True:
                 wait_s = await step()
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    # Python 3.11: wait_for in a RedisCommands client can swallow it
+                    # Python 3.11: wait_for in a Redis client can swallow it
                     raise asyncio.CancelledError
                 await asyncio.sleep(wait_s)
         finally:

@@ -6,7 +6,7 @@ The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, an
 scheduling). Each limit has one number, the theoretical arrival time. A request moves it ahead by
 cost / rate; it may lead the present by at most a minute. So an idle subject may spend a minute's
 worth at once; after that the rate applies. The number gives both the remaining room and the time
-until all of it is free. RedisCommands's clock serves all hosts.
+until all of it is free. Redis's clock serves all hosts.
 
 Token charges are estimates at first; `charge` moves the arrival time by the difference. A request
 that used more than the room delays the following requests.
@@ -133,10 +133,10 @@ class LimitDecision(msgspec.Struct, frozen=True):
 
 
 class RateLimits:
-    """All rate limits in RedisCommands. Errors of the RedisCommands client pass through.
+    """All rate limits in Redis. Errors of the Redis client pass through.
 
     `scope` is common to the limits of one request (its team) and keeps their keys in one slot.
-    `clock_us` None uses RedisCommands's clock.
+    `clock_us` None uses Redis's clock.
     """
 
     def __init__(self, redis: RedisCommands, clock_us: Callable[[], int] | None = None) -> None:

@@ -150,7 +150,8 @@ class Follower:
                 if not records.done():
                     break
                 read = await self._store.log.read(self._position, *await asyncio.gather(epoch, records))
-                self._replies = self._log.listen(read.position, self._wait_ms) if self._wait_ms else None
+                must_listen = self._wait_ms and not read.is_lost  # a rebuild ends at another position
+                self._replies = self._log.listen(read.position, self._wait_ms) if must_listen else None
                 if read.records:
                     await self._resolve(read.records)
                 self._position, is_more = None if read.is_lost else read.position, read.is_more

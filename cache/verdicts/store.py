@@ -4,7 +4,7 @@
     sameway:{P}:groups       hash     exact -> its answer's time, the name of its group
     sameway:{P}:suspended    hash     name -> Suspension, until it is cleared
     sameway:{P}:told         zset     the ids of the newest verdicts that were taken, by their time
-    sameway:{P}:reply:R      string   ServedReply: the answer that response R, or the answer R, served
+    sameway:{P}:reply:R      string   Reply: the answer that response R, or the answer R, served
     sameway:{P}:replies      zset     the keys of these, by their time
 
 P is the partition in hex. Knows no answers and no texts: digests, numbers and times. The log

@@ -64,11 +64,13 @@ async def try_deployment(parts: WorkerParts, body: models.TryDeploymentIn, opera
         deployment = alias.deployments[body.name]
     await parts.audit.add(parts.audit_row(TRIED, body.name, operator))
     progress, chunks = Progress(deployment.name), list[Chunk]()
-    question = _question(alias, deployment)
+    demand, question = Demand(_PROMPT_TOKENS, 0, 0), _question(alias, deployment)
     hold = parts.budgets.unreserved(question.request_id, 0)
+    asker = deployment.asker(demand, question.request_id)
+    call = UpstreamCall(deployment, question, progress, demand, asker, is_probe=deployment.health.is_open(asker))
     deployment.slots.taken += 1
     try:
-        failure = await UpstreamCall(deployment, question, progress, Demand(_PROMPT_TOKENS, 0, 0)).run(chunks.extend)
+        failure = await call.run(chunks.extend)
         if failure is None:
             deployment.health.reset()
     finally:  # an operator who leaves has spent it, too

@@ -21,6 +21,7 @@ from gateway.journey.semantic import draft_of
 from gateway.reserved import with_calls_bound
 from gateway.wire.types import Chunk, opened
 from policies import Demand
+from policies.breaker import Asker
 
 TRIES_MAX = 8
 """The most tries of one request, at all its deployments."""
@@ -46,7 +47,8 @@ async def begin(
     asker = deployment.asker(generation.answered.demand, generation.turn.arrival.request_id)
     if not deployment.begin(asker, team):
         return None
-    if deployment.health.is_open(asker) and not await deployment.may_probe(asker, team):
+    is_probe = deployment.health.is_open(asker)
+    if is_probe and not await deployment.may_probe(asker, team):
         return None
     try:
         request = _request_to(deployment, generation, is_alone=is_alone, said=said)
@@ -57,10 +59,10 @@ async def begin(
     progress = Progress(deployment.name, near.id if request.draft and near is not None else "")
     if said is not None:
         progress.prefix_tokens = said.tokens
-    answered = generation.answered
+    answered = generation.answered  # the other try of a race may have changed it
     tries = (*answered.tries, Try(deployment, progress))
     generation.answered = msgspec.structs.replace(answered, tries=tries, progress=progress, why=why)
-    return UpstreamCall(deployment, request, progress, answered.demand, flight)
+    return UpstreamCall(deployment, request, progress, answered.demand, asker, is_probe=is_probe, flight=flight)
 
 
 def _request_to(deployment: Deployment, generation: Generation, *, is_alone: bool, said: Said | None) -> BackendRequest:
@@ -103,12 +105,17 @@ def _request_to(deployment: Deployment, generation: Generation, *, is_alone: boo
 
 
 class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
-    """A call that `deployment` has admitted. `flight` is whose answer it is, if it has one."""
+    """A call that `deployment` has admitted. `flight` is whose answer it is, if it has one.
+
+    `is_probe`: the deployment rests, and the call tries whether it is back.
+    """
 
     deployment: Deployment
     request: BackendRequest
     progress: Progress
     demand: Demand
+    asker: Asker
+    is_probe: bool
     flight: Flight | None = None
 
     async def run(self, deliver: Deliver) -> BackendError | None:
@@ -118,10 +125,9 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         if the answer is complete; `progress.has_begun` tells whether chunks were delivered before
         it.
         """
-        deployment, progress, flight = self.deployment, self.progress, self.flight
-        answer, asker = deployment.backend.stream(self.request), deployment.asker(self.demand, self.request.request_id)
+        deployment, progress, asker, flight = self.deployment, self.progress, self.asker, self.flight
+        answer = deployment.backend.stream(self.request)
         held: list[Chunk] = []
-        is_probe = deployment.health.is_open(asker)
         deployment.answers.add(answer)
         try:
             async for chunks in answer:
@@ -131,7 +137,7 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
                 # decision: commit-on-content
                 held += chunks
                 if progress.has_begun:
-                    if is_probe:
+                    if self.is_probe:
                         deployment.health.accepted(asker)
                     if deliver(held) or progress.is_whole:
                         break

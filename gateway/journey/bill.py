@@ -99,11 +99,12 @@ def book(
     """
     rows, claims = list[LedgerRow](), list[Claim]()
     costly, whole = charged(answered.tries), answered.whole_usage
-    usage, tokens, hedge_microusd = _NOTHING, 0, 0
+    usage, tokens, cost_microusd, hedge_microusd = _NOTHING, 0, 0, 0
     for tried in costly:
         is_last, deployment = tried is costly[-1], tried.deployment
         usage, claim = _counted(tried, alias, turn.demand, cut_at)
-        claims += [claim] if claim is not None else []
+        if claim is not None:
+            claims.append(claim)
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
         row = _row(row_id, tried, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
         is_check = row.kind == CHECKING
@@ -115,11 +116,11 @@ def book(
         rows.append(row)
         if answered.beside and any(tried.progress is progress for progress in answered.beside):
             hedge_microusd += row.cost_microusd
+        cost_microusd += row.cost_microusd
         tokens += usage.prompt_tokens + usage.completion_tokens
     if not rows:
         return rows, Spent()
     baseline_microusd, savings = joined(rows)
-    cost_microusd = sum(row.cost_microusd for row in rows)
     money = MoneyFacts(
         usage_estimated=costly[-1].progress.usage is None,
         claims=tuple(claims),

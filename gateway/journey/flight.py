@@ -33,7 +33,7 @@ class Flight(SharedStream, eq=False, kw_only=True):
     generation: Generation
     deadline: float | None = None
     leader_ended: Ended = Ended()
-    _on_end: Callable[[], None] | None = None
+    on_retire: Callable[[], None] | None = None  # ends its place in `Flights`
     _task: asyncio.Task[None] | None = None
 
     def take_off(self, generating: Coroutine[Any, Any, None]) -> None:
@@ -65,15 +65,11 @@ class Flight(SharedStream, eq=False, kw_only=True):
         if self.error is not None:
             self.retire()
 
-    def on_end(self, call: Callable[[], None]) -> None:
-        """Let `retire` call this."""
-        self._on_end = call
-
     def retire(self) -> None:
         """Admit no more readers."""
-        if self._on_end is not None:
-            self._on_end()
-            self._on_end = None
+        if self.on_retire is not None:
+            self.on_retire()
+            self.on_retire = None
 
     def abandoned(self) -> None:
         """Cancel the generation, once the deployment has counted a complete answer's tokens."""
@@ -121,7 +117,7 @@ class Flights:
             if self._by_key.get(key) is flight:
                 del self._by_key[key]
 
-        flight.on_end(forget)
+        flight.on_retire = forget
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """One generation as a value: what was asked, and the outcome of each stage.
 
-It never awaits. Invariant: each outcome is set whole, by its stage.
+It never awaits. Invariant: a stage sets its outcome whole; stages 4, 5 and 6 set `looked` in turn.
 """
 
 import msgspec
@@ -36,8 +36,8 @@ class Generation(msgspec.Struct, eq=False):
     @property
     def deployment(self) -> str:
         """The deployment that generated the answer, recorded or new; empty before it has begun."""
-        entry = self.looked.entry
-        return self.answered.deployment if entry is None else deployment_of(entry)
+        entry, progress = self.looked.entry, self.answered.progress
+        return deployment_of(entry) if entry is not None else progress.deployment if progress.has_begun else ""
 
 
 _NO_PROGRESS = Progress("")

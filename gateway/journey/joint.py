@@ -109,11 +109,8 @@ def rest_of(body: Mapping[str, Any], said: Said) -> dict[str, Any]:
 
 def is_used_up(body: Mapping[str, Any], said: Said) -> bool:
     """Whether the answer has the length that was asked for."""
-    rest = rest_of(body, said)
-    return any(name in rest and isinstance(rest[name], int) and rest[name] < 1 for name in _LENGTHS)
-
-
-_LENGTHS = ("max_tokens", "max_completion_tokens")
+    lengths = [body.get("max_tokens"), body.get("max_completion_tokens")]
+    return any(isinstance(length, int) and length <= said.tokens for length in lengths)
 
 
 class Joint:

@@ -1,13 +1,14 @@
-"""The outcomes of the stages of one generation, each a frozen value that its stage sets whole.
+"""The outcomes of the stages of one generation. Each but `Holds` is frozen, and its stage sets it whole.
 
     Looked      4, 5, 6    what the cache said. A verifier's question before a semantic hit is served,
                            and an input guard's word, belong here: both are known before 7
-    Holds       7          `holds.py`: tokens and money. The budget of a session belongs there
+    Holds       7          `holds.py`: tokens and money, which 9 adds to and 10 settles. The budget of a
+                           session belongs there
     Answered    8, 9       what was tried, and what answered. An output guard's word belongs here
     Stored      10         the cost, and what the cache kept
 
-They contain no services and never await. Invariant: an outcome never changes; a later one takes its
-place in the `Generation`.
+They contain no services and never await. Invariant: a frozen outcome never changes; a later one
+takes its place in the `Generation`.
 """
 
 import msgspec
@@ -16,7 +17,7 @@ from cache import Entry, Fingerprint, Trial
 from cache.eligibility import CUT
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
-from gateway.deployments.progress import Attempt, Progress
+from gateway.deployments.progress import Progress
 from policies import Demand, Route, Usage
 
 
@@ -115,15 +116,6 @@ class Answered(msgspec.Struct, frozen=True):
     whole_usage: Usage | None = None  # of an answer with seams, as its clients see it
     hedge: Hedged | None = None  # a second deployment that was asked at the same time
     beside: tuple[Progress, ...] = ()  # the tries of that race which did not answer
-
-    @property
-    def attempts(self) -> tuple[Attempt, ...]:
-        return tuple([tried.progress.attempt for tried in self.tries if tried.progress.attempt is not None])
-
-    @property
-    def deployment(self) -> str:
-        """The deployment that generates the answer; empty before it has begun."""
-        return self.progress.deployment if self.progress.has_begun else ""
 
     @property
     def is_cut(self) -> bool:

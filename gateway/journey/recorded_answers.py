@@ -77,7 +77,7 @@ class RecordedAnswers:
         if lookup.warm:
             warm[lookup.warm] = turn.demand.prompt_tokens * lookup.warm_depth // len(fingerprint.chain)
         if lookup.pointer is not None:
-            semantic = self._semantic.follow(fingerprint, controls, team, alias, lookup) or _NO_SEMANTIC
+            semantic = self._semantic.hit_by_words(fingerprint, controls, team, alias, lookup) or _NO_SEMANTIC
             entry = semantic.entry
         return Looked(
             fingerprint=fingerprint,
@@ -98,7 +98,7 @@ class RecordedAnswers:
         except CacheUnavailable as error:
             _log.info("claim_left_to_its_lease", entry=fingerprint.id, reason=str(error))
 
-    async def follow(self, flight: Flight) -> None:
+    async def await_other_worker(self, flight: Flight) -> None:
         """6. Wait for the answer that another worker is making; it is the outcome's once it is stored.
 
         No answer comes, and this worker makes it, if that worker ends without storing it and no
@@ -124,8 +124,11 @@ class RecordedAnswers:
                 return
             age_ms = lookup.elsewhere_ms
 
-    def stored(self, flight: Flight, spent: Spent) -> Stored:
-        """10. The entry to store, or the reason against it. This worker finds the entry now."""
+    def store_local(self, flight: Flight, spent: Spent) -> Stored:
+        """10. Store the answer in this worker's memory, if it is eligible, before its reader has all of it.
+
+        Returns the entry for `store_shared`, or the reason against it.
+        """
         generation, cache = flight.generation, self._settings
         looked, answered = generation.looked, generation.answered
         if not answered.progress.has_begun:
@@ -141,10 +144,10 @@ class RecordedAnswers:
         self._exact.store_local(entry)
         return Stored(spent, entry, "stored")
 
-    def store(self, generation: Generation) -> list[Coroutine[Any, Any, None]]:
-        """10. Store the entry, the deployment that has this prefix warm now, and the pointer from
-        the prompt's words to a semantic hit; release a claim without an entry. The caller awaits
-        all together.
+    def store_shared(self, generation: Generation) -> list[Coroutine[Any, Any, None]]:
+        """10. Store in Redis the entry, the deployment that has this prefix warm now, and the pointer
+        from the prompt's words to a semantic hit; release a claim without an entry. The caller
+        awaits all together.
         """
         looked, is_kept = generation.looked, self._settings.is_exact and not generation.turn.controls.no_store
         works = [self._store(generation)]

@@ -10,7 +10,7 @@ from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
-from gateway.wire.errors import ApiError
+from gateway.wire.errors import ApiError, shown
 from policies import Usage
 
 _GONE = "client_gone"  # the code of a generation that was cancelled because its last reader left
@@ -41,7 +41,7 @@ def record_of(
     """The record of a finished request.
 
     `duration_ms` is from its arrival to its end. `alias` is a configured name or empty; `model` is
-    the name that was asked for instead. `flight` is for a request that led one; `reply` is for any
+    the name that was asked for, recorded where it is another. `flight` is for a request that led one; `reply` is for any
     other request that got a reply. `source` is for requests without a generation.
     """
     request = RequestFacts(
@@ -54,7 +54,7 @@ def record_of(
         key_id=identity.key.id if identity is not None else 0,
         key=identity.key.name if identity is not None else "",
         alias=alias,
-        model=model,
+        model=shown(model) if model != alias else "",
         is_stream=turn is not None and turn.is_stream,
     )
     if flight is not None:
@@ -104,7 +104,7 @@ def _answer_of(generation: Generation) -> AnswerFacts:
         why=answered.why,
         rejected=tuple(rejected),
         queued_ms=answered.queued_ms,
-        attempts=answered.attempts,
+        attempts=tuple([tried.progress.attempt for tried in answered.tries if tried.progress.attempt is not None]),
         fallbacks=answered.fallbacks,
         answered_alias=answered.serving.name if answered.fallbacks else "",
         hedge=Hedged(hedge.deployment, hedge.outcome, spent.hedge_microusd) if hedge is not None else None,

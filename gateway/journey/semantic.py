@@ -1,6 +1,6 @@
 """Stage 6 of the journey: a semantic hit or the reason for a miss; its error bound; drafts.
 
-Stage 4 may find an entry by a prompt's words: `follow` says whether it is such a hit. The cache
+Stage 4 may find an entry by a prompt's words: `hit_by_words` says whether it is a hit. The cache
 decides which answers are hits. Invariants: a lookup that fails, or that points at an answer which
 is gone, is a miss with its reason; the least of all given error bounds holds; words find nothing
 that the cache worker's rule would refuse for now.
@@ -206,7 +206,7 @@ class SemanticLookup:
             return None
         return words_key(fingerprint.compat, fingerprint.text)
 
-    def follow(
+    def hit_by_words(
         self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias, lookup: Lookup
     ) -> SemanticResult | None:
         """What a pointer from this prompt's words means: a hit, or an audit of one; None if the
@@ -258,7 +258,7 @@ class SemanticLookup:
         # decision: near-answer-drafts
         return Eager(self._exact.lookup_entry(fingerprint, trial.ranked[0], is_served=False))
 
-    def storing(self, fingerprint: Fingerprint) -> Callable[[], None]:
+    def begin_storing(self, fingerprint: Fingerprint) -> Callable[[], None]:
         """Let lookups that this request's answer may serve wait for it, until the result is called."""
         stored = self._stores[fingerprint.compat] = asyncio.get_running_loop().create_future()
 

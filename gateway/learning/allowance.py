@@ -55,7 +55,7 @@ class Allowance:
         self._days: dict[int, int] = {}  # of the latest reservation of a team
 
     async def reserve(self, team_id: int, amount_microusd: int) -> bool:
-        """Take an amount from the allowance; False where it does not suffice, or RedisCommands is away."""
+        """Take an amount from the allowance; False where it does not suffice, or Redis is away."""
         try:
             today = int(self._clock()) // _DAY_S
             left = int(SHARE * (await self._savings(today)).get(team_id, 0))
@@ -69,7 +69,7 @@ class Allowance:
             return False
 
     async def settle(self, team_id: int, amount_microusd: int, cost_microusd: int) -> None:
-        """Give back the part of a reservation that was not spent. If RedisCommands fails, it counts as
+        """Give back the part of a reservation that was not spent. If Redis fails, it counts as
         spent.
         """
         try:
