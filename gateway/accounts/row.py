@@ -120,12 +120,17 @@ def columns_of(names: Sequence[str]) -> Callable[[LedgerRow], tuple[Any, ...]]:
 
 _encoder = msgspec.msgpack.Encoder()
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode
-_decode = msgspec.msgpack.Decoder(LedgerRow).decode
+_decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_ALWAYS = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}  # earlier versions need them
 
 
 def encode_row(row: LedgerRow) -> bytes:
-    """Encode as msgpack with field names, so that earlier and later versions can read it."""
-    return _encoder.encode(row)
+    """Encode as msgpack with field names, so that earlier and later versions can read it.
+
+    The counts of `usage` stand beside the other fields, as in the table.
+    """
+    fields = msgspec.to_builtins(row)
+    return _encoder.encode({**_ALWAYS, **fields.pop("usage"), **fields})
 
 
 def decode_row(data: bytes) -> LedgerRow:
@@ -135,7 +140,8 @@ def decode_row(data: bytes) -> LedgerRow:
     range.
     """
     try:
-        row = _decode(data)
+        fields = _decode(data)
+        row = msgspec.convert({"usage": fields, **fields}, LedgerRow)
     except (UnicodeDecodeError, RecursionError) as error:  # as `cache.stored`, whose package needs a Redis client
         raise msgspec.DecodeError(str(error)) from None
     # PostgreSQL refuses NUL in texts

@@ -175,6 +175,18 @@ def test_rows_survive_the_way(row: LedgerRow) -> None:
     assert decode_row(encode_row(row)) == row
 
 
+def test_earlier_versions_read_a_row_and_their_rows_are_read() -> None:
+    """In a rolling restart both write the stream: the counts stand beside the other fields, and three always do."""
+    fields = {
+        "id": "a", "at_ms": NOON_MS, "request_id": "a", "team_id": 1, "key_id": 1, "alias": "m", "deployment": "d",
+        "prompt_tokens": 7, "cached_tokens": 0, "completion_tokens": 5, "cost_microusd": 9, "kind": "chat",
+        "reasoning_tokens": 2,
+    }  # fmt: skip
+    row = decode_row(msgspec.msgpack.encode(fields))
+    assert row.usage == Usage(7, 5, reasoning_tokens=2)
+    assert msgspec.msgpack.decode(encode_row(row)) == fields
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
