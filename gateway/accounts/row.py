@@ -121,16 +121,15 @@ def columns_of(names: Sequence[str]) -> Callable[[LedgerRow], tuple[Any, ...]]:
 _encoder = msgspec.msgpack.Encoder()
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode
 _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
-_ALWAYS = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}  # earlier versions need them
 
 
 def encode_row(row: LedgerRow) -> bytes:
     """Encode as msgpack with field names, so that earlier and later versions can read it.
 
-    The counts of `usage` stand beside the other fields, as in the table.
+    The counts of `usage` stand beside the other fields, as in the table. Earlier versions need COUNTS.
     """
     fields = msgspec.to_builtins(row)
-    return _encoder.encode({**_ALWAYS, **fields.pop("usage"), **fields})
+    return _encoder.encode({**dict.fromkeys(COUNTS, 0), **fields.pop("usage"), **fields})
 
 
 def decode_row(data: bytes) -> LedgerRow:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS
+from gateway.journey.turn import arrive, turn_of
+from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, foreign_url
+from gateway.wire.forms import FormFiles
+from gateway.wire.types import TRANSCRIPTION
 from tests.journey.conftest import OpenWorld
 from tests.world import World, deployment
 
@@ -258,3 +262,12 @@ async def test_an_own_server_is_not_reached_by_another_api_or_a_fallback(open_a_
     world.backends["down"].is_down("a test")
     assert (await world.ask(model="down", messages=_shown(_part(_PARTS[0], _PICTURE)))).status >= 400
     assert world.backends["own"].calls == []
+
+
+def test_the_fields_of_a_form_are_searched_for_urls(tmp_path: Path) -> None:
+    """Some servers of transcriptions fetch the file that a field names; a form has no JSON to search first."""
+    fields = {"model": "own", "file": {"bytes": 9}, "file_url": "http://169.254.169.254/latest"}
+    with FormFiles(tmp_path) as upload:
+        turn = turn_of(fields, b"", {}, arrive("transcriptions"), TRANSCRIPTION, upload=upload)
+    assert turn.demand.may_name_urls
+    assert foreign_url(turn.body, ()) == "file_url"
