@@ -18,7 +18,7 @@ from gateway.journey.bill import book, charged, cost_of, with_charges
 from gateway.journey.budget import Money
 from gateway.journey.needs import need_at, need_of, values_of
 from gateway.journey.outcomes import Answered, Spent
-from gateway.journey.rate_limits import Limits
+from gateway.journey.rate_limits import Limits, expected_tokens
 from gateway.journey.turn import Turn
 from gateway.wire.errors import ApiError, BadRequest, BudgetExceeded, Unavailable, shown
 from policies import Hold
@@ -36,6 +36,7 @@ class Holds(msgspec.Struct, eq=False):
     _more: list[Hold] = []  # for what tries may cost beyond the first
     _at_deployments: dict[str, Hold] = {}  # of the budgets on deployments, by the deployment's name
     _rows: list[LedgerRow] = []
+    _expected_tokens: int = 0  # that the rate limits took
     cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
     is_bounded: bool = False  # by a budget
     limit_headers: dict[bytes, bytes] | None = None  # of the limits on tokens, once taken
@@ -50,7 +51,8 @@ class Holds(msgspec.Struct, eq=False):
         """
         turn, identity, alias = self._turn, self._identity, self._alias
         # decision: hits-cost-no-tokens
-        taking = self._limits.take_tokens(turn.demand, identity)
+        self._expected_tokens = expected_tokens(turn.demand)
+        taking = self._limits.take_tokens(self._expected_tokens, identity)
         try:
             if identity.has_hard_money and (unpriced := alias.unpriced_for(turn.demand)):
                 raise BadRequest(
@@ -148,8 +150,9 @@ class Holds(msgspec.Struct, eq=False):
         if self._more or self._at_deployments:
             works = [self._settle_then_release(works)]
         if self.limit_headers is not None:
-            correcting = self._limits.correct(self._turn.demand, self._identity, used_tokens)
-            works += [correcting] if correcting is not None else []
+            correcting = self._limits.correct(self._expected_tokens, self._identity, used_tokens)
+            if correcting is not None:
+                works.append(correcting)
         return works
 
     async def _settle_then_release(self, settling: list[Coroutine[Any, Any, None]]) -> None:

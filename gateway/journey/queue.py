@@ -63,7 +63,8 @@ async def routed(
             if called is None:
                 if generation.answered.route is None:
                     note_route(generation, route)
-                raise _too_many(route)
+                words = f"{sentence(route.refusal)}; the queue for a place is full or did not move: try again later"
+                raise DeploymentFull(words)
             route = ranking(flight, tried, needs)
         return route
     finally:
@@ -93,8 +94,3 @@ async def _call(team: int, slots: list[Slots], within_s: float, missed: Slots | 
     finally:
         for queue in joined:
             queue.leave(ticket)
-
-
-def _too_many(route: Route) -> DeploymentFull:
-    words = f"{sentence(route.refusal)}; the queue for a place is full or did not move: try again later"
-    return DeploymentFull(words)

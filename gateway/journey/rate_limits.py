@@ -57,23 +57,22 @@ class Limits:
         """3. Take one request. Raises RateLimited."""
         return self._take(identity, 1, 0)
 
-    def take_tokens(self, demand: Demand, identity: Identity) -> Eager[Headers]:
+    def take_tokens(self, tokens: int, identity: Identity) -> Eager[Headers]:
         """7. Take the tokens that a generation is expected to need. Raises RateLimited."""
-        return self._take(identity, None, _expected_tokens(demand))
+        return self._take(identity, None, tokens)
 
     def take_requests(self, identity: Identity) -> Eager[Headers]:
         """Take one request without a generation: its tokens are not limited. Raises RateLimited."""
         return self._take(identity, 1, None)
 
-    def correct(self, demand: Demand, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
-        """Replace the expected tokens that `take_tokens` took by `tokens`, those used.
+    def correct(self, expected: int, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
+        """Replace the `expected` tokens that `take_tokens` took by `tokens`, those used.
 
         Returns a coroutine to await if Redis must be updated, else None.
         """
         known = self._of(identity)
         if not known.is_limited:
             return None
-        expected = _expected_tokens(demand)
         correcting = self._shared.correct(known.limited, expected, tokens)
         return None if correcting is None else self._correct(correcting, identity, expected, tokens)
 
@@ -147,7 +146,8 @@ def _refusal(verdict: LimitDecision, headers: Headers) -> RateLimited:
     )
 
 
-def _expected_tokens(demand: Demand) -> int:
+def expected_tokens(demand: Demand) -> int:
+    """The tokens that a generation is expected to need, for limits on tokens."""
     output_tokens = demand.output_tokens_max if demand.is_output_asked else OUTPUT_TOKENS_EXPECTED
     return demand.prompt_tokens + output_tokens * demand.choices
 
