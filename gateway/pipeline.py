@@ -160,11 +160,11 @@ class Pipeline:
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
             flight.take_off(self.generate(flight))
-        elif looked.is_claimed:  # a follower makes no entry
-            await self._answers.release(looked.fingerprint)
         reply = Reply(turn, alias, looked, flight, reader)
         attend(reply)
         try:
+            if looked.is_claimed and not reader.is_leader:  # the leader lost its claim, and this one makes no entry
+                await self._answers.release(looked.fingerprint)
             await reader.ready()
         except BaseException:
             reader.close()

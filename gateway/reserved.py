@@ -184,8 +184,8 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
 
 
 def may_name_urls(raw: bytes) -> bool:
-    """Whether a name in the JSON `raw` may end in `url`, escaped or not; of a form, which is no JSON, `raw` is empty."""
-    return not raw or raw.lower().find(b'url"') >= 0 or raw.find(b"\\u00") >= 0
+    """Whether a name in the JSON `raw` may end in `url`, escaped or not."""
+    return raw.lower().find(b'url"') >= 0 or raw.find(b"\\u00") >= 0
 
 
 def foreign_url(body: Mapping[str, Any], hosts: Collection[str]) -> str:

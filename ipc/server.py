@@ -153,6 +153,7 @@ class _Peer(FrameProtocol[CallFrame[CallT]], Generic[CallT]):
         try:
             frame = self.wire.encode(reply)
         except self.wire.unsendable as error:
+            self._cancel(reply.id)
             frame = self.wire.encode(ReplyFrame(reply.id, error=self.wire.error_frame(error)))
         if self.send(frame) and self.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
             _log.warning("a client does not read: connection closed")

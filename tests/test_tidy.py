@@ -357,7 +357,7 @@ def test_constructors_name_their_arguments() -> None:
 
 @pytest.mark.parametrize(("folder", "lines_max"), FILE_LINES_MAX.items())
 def test_the_journey_is_read_in_short_files(folder: str, lines_max: int) -> None:
-    """The heart is read whole by whoever changes anything, so each of its files is short."""
+    """Each change needs the heart read whole, so each of its files is short."""
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in sources() if path.startswith(folder)}
     assert lines
     assert {path: count for path, count in lines.items() if count > lines_max} == {}

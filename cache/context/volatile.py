@@ -10,6 +10,7 @@ what is not recognised is no span, and so stays exact.
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _SPANS_MAX = 32
 # a text with more of these is read no further and has no spans: they bound the time of any text
 _CUES_MAX = 512
 _FOUND_MAX = 4 * _SPANS_MAX
-_PATTERN_S_MAX = 0.05  # of an operator's pattern in one text
+_PATTERNS_S_MAX = 0.05  # of the operator's patterns in one text
 _LINE_CHARS_MAX = 2_048  # of a line or a sentence
 
 
@@ -303,15 +304,17 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     return pattern
 
 
-def _operators(pattern: Any, text: str) -> Iterator[Span]:
-    """The spans of an operator's pattern; none where the search takes too long."""
-    try:
-        matches = list(pattern.finditer(text, timeout=_PATTERN_S_MAX))
-    except TimeoutError:
-        return
-    for match in matches:
-        if match.end() > match.start():
-            yield Span(match.start(), match.end(), SpanKind.OTHER, match[0])
+def _operators(patterns: Iterable[Any], text: str) -> Iterator[Span]:
+    """The spans of the operator's patterns that end their search in time."""
+    ends_at = time.perf_counter() + _PATTERNS_S_MAX
+    for pattern in patterns:
+        try:
+            matches = list(pattern.finditer(text, timeout=max(0.0, ends_at - time.perf_counter())))
+        except TimeoutError:
+            return
+        for match in matches:
+            if match.end() > match.start():
+                yield Span(match.start(), match.end(), SpanKind.OTHER, match[0])
 
 
 @remembered(512)
@@ -350,8 +353,7 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     all_spans += [span for span in bare if _is_beside(span, all_spans, text)]
     all_spans = [span for span in all_spans if not _CONDITIONAL.search(text, max(0, span.start - 96), span.start)]
     all_spans += (span_of(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
-    for pattern in patterns:
-        all_spans += _operators(pattern, text)
+    all_spans += _operators(patterns, text)
     return apart(all_spans)
 
 

@@ -69,7 +69,7 @@ class RecordedAnswers:
         )
         try:
             headers = await taking
-        except ApiError:
+        except BaseException:  # refused, or the client has left
             if lookup.is_claimed:
                 await self.release(fingerprint)
             raise

@@ -110,7 +110,7 @@ async def until_status(client: SemanticClient, condition: Callable[[WorkerStatus
 
 
 async def status_now(worker: WorkerProcess) -> WorkerStatus:
-    """What it tells whoever connects."""
+    """The state that it sends to each client."""
     async with SemanticClient(worker.socket_path) as client:
         return await until_status(client, lambda status: status.state is not WorkerState.AWAY)
 

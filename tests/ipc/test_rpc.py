@@ -144,6 +144,11 @@ async def test_too_big_a_message_fails_its_own_call(tmp_path: Path) -> None:
         (await both.calls.get()).reply("y" * 1_000)
         with pytest.raises(TooBig):
             await asked.only(5)
+        stream = both.client.call("part")
+        (await both.calls.get()).reply("y" * 1_000, is_last=False)
+        with pytest.raises(TooBig):
+            await stream.only(5)
+        assert await asyncio.wait_for(both.cancelled.get(), 5) == "part"  # no more is made of it
         kept.reply("well")
         assert await other.only(5) == "well"
 
