@@ -29,7 +29,6 @@ from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
 from gateway.transport.eager import Eager
-from gateway.wire.errors import ApiError
 
 _FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
 PATIENCE_TIMES = 2.0
