@@ -51,7 +51,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3250, "gateway/alerts": 450, "gateway/api": 3490,
+    "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3250, "gateway/alerts": 450, "gateway/api": 3510,
     "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2820,
     "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 950, "cache/context": 1020, "cache/decision": 2320, "cache/encoder": 400,

@@ -6,12 +6,14 @@ each has one record, as any request; a stream has every event once, in order, or
 and its last event is what the row says, which its end or a cancellation writes, the first of them;
 the streams of a team have so many bytes of Redis at most, which is kept where they are written.
 
-    sameway:{background:TEAM}:ID      list   the events of a streamed response, by their number
+    sameway:{background:TEAM}:ID      list   the events of a streamed response, by their number; those
+                                             of a cached answer are the last element, packed
     sameway:{background:TEAM}:bytes   hash   the bytes of each stream by its id, and of all
     sameway:{background:TEAM}:ends    zset   when each of them goes
 """
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -37,6 +39,8 @@ from gateway.wire.errors import ApiError, Unavailable
 _AT_ONCE = 1_000  # in a worker
 _RENEW_EVERY_S = 1.0
 _EVENTS_KEPT_MS = 600_000
+_PACKED = b"\0"  # how no event begins
+_PACKED_BYTES_MAX = 4 << 20  # which a follower unpacks at once
 _READ_AT_ONCE = 500
 _LOOK_EVERY_S, _LOOKS_A_STATUS = 0.05, 20
 _ENDS = tuple(b"event: response.%b\n" % status for status in (b"completed", b"incomplete", b"failed"))
@@ -154,7 +158,7 @@ class Background:
                 served = reply.served
                 events = response.replay(served) if served is not None else response.events(chunks) + response.end()
             await response.keep()
-            await self._tell(work, events)
+            await self._tell(work, events, is_replay=reply.served is not None)
             self._count("completed")
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, ClientGone):
@@ -196,14 +200,16 @@ class Background:
 
     # -- events
 
-    async def _tell(self, work: _Work, events: bytes) -> bool:
+    async def _tell(self, work: _Work, events: bytes, *, is_replay: bool = False) -> bool:
         """Append events to a stream. After one failure nothing more is appended, so that it has no gaps.
 
-        Returns whether the team's streams had room.
+        `is_replay`: they are its last ones, all at once. Returns whether the team's streams had room.
         """
         if not events or work.is_cut:
             return True
         parts = [one + b"\n\n" for one in events.split(b"\n\n") if one]
+        if is_replay and len(events) <= _PACKED_BYTES_MAX:
+            parts = [_PACKED + await asyncio.to_thread(zlib.compress, events, 1)]
         id = work.response.id
         keys = [_key(work.team_id, name) for name in (id, "bytes", "ends")]
         reason = "its team's streams have no room"
@@ -235,15 +241,23 @@ class Background:
             while True:
                 start = after + 1
                 batch = await self._link.execute_command("LRANGE", key, start, start + _READ_AT_ONCE - 1)
+                if batch and batch[-1].startswith(_PACKED):
+                    batch[-1:] = await _unpacked(batch[-1])
                 after += len(batch)
                 yield b"".join(batch)
-                last = batch or (await self._link.execute_command("LRANGE", key, -1, -1) if is_over else [])
-                if last and last[-1].startswith(_ENDS):
+                if batch and batch[-1].startswith(_ENDS):
                     return
                 if batch:
                     looks = 0
                     continue
                 if is_over:
+                    last = await self._link.execute_command("LRANGE", key, -1, -1)
+                    if last and last[-1].startswith(_PACKED):
+                        first = await self._link.execute_command("LLEN", key) - 1
+                        last = await _unpacked(last[-1])
+                        yield b"".join(last[start - first :])
+                    if last and last[-1].startswith(_ENDS):
+                        return
                     break
                 looks += 1
                 if looks % _LOOKS_A_STATUS == 0:
@@ -261,6 +275,12 @@ class Background:
 
 def _key(team_id: int, name: str) -> str:
     return f"sameway:{{background:{team_id}}}:{name}"
+
+
+async def _unpacked(packed: bytes) -> list[bytes]:
+    """The events of an element that holds several."""
+    events = await asyncio.to_thread(zlib.decompress, packed[len(_PACKED) :])
+    return [one + b"\n\n" for one in events.split(b"\n\n") if one]
 
 
 async def send_events(scope: asgi.Scope, send: asgi.Send, headers: Headers, events: AsyncIterator[bytes]) -> None:

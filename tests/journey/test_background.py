@@ -87,6 +87,7 @@ async def test_a_stream_resumes_at_any_worker(world: World) -> None:
     rest = [event.to_dict() async for event in await resumed]
     whole = [event.to_dict() async for event in await client.responses.retrieve(id, stream=True)]
     sent = [line for line in (await begun.reply()).text.splitlines() if line.startswith("data: ")]
+    assert sent
     assert whole[: len(sent)] == [json.loads(line.removeprefix("data: ")) for line in sent]
     assert whole[3:] == rest
     assert [one["sequence_number"] for one in whole] == list(range(len(whole)))
@@ -218,22 +219,27 @@ async def streams_bytes(world: World) -> int:
     return sum([int(await world.redis.memory_usage(key, samples=0) or 0) for key in keys])
 
 
-async def test_a_hits_stream_is_kept(world: World) -> None:
-    """A stream of a cached answer has every event, resumed anywhere, at any worker."""
-    text = [f"word{number} " for number in range(500)]
+async def test_a_hits_stream_is_kept_packed(world: World) -> None:
+    """A stream of a cached answer takes less than three times its text of Redis, and has every event, resumed anywhere, at any
+    worker."""
+    text = [f"word{number} " for number in range(5_000)]
     world.backends["plain"].plays(*text, Finish(), Tokens())
     client, another = world.client(), (await world.another()).client()
     await client.responses.create(model="mock", input="hello")
-    reply = await world.ask(path="/v1/responses", model="mock", input="hello", background=True, stream=True)
-    assert reply.body.count(b"response.output_text.delta") > 1
-    id = re.search(r"resp_[0-9a-f]{32}", reply.text)
+    before = await streams_bytes(world)
+    ids = []
+    for _ in range(20):
+        reply = await world.ask(path="/v1/responses", model="mock", input="hello", background=True, stream=True)
+        assert reply.body.count(b"response.output_text.delta") > 1
+        ids.append(re.search(r"resp_[0-9a-f]{32}", reply.text))
     assert len(world.backends["plain"].calls) == 1
-    assert id is not None
-    whole = [event.to_dict() async for event in await another.responses.retrieve(id[0], stream=True)]
+    assert await streams_bytes(world) - before < 3 * 20 * len("".join(text))
+    assert ids[-1] is not None
+    whole = [event.to_dict() async for event in await another.responses.retrieve(ids[-1][0], stream=True)]
     assert [one["sequence_number"] for one in whole] == list(range(len(whole)))
     assert "".join(one["delta"] for one in whole if one["type"] == "response.output_text.delta") == "".join(text)
     for after in (0, 1, 2, len(whole) // 2, len(whole) - 2):
-        rest = await another.responses.retrieve(id[0], stream=True, starting_after=after)
+        rest = await another.responses.retrieve(ids[-1][0], stream=True, starting_after=after)
         assert [event.to_dict() async for event in rest] == whole[after + 1 :]
 
 
