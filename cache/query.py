@@ -19,7 +19,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
     too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves.
     `is_try`: the decision is only shown; it is neither audited nor counted. `context` is the text
-    that the prompt is asked after.
+    that the prompt is asked after. `may_ask`: a verifier may be asked about what is not certain.
     """
 
     partition: Partition
@@ -29,6 +29,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     untightened: float | None = None
     is_try: bool = False
     context: str = ""
+    may_ask: bool = False
 
     @property
     def namespace(self) -> bytes:
@@ -119,12 +120,38 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
     trial: Trial | None = None
 
 
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """An entry whose answer may be right for the prompt. `text` is the prompt that it was stored for,
+    `p` the probability that its answer is right. `differing` has the pieces of both contexts that
+    differ, each as (of the prompt, of the entry); one of them may be empty.
+    """
+
+    exact: bytes
+    group: bytes
+    similarity: float
+    text: str
+    p: float
+    differing: tuple[tuple[str, str], ...] = ()
+
+
+class Undecided(msgspec.Struct, frozen=True, array_like=True, tag="undecided"):
+    """No answer is certain. A verifier may find one of `candidates` right: at most four, of different
+    groups, the likeliest first. Without its word the decision is `miss`.
+    """
+
+    candidates: tuple[Asked, ...]
+    miss: Miss
+
+
+LookupResult = Hit | Miss | Undecided
+
+
 class Neighbourhood(msgspec.Struct, frozen=True, array_like=True, tag="near"):
     """The decision for a prompt and its neighbours, the nearest first. `p_min` is the p that would
     be served, None while too few verdicts have come to say; `verdicts` is how many have.
     """
 
-    decision: Hit | Miss
+    decision: LookupResult
     neighbours: tuple[Near, ...]
     p_min: float | None = None
     verdicts: int = 0

@@ -32,7 +32,7 @@ from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Partition, Purge, Query, SemanticClient
 from cache.entry import About
-from cache.query import Near, Trial
+from cache.query import LookupResult, Near, Trial
 from cache.redis_link import RedisLink
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
@@ -340,7 +340,7 @@ class ScriptedSemantic:
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.bug: Exception | None = None
-        self._reply: Hit | Miss = Miss(MissReason.EMPTY)
+        self._reply: LookupResult = Miss(MissReason.EMPTY)
 
     def hits(self, entry: str, similarity: float = 0.97, **facts: Any) -> None:
         """From now on the entry of this id answers everything; `facts` are its trial's."""
@@ -360,7 +360,7 @@ class ScriptedSemantic:
         nearest = Near(similarity, "a near prompt", exact, MissReason(reason))
         self._reply = Miss(MissReason(reason), nearest, _trial(exact))
 
-    async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
+    async def lookup(self, query: Query, timeout_s: float | None = None) -> LookupResult:
         self.asked.append(Asked(query.text, query.error_max))
         await asyncio.sleep(0)
         if self.bug is not None:

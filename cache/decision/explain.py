@@ -13,7 +13,7 @@ import msgspec
 
 from cache.decision.features import NEIGHBOURS, Neighbour
 from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
-from cache.query import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
+from cache.query import Asked, Hit, LookupResult, Miss, MissReason, Near, Neighbourhood, Query, Trial, Undecided
 
 # reasons of the one neighbour that would be served, which need not be the nearest
 _WITHHELD = (MissReason.TIGHTENED, MissReason.SUSPENDED, MissReason.AUDIT, MissReason.COLD)
@@ -44,15 +44,23 @@ def decide(
         _near(one, reasons[index] if index < len(reasons) else MissReason.FAR)
         for index, one in enumerate(known[: max(1, count)])
     ]
-    answer: Hit | Miss
+    answer: LookupResult
     if served is not None:
         answer = Hit(seen[served].exact, seen[served].similarity, seen[served].text, trial)
     else:
         named = [reason for reason in reasons if reason in _WITHHELD]
-        answer = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
+        answer = miss = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
+        candidates = tuple(_asked(seen[index], p) for index, p in decision.doubtful if not seen[index].is_suspended)
+        if query.may_ask and candidates and not named:
+            answer = Undecided(candidates, miss)
     if not count:
         return Neighbourhood(answer, ()), counters
     return Neighbourhood(answer, tuple(nears[:count]), *_bar(query, state)), counters
+
+
+def _asked(neighbour: Neighbour, p: float) -> Asked:
+    group = neighbour.group or neighbour.exact
+    return Asked(neighbour.exact, group, neighbour.similarity, neighbour.text, p)
 
 
 def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: NamespaceState) -> int | None:

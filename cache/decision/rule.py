@@ -47,6 +47,7 @@ from cache.query import MissReason, Query, Trial
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
+_ASKED_MAX, _ASKED_FROM = 4, 0.4  # candidates of a question, and the least cosine of each
 _PEERS = 2  # further entries of the first group, for a second opinion
 _YOUNG = 400  # verdicts, before which a fit to a few questions about one context is no better than the prior
 _NEAR = 0.5  # the least cosine: what is farther is another question, whatever was learned
@@ -85,12 +86,14 @@ class NamespaceState:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`served` is the place of the neighbour whose answer may be served; `reasons` has, for each,
-    why not (None: it may).
+    why not (None: it may). `doubtful` has the places of the answers that a verifier may be asked about,
+    one of each group, the likeliest first, each with the probability that it is right.
     """
 
     served: int | None
     reasons: tuple[MissReason | None, ...]
     trial: Trial | None = None
+    doubtful: tuple[tuple[int, float], ...] = ()
 
 
 class Rule(Protocol):
@@ -206,7 +209,21 @@ class VerifiedRule:
             for index, reason in enumerate(fixed.reasons)
         )
         after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure, cold=counters.cold)
-        return Decision(None, reasons, trial), after
+        doubtful = self._doubtful(query, neighbours, ranked, state) if query.may_ask else ()
+        return Decision(None, reasons, trial, doubtful), after
+
+    def _doubtful(
+        self, query: Query, neighbours: Sequence[Neighbour], ranked: Sequence[AnswerGroup], state: NamespaceState
+    ) -> tuple[tuple[int, float], ...]:
+        model, prompt = state.model or self._cold, read(query.text)
+        doubtful = []
+        for group in ranked:
+            witness = neighbours[group.index]
+            if witness.similarity < _ASKED_FROM or veto(prompt, read(witness.text), witness.age_s) is not None:
+                continue
+            seen = features_of(query.text, neighbours, group, state.word_counts, model.word_odds, False)
+            doubtful.append((group.index, model.certain.logistic.p(seen)))
+        return tuple(doubtful[:_ASKED_MAX])
 
     def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel:
         """The first verdict of a namespace gives it a model of its own."""

@@ -37,7 +37,7 @@ from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
-from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
+from cache.query import Hit, LookupResult, Miss, MissReason, Neighbourhood, Query, Undecided
 from cache.semantic.contexts import Contexts, places
 from cache.semantic.index import Found, VectorIndex
 from cache.semantic.sketches import AnswerSketches
@@ -215,7 +215,7 @@ class SemanticCache:
 
     # --- asking
 
-    def lookup(self, queries: Sequence[Query]) -> list[Hit | Miss]:
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
         """A verdict for each query."""
         return [near.decision for near in self.near(queries, 0)]
 
@@ -329,15 +329,16 @@ class SemanticCache:
         return near
 
     def _find_other_names(
-        self, query: Query, room: bytes, neighbours: list[Neighbour], answer: Hit | Miss, vector: NDArray[np.float32]
+        self, query: Query, room: bytes, neighbours: list[Neighbour], answer: LookupResult, vector: NDArray[np.float32]
     ) -> bool:
         """Whether words that alone keep the likeliest neighbour from being served are other names in its context.
 
         They are if each of the neighbour's, and each of the prompt's own, carries the similarity, or is near to a word
         of the other: an instruction does neither.
         """
-        trial = answer.trial
-        if isinstance(answer, Hit) or answer.reason is MissReason.AUDIT:
+        miss = answer.miss if isinstance(answer, Undecided) else answer
+        trial = miss.trial
+        if isinstance(miss, Hit) or miss.reason is MissReason.AUDIT:
             return False  # it is drawn once whether to audit
         if trial is None or not trial.features or trial.p < THRESHOLD_MIN:
             return False

@@ -15,7 +15,7 @@ import msgspec
 
 from cache.entry import CacheWorkerUnavailable
 from cache.fingerprint import Partition
-from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
+from cache.query import LookupResult, Miss, MissReason, Neighbourhood, Query
 from cache.verdicts.judges import Judgement
 from cache.worker import messages as wire
 from cache.worker.queue import EMBED_CHARS, EMBED_TEXTS, fitting
@@ -59,7 +59,7 @@ class SemanticClient:
         """The worker's state, at most a second old. Its state is AWAY without a connection."""
         return self._status
 
-    async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
+    async def lookup(self, query: Query, timeout_s: float | None = None) -> LookupResult:
         """Return the decision on a prompt. If the worker is away, loads or is late, this is a Miss
         with UNAVAILABLE, LOADING or TIMEOUT.
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cache import CacheWorkerUnavailable, Entry, Hit, MissReason, Partition, Purge, Query, fingerprint
-from cache.query import Neighbourhood
+from cache.query import Neighbourhood, Undecided
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
 from gateway.accounts import Team
@@ -125,6 +125,8 @@ def _judged(neighbourhood: Neighbourhood) -> dict[str, Any]:
         for neighbour in neighbourhood.neighbours
     ]
     decision = neighbourhood.decision
+    if isinstance(decision, Undecided):
+        decision = decision.miss
     return {
         "decision": "semantic" if isinstance(decision, Hit) else "miss",
         "reason": "a cached prompt means the same" if isinstance(decision, Hit) else decision.reason.value,

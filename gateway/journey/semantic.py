@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
+from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, MissReason, Query, SemanticClient, Trial
 from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.context.volatile import compile_pattern
@@ -24,6 +24,7 @@ from cache.decision.guards import COLD_FIRST, COLD_WRONG, thresholds_of
 from cache.decision.normal_form import words_key
 from cache.entry import CacheUnavailable
 from cache.exact import Verified
+from cache.query import Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
@@ -169,7 +170,8 @@ class SemanticLookup:
             context=fingerprint.context,
         )
         result = await self._semantic.lookup(query)
-        if isinstance(result, Miss):
+        if not isinstance(result, Hit):
+            result = result.miss if isinstance(result, Undecided) else result
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
             audit = None
             if result.reason is MissReason.AUDIT and result.trial is not None and self.audited is not None:
