@@ -1,7 +1,7 @@
 """Helpers for raw ASGI: read a request's headers, and send a response that is not a stream.
 
-Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: an exception's response names what
-the client may know.
+Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: the response to an exception tells
+the client nothing internal.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
 
 
 async def send_body(send: Send, body: bytes) -> None:
-    """Send a body. A large one leaves in pieces as its client takes them, without a copy of the whole."""
+    """Send a body. A body over 64 KiB leaves in slices as its client takes them, without a whole
+    copy.
+    """
     left = memoryview(body)
     while len(left) > _PIECE_BYTES:
         await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
@@ -103,7 +105,7 @@ async def send_body(send: Send, body: bytes) -> None:
 
 
 def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
-    """Wrap `send`: it adds the headers that `more_of` gives for the start of a response."""
+    """Wrap `send` so that it adds the headers that `more_of` returns for the start of a response."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -124,7 +126,8 @@ async def fail(
     respond: Callable[[ApiError], Awaitable[None]],
     note: Callable[[Ended], None] | None = None,
 ) -> Ended:
-    """Send any exception to the client as an ApiError, by `respond`; returns the request's end.
+    """Send any exception to the client as an ApiError, through `respond`; returns the request's
+    end.
 
     `note` is called with that end before the response leaves. A client that has left gets no
     response. No frame of the exception's traceback holds the ApiError, so that a refusal leaves no
@@ -139,9 +142,9 @@ async def fail(
 
 
 def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None, Ended]:
-    """The ApiError to send, if any, and the request's end.
+    """The ApiError to send, or None, and the request's end.
 
-    A bug is logged, and never sent. Cancellation only happens at shutdown.
+    A bug is logged, and its text is not sent. Cancellation only happens at shutdown.
     """
     if isinstance(error, ClientGone):
         broken = BadRequest(

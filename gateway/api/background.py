@@ -1,15 +1,16 @@
 """Responses in the background: generated without their client, and followed at any worker.
 
-A worker generates what it was asked for, and keeps its lease of the row: a response whose lease has
-ended has failed, and is never generated again. Knows the events of a response as bytes. Invariants:
-each has one record, as any request; a stream has every event once, in order, or says that it broke,
-and its last event is what the row says, which its end or a cancellation writes, the first of them;
-the streams of a team have so many bytes of Redis at most, which is kept where they are written.
+The worker that receives a request generates its response, and renews the lease of its row: a
+response whose lease has expired has failed, and is never generated again. Knows the events of a
+response as bytes. Invariants: each response has one record, as any request; a stream has every
+event once and in order, or ends with an error; its last event agrees with the row's status, which
+the end or a cancellation sets, whichever is first; the script that appends events keeps the bytes
+of a team's streams in Redis under their limit.
 
     sameway:{background:TEAM}:ID      list   the events of a streamed response, by their number; those
                                              of a cached answer are the last element, packed
     sameway:{background:TEAM}:bytes   hash   the bytes of each stream by its id, and of all
-    sameway:{background:TEAM}:ends    zset   when each of them goes
+    sameway:{background:TEAM}:ends    zset   when each stream expires
 """
 
 import asyncio
@@ -70,7 +71,9 @@ _log = get_logger()
 
 
 class _Work:
-    """A response that is being generated. `begun` gets its reply as soon as readers can leave it."""
+    """A response that is being generated. `begun` resolves to its reply once a reader can leave
+    that reply.
+    """
 
     def __init__(self, response: ResponseRenderer, team_id: int) -> None:
         self.response = response
@@ -86,9 +89,10 @@ class _Work:
 
 
 class Background:
-    """The responses that this worker generates, and a way to follow those of all. One per worker.
+    """The background responses that this worker generates; it can follow those of any worker. One
+    per worker.
 
-    `count` is called with the outcome of each: completed, failed or cancelled.
+    `count` is called with the outcome of each response: completed, failed or cancelled.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Background:
     async def begin(self, turn: Turn, response: ResponseRenderer, identity: Identity) -> bytes:
         """Store a response and start its generation; returns its body as stored.
 
-        Raises ApiError, also for a refusal that comes before a deployment is asked.
+        Raises ApiError, also for a refusal before any deployment is asked.
         """
         if len(self._works) + self._beginning >= _AT_ONCE:
             raise Unavailable("Too many responses are generated in the background: try again later", code="busy")
@@ -195,15 +199,17 @@ class Background:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The running generations. One that is cancelled fails."""
+        """The running generations. Cancelling one fails its response."""
         return [work.task for work in self._works.values() if work.task is not None]
 
     # -- events
 
     async def _tell(self, work: _Work, events: bytes, *, is_replay: bool = False) -> bool:
-        """Append events to a stream. After one failure nothing more is appended, so that it has no gaps.
+        """Append events to a stream. After one failure nothing more is appended, so that it has no
+        gaps.
 
-        `is_replay`: they are its last ones, all at once. Returns whether the team's streams had room.
+        `is_replay`: these are the stream's last events, all at once. Returns whether the team's
+        streams had room.
         """
         if not events or work.is_cut:
             return True
@@ -231,10 +237,10 @@ class Background:
             raise Unavailable("Redis does not answer; try again shortly", code="redis_unavailable") from None
 
     async def events(self, team: Team, id: str, after: int) -> AsyncIterator[bytes]:
-        """The events of a response after the one with the number `after`, until its end. Empty ones
-        show that it waits.
+        """The events of a response after the event number `after`, until its end; empty bytes while
+        it waits.
 
-        If the stream breaks off, the last event says how the response ended. Never raises.
+        If the stream breaks off, the last event tells how the response ended. Never raises.
         """
         key, looks, is_over = _key(team.id, id), 0, False
         try:
@@ -278,7 +284,7 @@ def _key(team_id: int, name: str) -> str:
 
 
 async def _unpacked(packed: bytes) -> list[bytes]:
-    """The events of an element that holds several."""
+    """Decompress an element of the list into its events."""
     events = await asyncio.to_thread(zlib.decompress, packed[len(_PACKED) :])
     return [one + b"\n\n" for one in events.split(b"\n\n") if one]
 

@@ -1,7 +1,7 @@
 """`/v1/batches`: create, list, retrieve and cancel batches.
 
-Shapes: OpenAI API reference, "Batch". It runs no line: `gateway/batches/work.py` does. Invariant: a
-batch and its files are of the team of the key.
+Shapes: OpenAI API reference, "Batch". Runs no line of a batch: `gateway/batches/work.py` does.
+Invariant: a batch and its files belong to the key's team.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """`POST /v1/chat/completions`: a raw ASGI endpoint around the pipeline.
 
-Knows the wire, not the decisions. Shapes: OpenAI API reference, "Create chat completion" and
-"Streaming"; WHATWG server-sent events. Invariants: every request gets one response and one record;
-a stream that fails after its first chunk ends with an error event and without `[DONE]`; the reader
-of a client that leaves is closed at once.
+Parses and renders, and leaves decisions to the pipeline. Shapes: OpenAI API reference, "Create chat
+completion" and "Streaming"; WHATWG server-sent events. Invariants: every request gets one response
+and one record; a stream that fails after its first chunk ends with an error event and without
+`[DONE]`; the reader of a client that leaves is closed at once.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ Respond = Callable[[asgi.Scope, asgi.Send], Awaitable[None]]
 class Renderer(Protocol):
     """Renders the answer to one request, in one piece or as events.
 
-    Where it `is_kept`, `keep` is called when it is complete, before its last byte leaves.
+    If `is_kept`, the endpoint calls `keep` once the answer is complete, before its last byte
+    leaves.
     """
 
     __slots__ = ()
@@ -55,10 +56,10 @@ class Renderer(Protocol):
         return
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
-        """The body of a whole answer, from `entry` if it was recorded, else from `chunks`."""
+        """The body of a whole answer, from the cached `entry` if given, else from `chunks`."""
 
     def replay(self, entry: Entry) -> bytes:
-        """The whole stream of a recorded answer."""
+        """The whole stream of a cached answer."""
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
         """The next chunks of an answer, as events."""
@@ -67,15 +68,15 @@ class Renderer(Protocol):
         """The events after the last chunk."""
 
     def failed(self, error: ApiError) -> bytes:
-        """The event that ends a stream which is not complete."""
+        """The event that ends an incomplete stream."""
 
 
 class AnswerEndpoint:
     """The endpoint for requests of one `kind`, which deployments answer. One instance per worker.
 
     `body_bytes_max` bounds a request's body. An endpoint with another shape of the same request
-    overrides `operation`, its name in records, and `read`; one with another shape of errors,
-    `send_error`.
+    overrides `read` and `operation`, its name in records; an endpoint with another shape of errors
+    overrides `send_error`.
     """
 
     operation = ""
@@ -101,7 +102,7 @@ class AnswerEndpoint:
         )
 
     async def body(self, call: Call) -> bytes:
-        """The body, which names no object of another team. Raises ApiError."""
+        """The body, once no object that it names belongs to another team. Raises ApiError."""
         raw = await call.body.whole(self._body_bytes_max)
         if self._objects.have_owners:
             await self._objects.check(raw, call.identity.team.id)
@@ -148,7 +149,7 @@ class AnswerEndpoint:
                     await self.release(arrival.request_id)
 
     async def begin(self, turn: Turn, renderer: Renderer, identity: Identity) -> Respond:
-        """Begin an answer in the background, which is recorded at its end. Raises ApiError."""
+        """Begin an answer in the background; it is recorded at its end. Raises ApiError."""
         raise NotImplementedError
 
     async def _whole(self, renderer: Renderer, reply: Reply, send: asgi.Send) -> None:
@@ -163,7 +164,7 @@ class AnswerEndpoint:
         await asgi.send_whole(send, status, [*first, *answer_headers(reply), *cost_header(reply)], body)
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: "DisconnectWatcher", send: asgi.Send) -> Ended:
-        """Send chunks as they arrive, all that are ready at once.
+        """Send chunks as they arrive, all that are ready in one write.
 
         An error after the start is an event that ends the stream.
         """
@@ -199,7 +200,7 @@ class AnswerEndpoint:
 
 
 async def _end(renderer: Renderer) -> bytes:
-    """The events after the last chunk, once the answer is kept, where it is."""
+    """The events after the last chunk; an answer that the renderer keeps is kept first."""
     events = renderer.end()
     if renderer.is_kept:
         await renderer.keep()
@@ -207,7 +208,7 @@ async def _end(renderer: Renderer) -> bytes:
 
 
 class EventRenderer(Renderer):
-    """The part of a renderer that answers by typed events: `_take` reads one chunk and tells its events."""
+    """The base of renderers with typed events: `_take` reads one chunk and emits its events."""
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -246,7 +247,9 @@ def event_of(name: str, fields: dict[str, Any]) -> bytes:
 
 
 def call_index(call: Mapping[str, Any], known: Collection[int], last_id: Any) -> int:
-    """The index of a call in a chunk. Where it has none, another id than `last_id` begins another call."""
+    """The index of a call in a chunk. Without an index, an id other than `last_id` begins another
+    call.
+    """
     index: int | None = call.get("index")
     if index is not None:
         return index
@@ -254,7 +257,7 @@ def call_index(call: Mapping[str, Any], known: Collection[int], last_id: Any) ->
 
 
 class _CompletionRenderer(Renderer):
-    """A `chat.completion`, or its chunks and `[DONE]`. A recorded answer is rendered once."""
+    """A `chat.completion`, or its chunks and `[DONE]`. A cached answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")
 
@@ -283,7 +286,9 @@ class _CompletionRenderer(Renderer):
 
 
 class PlainRenderer(Renderer):
-    """A plain answer, as it came. One of bytes that fails is cut: they have no place for an error."""
+    """A plain answer, with the deployment's bytes. A failed binary answer is cut, for it cannot
+    hold an error.
+    """
 
     __slots__ = ("media",)
 
@@ -308,7 +313,9 @@ class PlainRenderer(Renderer):
 
 
 class Uploads(AnswerEndpoint):
-    """The endpoint for requests of a `kind` whose files come in a form, which is kept on the disk meanwhile."""
+    """The endpoint for requests of a `kind` with files in a form; the disk holds the form
+    meanwhile.
+    """
 
     def __init__(self, pipeline: Pipeline, settings: Settings, kind: Kind) -> None:
         super().__init__(pipeline, settings.body_bytes_max, kind)
@@ -328,7 +335,7 @@ class Uploads(AnswerEndpoint):
 
 
 async def read_form(incoming: Body, boundary: bytes, settings: Settings) -> tuple[FormFiles, dict[str, Any]]:
-    """The files of a form, and the body that its fields are. The caller closes the files. Raises ApiError."""
+    """The files of a form, and its fields as a body. The caller closes the files. Raises ApiError."""
     form = Form(boundary, settings.body_bytes_max)
     with FormFiles(settings.data_dir) as upload:
         async for data in incoming.pieces(settings.upload_bytes_max):
@@ -363,7 +370,7 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
 
 
 class DisconnectWatcher:
-    """Takes a reader out of its flight when the client leaves or its deadline passes."""
+    """Detaches a reader from its flight when the client leaves or its deadline passes."""
 
     reply: Reply | None = None  # a reply that waits for a flight
     _reader: Reader | None = None
@@ -387,7 +394,7 @@ class DisconnectWatcher:
             self._timer.cancel()
 
     def note(self, ended: Ended) -> None:
-        """Note the end of a reply that was not complete."""
+        """Record how an incomplete reply ended."""
         if self.reply is not None:
             self.reply.end(ended)
 

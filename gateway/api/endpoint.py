@@ -1,8 +1,8 @@
-"""The base of endpoints without a generation: of what a team keeps here, with its queries and lists,
-and of JSON objects.
+"""The base of endpoints that generate nothing: a team's stored objects, their lists, and JSON
+objects.
 
-It contains the wire and no shapes. Invariants: every request gets one response and one record;
-below an endpoint's path stand an id and the name of an action.
+Contains the wire and no shapes. Invariants: every request gets one response and one record; below
+an endpoint's path stand an id and the name of an action.
 """
 
 import asyncio
@@ -30,8 +30,10 @@ _FIELDS_MAX = 50
 
 
 class Call(msgspec.Struct):
-    """An authenticated request. `object_id` and `action` are the parts of its path, or empty; `out`
-    are the first headers of its response. `alias` is for its record, and so is the `named_model` where it has none.
+    """An authenticated request. `object_id` and `action` are parts of its path, or empty.
+
+    `out` holds the first headers of its response. Its record has `alias`, or `named_model` without
+    one.
     """
 
     identity: Identity
@@ -49,7 +51,7 @@ class Call(msgspec.Struct):
 
     @property
     def query(self) -> dict[str, str]:
-        """Raises BadRequest."""
+        """The fields of the query. Raises BadRequest."""
         return query_of(self.scope)
 
 
@@ -63,8 +65,8 @@ def query_of(scope: asgi.Scope) -> dict[str, str]:
 
 
 class ObjectEndpoint(ABC):
-    """One endpoint. A subclass defines `operation`, its name in records, `answer`, and its `path`
-    where there are ids below it.
+    """One endpoint. A subclass defines `answer`, `operation`, its name in records, and `path` if
+    ids follow it.
     """
 
     operation: str
@@ -76,7 +78,9 @@ class ObjectEndpoint(ABC):
 
     @abstractmethod
     async def answer(self, call: Call) -> Any:
-        """The reply; None if it has been sent. Limits of requests are checked before. Raises ApiError."""
+        """The reply; None if it has been sent. Rate limits are checked before the call. Raises
+        ApiError.
+        """
 
     def no_such_action(self, call: Call) -> NotFound:
         """The error for a path or a method that the endpoint does not have."""
@@ -84,7 +88,7 @@ class ObjectEndpoint(ABC):
         return NotFound(f"There is no {call.method} {path} here", code="unknown_url")
 
     async def body(self, call: Call) -> tuple[bytes, dict[str, Any]]:
-        """The body, and its object; without a body, an empty one. Raises ApiError."""
+        """The body as bytes and as an object; an empty body is an empty object. Raises ApiError."""
         raw = await call.body.whole(self._pipeline.settings.body_bytes_max)
         body = decode_object(raw or b"{}", asgi.model_of(call.scope))
         call.named_model = shown(model) if isinstance(model := body.get("model"), str) else ""
@@ -147,7 +151,7 @@ def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
 
 
 def after_of(query: Mapping[str, str]) -> str:
-    """The id before the page that `query` asks for; empty: the first page. Raises BadRequest."""
+    """The id that precedes the page of `query`; empty for the first page. Raises BadRequest."""
     after = query.get("after", "")
     if after and not _ID.fullmatch(after):
         raise _wrong("after", after, "an id of the list")
@@ -155,7 +159,9 @@ def after_of(query: Mapping[str, str]) -> str:
 
 
 def one_of(query: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:
-    """A field of `query` that has one of a few values, or is missing: then empty. Raises BadRequest."""
+    """The value of the field `name` of `query`, one of `allowed`; empty if missing. Raises
+    BadRequest.
+    """
     value = query.get(name, "")
     if value and value not in allowed:
         raise _wrong(name, value, f"one of {', '.join(allowed)}")
@@ -167,7 +173,7 @@ def _wrong(name: str, value: str, expected: str) -> BadRequest:
 
 
 def listed(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """OpenAI's list of the first `limit` of `objects`."""
+    """OpenAI's list object with the first `limit` of `objects`."""
     data = objects[:limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(objects) > limit}

@@ -1,7 +1,7 @@
 """`POST /v1/feedback` {"id", "verdict"}: a caller's verdict on the answer of a response.
 
 `id` is the response's `x-request-id`, or the `id` in the body of a semantic hit. `verdict` is
-`right` or `wrong`. Knows the wire; `gateway.learning.reports` handles the report.
+`right` or `wrong`. Parses the request; `gateway.learning.reports` handles the report.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,7 +25,7 @@ class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Feedback(ObjectEndpoint):
-    """The endpoint. One instance per worker."""
+    """The endpoint for feedback. One instance per worker."""
 
     operation = "feedback"
 

@@ -1,7 +1,7 @@
 """`/v1/files`: upload, list, read and delete the files of batches.
 
 Shapes: OpenAI API reference, "Files"; multipart/form-data (RFC 7578). Invariants: a file passes
-through memory a piece at a time, both ways; an upload that does not end leaves nothing.
+through memory a piece at a time, both ways; an incomplete upload leaves no file.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class FilesEndpoint(ObjectEndpoint):
         return listed([file.as_json() for file in page], limit)
 
     async def _upload(self, call: Call) -> dict[str, Any]:
-        """The file of a multipart body, which is read until the client leaves or it is complete."""
+        """Store the file of a multipart body; the read stops when the client leaves."""
         boundary = boundary_of(call.headers.get("content-type", ""))
         if not boundary:
             raise BadRequest(
@@ -123,7 +123,7 @@ def _is_size(announced: str) -> bool:
 
 
 def _expires_after(fields: dict[str, str]) -> int | None:
-    """The seconds that the file is kept; None where the form does not say. Raises BadRequest."""
+    """The seconds that the file is kept; None if the form does not set them. Raises BadRequest."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None

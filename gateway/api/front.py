@@ -1,9 +1,9 @@
 """Routes `/v1` by a dictionary in front of FastAPI, and lists its routes in FastAPI's OpenAPI.
 
-A request to `/v1` costs no routing table, no dependency injection and no response model: those are
-for the admin plane. Azure's paths below `/openai` lead to the same endpoints. Knows paths and
-methods, not the work of endpoints. Invariant: errors under `/v1` have OpenAI's shape, but for those
-of endpoints with another provider's.
+A request to `/v1` passes no routing table, dependency injection or response model, which only the
+admin plane uses. Azure's paths below `/openai` lead to the same endpoints. Knows paths and methods,
+not the work of endpoints. Invariant: errors under `/v1` have OpenAI's shape, or the shape of the
+provider whose API the endpoint speaks.
 """
 
 import re
@@ -88,20 +88,22 @@ class Front:
 
 
 def _errors_of(path: str, routes: Routes) -> Any:
-    """The sender of errors for a path: that of its endpoint, or of the endpoint above it."""
+    """The function that sends errors for a path: its endpoint's, or the endpoint's above it."""
     return getattr(routes.get("/".join(path.split("/")[:3]), {}).get("POST"), "send_error", send_error)
 
 
 def _plain(path: str) -> str:
-    """`path` with single slashes and none at its end; a base URL and a path may both have one."""
+    """`path` with single slashes and no final slash: a base URL may end in one and a path begin
+    with one.
+    """
     return _SLASHES.sub("/", path).rstrip("/")
 
 
 def _as_v1(path: str) -> tuple[str, str]:
-    """A path of Azure's as the path below `/v1`, and the deployment that it names, if any.
+    """Translate an Azure path to the path below `/v1`, with the deployment that it names, or empty.
 
-    Other paths stay. A name may have slashes. Source: Azure OpenAI REST API reference, where the
-    path names the deployment, or is that of OpenAI's API after `/openai/v1`.
+    Other paths stay. A deployment's name may have slashes. Source: Azure OpenAI REST API reference,
+    where the path names the deployment, or has OpenAI's own path after `/openai/v1`.
     """
     if not path.startswith("/openai/"):
         return path, ""
@@ -119,7 +121,9 @@ def _with_get(scope: Scope) -> Scope:
 
 
 def no_such_route(path: str, routes: Routes) -> NotFound:
-    """The error for a wrong base URL or an unknown path; it suggests the right path, if any."""
+    """The error for a wrong base URL or an unknown path; it suggests the right path if there is
+    one.
+    """
     meant = f"/v1/{_plain(path).rpartition('/v1/')[2].lstrip('/')}"
     hint = f"did you mean {meant}? A base_url ends in /v1, once"
     if meant not in routes:
@@ -129,7 +133,7 @@ def no_such_route(path: str, routes: Routes) -> NotFound:
 
 
 def wrong_method(path: str, method: str, methods: Collection[str]) -> MethodNotAllowed:
-    """The error for a method that a path does not have, of those it has. GET includes HEAD."""
+    """The error for a method that the path does not support; it lists `methods`. GET includes HEAD."""
     allowed = _listed(methods)
     return MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method}", headers={"allow": allowed})
 
@@ -172,7 +176,9 @@ _KEPT_CLOSE = (
 
 
 def _kept_close(send: Send) -> Send:
-    """`send` with headers that keep a response out of caches and frames, where it does not say."""
+    """Wrap `send`: add headers that keep a response out of caches and frames, unless the response
+    sets them.
+    """
 
     def lacking(start: Message) -> list[tuple[bytes, bytes]]:
         given = set(map(_NAME, start["headers"]))
@@ -182,7 +188,9 @@ def _kept_close(send: Send) -> Send:
 
 
 def _bounded(body: Body, receive: Receive) -> Receive:
-    """`receive` of `body`, in bounded time and size: FastAPI reads it before it authenticates the caller."""
+    """`receive` for `body`, bounded in time and size: FastAPI reads the body before it
+    authenticates.
+    """
     pieces: AsyncIterator[bytes] | None = body.read(_ADMIN_BODY_BYTES_MAX)
 
     async def bounded() -> Message:
@@ -203,9 +211,9 @@ def _bounded(body: Body, receive: Receive) -> Receive:
 
 
 def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
-    """Add `paths` (OpenAPI 3.1 path items), and the `schemas` that they name, to `app.openapi()`.
+    """Add `paths` (OpenAPI 3.1 path items) and the `schemas` that they name to `app.openapi()`.
 
-    ErrorBody, which they name, too, comes with the routes of the admin plane.
+    The schema ErrorBody, which they name, too, comes with the admin plane's routes.
     """
 
     def openapi() -> dict[str, Any]:
@@ -225,7 +233,8 @@ def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any])
 def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = False) -> dict[str, Any]:
     """An OpenAPI operation with OpenAI's error shape.
 
-    `body` is the JSON schema of its request, if it has one. `streams` adds server-sent events.
+    `body` is the JSON schema of its request; None: it has no body. `streams` adds server-sent
+    events.
     """
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:

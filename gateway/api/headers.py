@@ -1,7 +1,7 @@
 """The response headers with an answer's source, its cost and the cost that it saved.
 
 Sources: RFC 9211 (Cache-Status), RFC 9111 section 5.1 (Age), W3C Server Timing. Names are
-lower-case bytes, as ASGI requires. Invariant: docs/api.md lists every header of our own; a test
+lower-case bytes, as ASGI requires. Invariant: docs/api.md lists every `x-sameway-` header; a test
 compares.
 """
 
@@ -27,7 +27,9 @@ _MEDIA = ("audio/", "text/plain", "text/vtt", "application/json", "application/o
 
 
 def media_headers(media: str) -> Headers:
-    """The headers of a plain answer of a deployment's content type; a page of a browser is bytes."""
+    """The headers of a plain answer with a deployment's content type; an unlisted type is sent as
+    bytes.
+    """
     if media.startswith("text/event-stream"):
         return EVENT_STREAM
     shown = media if media.lower().startswith(_MEDIA) else "application/octet-stream"
@@ -40,7 +42,7 @@ def base_headers(request_id: str) -> Headers:
 
 
 def error_headers(request_id: str, error: ApiError) -> Headers:
-    """The headers of an error."""
+    """The headers of an error response."""
     own = ((name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items())
     return [JSON, *base_headers(request_id), *own]
 
@@ -81,9 +83,9 @@ def answer_headers(reply: Reply) -> Headers:
 
 
 def cost_header(reply: Reply) -> Headers:
-    """The headers with the cost of a complete whole answer.
+    """The headers with the cost of an answer that is sent whole.
 
-    A stream's headers leave before its cost is known; that cost is in the ledger.
+    A stream's headers leave before its cost is known; the ledger has that cost.
     """
     if reply.flight is None or reply.served is not None:
         return []

@@ -1,9 +1,9 @@
 """The objects that the Responses API keeps and that later requests name: responses, conversations,
 items.
 
-Knows the items' ids and no other field; the store knows the teams. Invariants: an id of another
-team, an expired id and an unknown id get the same refusal; a kept input has no references, so it
-can be read without the responses that it referred to.
+Of an item's fields it knows the id alone; the store knows the teams. Invariants: another team's id,
+an expired id and an unknown id get the same refusal; a kept input has no references, so it can be
+read without the responses that it referred to.
 """
 
 import re
@@ -34,8 +34,8 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 class Keeping(msgspec.Struct, frozen=True):
-    """The places that keep a response: a row of its own if it `is_stored`, and its conversation, if
-    it has one.
+    """Where a response is kept: in a row of its own if it `is_stored`, and in its conversation, if
+    any.
 
     A response that `is_background` is also kept before its generation.
     """
@@ -55,13 +55,15 @@ class Memory:
         self._settings = settings
 
     def is_kept(self, is_wanted: bool | None, team: Team) -> bool:
-        """Whether a response of `team` is kept; `is_wanted` is the request's `store`, which OpenAI takes for true."""
+        """Whether a response of `team` is kept; `is_wanted` is the request's `store` (OpenAI's
+        default: true).
+        """
         return is_wanted is not False and self._settings.responses.store and team.is_store_enabled
 
     # -- conversations
 
     async def converse(self, identity: Identity, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
-        """A new conversation that begins with `items`. Raises Forbidden."""
+        """Create a conversation that begins with `items`. Raises Forbidden."""
         self._check_allowed(identity.team)
         at_s = self._store.clock()
         id = f"conv_{new_id(at_s).removeprefix('req_')}"
@@ -77,7 +79,9 @@ class Memory:
         return row
 
     async def add(self, team: Team, id: str, items: Sequence[Item]) -> list[Item]:
-        """Add items to a conversation; returns them as they are listed. Raises Forbidden, NotFound, ConversationLocked."""
+        """Add items to a conversation; returns them as listed. Raises Forbidden, NotFound,
+        ConversationLocked.
+        """
         self._check_allowed(team)
         named = self.named(items)
         if not await self.conversations.add(team.id, id, _encoded(named)):
@@ -95,7 +99,7 @@ class Memory:
         return ConversationLocked(id)
 
     def named(self, items: Sequence[Item]) -> list[Item]:
-        """Items as they are listed, under new ids."""
+        """Items with new ids, in the form in which a list shows them."""
         digits = new_id(self._store.clock()).removeprefix("req_")
         return [_kept(item, digits, number, is_new=True) for number, item in enumerate(items)]
 
@@ -107,7 +111,8 @@ class Memory:
             )
 
     async def said(self, team: Team, id: str, request_id: str) -> list[Item]:
-        """The items of a conversation, which the request `request_id` locks, if it is given.
+        """The items of a conversation. If `request_id` is given, that request locks the
+        conversation.
 
         Raises NotFound, BadRequest, Forbidden, ConversationLocked.
         """
@@ -122,7 +127,7 @@ class Memory:
     # -- responses
 
     async def find(self, team: Team, id: str) -> StoredResponse:
-        """The team's response, its body as it is now. Raises NotFound."""
+        """The team's response, with its current status in the body. Raises NotFound."""
         response = await self._store.find(team.id, id) if _ID.fullmatch(id) else None
         if response is None:
             raise no_such_response(id)
@@ -134,7 +139,7 @@ class Memory:
         return replace(response, body=msgspec.json.encode(body))
 
     async def cancel(self, team: Team, id: str) -> None:
-        """Cancel a response that is generated in the background; one that has ended stays. Raises NotFound, BadRequest."""
+        """Cancel a background response; a completed response stays. Raises NotFound, BadRequest."""
         if not msgspec.json.decode((await self.find(team, id)).body)["background"]:
             raise BadRequest("Only a response with `background: true` can be cancelled", code="invalid_value")
         await self._store.change(id, status="cancelled")
@@ -145,7 +150,7 @@ class Memory:
             raise no_such_response(id)
 
     async def before(self, team: Team, id: str) -> list[Item]:
-        """The items of the response with this id and of all that it continues. Raises BadRequest."""
+        """The items of the response `id` and of all responses that it continues. Raises BadRequest."""
         with self._bounded("previous_response_id") as bytes_max:
             rows, lacking = await self._store.chain(team.id, id, bytes_max) if _ID.fullmatch(id) else ([], id)
         if lacking is not None:
@@ -169,8 +174,7 @@ class Memory:
     async def resolved(self, team: Team, items: list[Item]) -> list[Item]:
         """`items`, with each reference replaced by the item that it names.
 
-        Raises NotFound, and BadRequest if all of them together have more bytes than a request may
-        have.
+        Raises NotFound, and BadRequest if the items together exceed the bytes of a request's body.
         """
         references = {str(item["id"]) for item in items if _is_reference(item)}
         if not references:
@@ -209,7 +213,9 @@ class Memory:
 
     @contextmanager
     def _bounded(self, param: str) -> Iterator[int]:
-        """The bytes that a history may have. Raises BadRequest if the history that `param` names has more."""
+        """The most bytes of a history. Raises BadRequest if the history that `param` names is
+        longer.
+        """
         bytes_max = self._settings.body_bytes_max
         try:
             yield bytes_max
@@ -223,8 +229,8 @@ class Memory:
     async def put(self, identity: Identity, keeping: Keeping, input_items: Sequence[Item], response: Item) -> None:
         """Keep a response; `input_items` are its input's items.
 
-        For a response in the background, raises the database's error when it is queued, and
-        ClientGone at its end if it was cancelled or deleted before.
+        For a background response, raises the database's error when it is queued, and ClientGone at
+        its end if it was cancelled or deleted before.
         """
         id, status, added = response["id"], response["status"], keeping.conversation_id
         digits = id.removeprefix("resp_")
@@ -250,12 +256,14 @@ class Memory:
 
 
 def kept_id(id: str, digits: str) -> str:
-    """The id of the gateway's for an item of a provider's answer; one of another shape stays."""
+    """The gateway's id for an item of a provider's answer; an id of an unknown shape stays."""
     return _PROVIDERS_ID.sub(rf"\g<1>{digits}_0_\g<2>", id) if _PROVIDERS_ID.fullmatch(id) else id
 
 
 def sendable(items: Sequence[Item]) -> list[Item]:
-    """`items` for a provider: with the ids that it gave, without the gateway's and without reasoning that has no text."""
+    """`items` for a provider: with the provider's ids, and without the gateway's ids and textless
+    reasoning.
+    """
     return [_sendable(item) for item in items if item.get("type") != "reasoning" or item.get("encrypted_content")]
 
 
@@ -282,8 +290,9 @@ def _is_reference(item: Mapping[str, Any]) -> bool:
 
 
 def _kept(item: Item, digits: str, number: int, *, is_new: bool) -> Item:
-    """An input item as it is listed: with its type and an id, its own unless `is_new`, a message
-    with a status and parts.
+    """An input item as a list shows it: with type and id, and for a message with status and parts.
+
+    The item keeps its given id unless `is_new`.
     """
     kind = item.get("type") or "message"
     given = None if is_new else item.get("id")

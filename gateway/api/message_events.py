@@ -43,7 +43,7 @@ class _ContentBlock:
     """One content block. `fields` are its fields at the start; `parts` are pieces of its text or of
     a call's arguments.
 
-    Blocks of other types than text, thinking and tool_use are whole from the start.
+    A block of another type than text, thinking and tool_use is whole from the start.
     """
 
     __slots__ = ("call", "citations", "fields", "parts", "signature")
@@ -76,7 +76,9 @@ class _ContentBlock:
         return {"type": f"{self.kind}_delta", self.kind: text}
 
     def closing(self) -> list[dict[str, Any]]:
-        """The deltas before its end. Only Anthropic can make a signature; the field is required."""
+        """The deltas before the block's end. A signature is required, but only Anthropic can make
+        one.
+        """
         if self.kind == "thinking":
             return [{"type": "signature_delta", "signature": self.signature}]
         return [{"type": "citations_delta", "citation": citation} for citation in self.citations]
@@ -95,7 +97,7 @@ class _ContentBlock:
 
 
 class MessageRenderer(EventRenderer):
-    """The renderer of one message. `model` stands in for chunks that name no model.
+    """The renderer of one message. `model` is used if the chunks name no model.
 
     `prompt_tokens` is an estimate, until the deployment counts them.
     """
@@ -143,7 +145,7 @@ class MessageRenderer(EventRenderer):
     # --- one chunk
 
     def _take(self, payload: bytes) -> None:
-        """Add one chunk. Its backend has checked the types, except those inside tool calls."""
+        """Add one chunk. The backend has checked its types, except inside tool calls."""
         piece: dict[str, Any] = msgspec.json.decode(payload)
         if not self._is_begun:
             self._is_begun = True
@@ -178,7 +180,7 @@ class MessageRenderer(EventRenderer):
         self._grow(len(self._blocks) - 1, text)
 
     def _say_natively(self, delta: dict[str, Any]) -> None:
-        """Add what `backends.anthropic.answer` carries beside a chat completion's fields."""
+        """Add the fields that `backends.anthropic.answer` puts beside a chat completion's own."""
         for thought in delta.get("thinking_blocks") or ():
             if thought.get("type") == "redacted_thinking":
                 self._begin(_ContentBlock(_plain(thought)))
@@ -196,7 +198,7 @@ class MessageRenderer(EventRenderer):
         return self._blocks[-1]
 
     def _call(self, call: dict[str, Any]) -> None:
-        """Begin a call, or add to its arguments."""
+        """Begin a call, or extend its arguments."""
         id, function = call.get("id"), call.get("function") if isinstance(call.get("function"), dict) else {}
         known = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
         index = call_index(call, known, self._blocks[-1].fields.get("id") if self._blocks else None)
@@ -211,7 +213,7 @@ class MessageRenderer(EventRenderer):
     # --- blocks
 
     def _begin(self, block: _ContentBlock) -> None:
-        """Add a block. It begins on the wire unless a call is open: calls may grow side by side."""
+        """Add a block. It starts on the wire unless a call is open: calls may grow side by side."""
         self._blocks.append(block)
         if self._open is not None and self._blocks[self._open].call is not None:
             return
@@ -253,8 +255,9 @@ def _plain(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are not an object get the name that Anthropic's guide
-    gives to them ("Fine-grained tool streaming").
+    """The input of a call. Arguments that are not an object go under the key `INVALID_JSON`.
+
+    Source: Anthropic's guide, "Fine-grained tool streaming".
     """
     try:
         given = decoded(arguments.encode() or b"{}")
@@ -264,7 +267,9 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """The usage in Anthropic's shape, which counts the cached parts of a prompt beside the rest."""
+    """The usage in Anthropic's shape, which counts a prompt's cached tokens apart from its other
+    tokens.
+    """
     written = usage.cache_write_tokens + usage.cache_write_1h_tokens
     lives = (usage.cache_write_tokens, usage.cache_write_1h_tokens)
     return {
@@ -277,9 +282,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def error_fields_of(error: ApiError) -> dict[str, Any]:
-    """An error in Anthropic's shape, which names an invalid field in its message.
+    """An error in Anthropic's shape; its message names the invalid field.
 
-    A deployment's own error keeps its message.
+    A deployment's error keeps its message.
     """
     is_named = error.param is None or error.param in error.message
     message = error.message if is_named else f"{error.param}: {error.message}"

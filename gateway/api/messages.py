@@ -1,11 +1,12 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, as chat
 completions.
 
-Knows two shapes and no decisions: the translated request is handled as a chat completion, so both
-share cached answers, budgets and routes. Shapes: Anthropic API reference, "Messages", "Count
-Message tokens" and "Errors"; OpenAI API reference, "Create chat completion". Invariants: what a
-chat completion cannot say is refused by its name and never ignored, except what changes no answer
-and earlier thinking, which models do not need; every error has Anthropic's shape.
+Translates between two shapes and makes no decision: the pipeline handles the translated request as
+a chat completion, so both share cached answers, budgets and routes. Shapes: Anthropic API
+reference, "Messages", "Count Message tokens" and "Errors"; OpenAI API reference, "Create chat
+completion". Invariants: a field that a chat completion cannot express is refused by its name and
+never ignored, except fields that change no answer, and earlier thinking, which models do not need;
+every error has Anthropic's shape.
 """
 
 import contextlib
@@ -72,7 +73,9 @@ class _OutputConfig(msgspec.Struct):
 
 
 class PromptRequest(msgspec.Struct, kw_only=True):
-    """The fields that differ from a chat completion's; the shared ones are checked there."""
+    """The fields that differ from a chat completion's; the chat's own struct checks the shared
+    fields.
+    """
 
     model: Annotated[str, Meta(min_length=1)]
     messages: Annotated[list[_Said], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -86,7 +89,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
 
 
 class MessageRequest(PromptRequest, kw_only=True):
-    """A prompt, and how to answer it."""
+    """A prompt, with the limits and metadata of its answer."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
@@ -94,7 +97,7 @@ class MessageRequest(PromptRequest, kw_only=True):
 
 
 class InAnthropicsShape:
-    """The headers and errors of an endpoint of Anthropic's API."""
+    """Gives an endpoint the headers and errors of Anthropic's API."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         await super().__call__(scope, receive, self.named(send))  # type: ignore[misc]  # the endpoint's own
@@ -108,7 +111,9 @@ class InAnthropicsShape:
 
     @staticmethod
     def named(send: asgi.Send) -> asgi.Send:
-        """`send` that repeats the id of an answered request in the header that Anthropic's clients read."""
+        """`send` that repeats the id of a successful response in the header that Anthropic's
+        clients read.
+        """
         return asgi.with_headers(send, _anthropics_id)
 
 
@@ -122,7 +127,7 @@ _OVERLOADED = 529
 
 
 class Messages(InAnthropicsShape, AnswerEndpoint):
-    """The endpoint. One instance per worker."""
+    """The endpoint for messages. One instance per worker."""
 
     operation = "messages"
 
@@ -169,8 +174,8 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
 class CountTokens(InAnthropicsShape, ObjectEndpoint):
     """The endpoint for the tokens of a prompt. One instance per worker.
 
-    An `anthropic` deployment is asked for its own count, and a local engine counts exactly, but for
-    tools. Else the count is the estimate that routing and budgets use.
+    An `anthropic` deployment counts them itself; a local engine counts exactly, except tools. Else
+    the count is the estimate that routing and budgets use.
     """
 
     operation = "count_tokens"
@@ -199,7 +204,7 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
 def _native(
     fleet: Fleet, request: PromptRequest, body: dict[str, Any], raw: bytes, headers: Mapping[str, str]
 ) -> Native | None:
-    """The request for Anthropic's own API, if a deployment of its alias speaks that API; else None."""
+    """The request for Anthropic's own API, or None if no deployment of its alias speaks that API."""
     alias = fleet.aliases.get(fleet.configured(request.model))
     if alias is None or not any("messages" in one.capabilities for one in alias.deployments.values()):
         return None
@@ -222,7 +227,7 @@ def _native(
 def _translated(
     request: PromptRequest, body: dict[str, Any], native: Native | None
 ) -> tuple[dict[str, Any], Native | None]:
-    """The chat completion for a request, with its marks, and how it goes to Anthropic's API. Raises BadRequest."""
+    """The equivalent chat completion, with its marks, and the native request. Raises BadRequest."""
     try:
         return _chat(request, body), native
     except BeyondChat:
@@ -238,7 +243,7 @@ _DROPPED = frozenset(
 
 
 def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The equivalent chat completion, without what `MessageRequest` adds.
+    """The equivalent chat completion, without the fields that `MessageRequest` adds.
 
     Fields of neither struct stay as they are. Raises BadRequest with the invalid field.
     """
@@ -272,7 +277,7 @@ def _no_such_field(where: str, name: str) -> BeyondChat:
 
 
 def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
-    """A chat completion with the demand of a request that only Anthropic's API takes.
+    """A chat completion that carries the demand of a request for Anthropic's API alone.
 
     It has no user's text, so the semantic cache ignores it; `apart` holds the whole prompt.
     """
@@ -288,8 +293,8 @@ def _stand_in(request: PromptRequest, body: Mapping[str, Any], native: Native) -
 def _unsaid(content: _Content | None, *path: str | int) -> list[Any]:
     """The parts of a content that its chat completion lacks, each with its path.
 
-    These are all fields of a block but a plain text, call or result, and the order where a chat
-    completion has another.
+    Lacking are all fields of a block other than a plain text, call or result, and the order if the
+    chat completion's differs.
     """
     if not isinstance(content, list):
         return []
@@ -340,7 +345,7 @@ _HOLDERS = frozenset({"messages", "system", "tools", "content", "source"})
 
 
 def _bare(value: Any, has_marks: bool = True) -> Any:
-    """`value` without the marks `cache_control` of its blocks, which change no answer."""
+    """`value` without its blocks' `cache_control` marks, which change no answer."""
     if isinstance(value, dict):
         rest = ((name, item) for name, item in value.items() if not has_marks or name != "cache_control")
         return {name: _bare(item, has_marks and name in _HOLDERS) for name, item in rest}
@@ -361,7 +366,7 @@ def _text(block: Mapping[str, Any], where: str, number: int) -> dict[str, Any]:
 
 
 def _joined(parts: list[dict[str, Any]]) -> _Content:
-    """The content of a message. A single text without a mark becomes a string, to share cached answers."""
+    """The content of a message. A single unmarked text becomes a string, to share cached answers."""
     return parts[0]["text"] if len(parts) == 1 and parts[0].keys() == {"type", "text"} else parts
 
 
@@ -412,10 +417,11 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[dict[str, Any]]:
-    """Translate a user's blocks: a message for each tool's result, then one with the rest.
+    """Translate a user's blocks: a message for each tool result, then one message for the other
+    blocks.
 
-    A tool's message can hold text alone, so media in a result follow in the user's message, and the
-    text refers to them.
+    A tool's message can hold text alone, so the media of a result follow in the user's message, and
+    the text refers to them.
     """
     results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):
@@ -475,7 +481,7 @@ def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _titled(block: Mapping[str, Any], text: str) -> str:
-    """A text with the title, the source and the context of its block in lines before it."""
+    """A text preceded by lines with its block's title, source and context."""
     heads = (block.get(name) for name in ("title", "source", "context"))
     return "\n".join([*(head for head in heads if isinstance(head, str) and head), text])
 
@@ -494,7 +500,7 @@ class _ClientTool(msgspec.Struct, kw_only=True):
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool of the client as a function. A tool of another type stays as it is: it is reserved."""
+    """A client's tool as a function. A tool of another type is reserved and stays unchanged."""
     if tool.get("type") not in (None, "custom"):
         return tool
     client_tool: _ClientTool = convert(tool, _ClientTool, where)
@@ -528,7 +534,9 @@ def _response_format(given: _Format | None) -> dict[str, Any] | None:
 
 
 def _effort(thinking: _Thinking | None) -> str | None:
-    """The effort of thinking within a budget, by the budgets that Anthropic's guide gives for each."""
+    """The effort for a thinking budget, by the budgets that Anthropic's guide gives for each
+    effort.
+    """
     if thinking is None or thinking.type != "enabled" or thinking.budget_tokens is None:
         return None
     return "low" if thinking.budget_tokens < 4096 else "medium" if thinking.budget_tokens < 16384 else "high"

@@ -1,8 +1,8 @@
 """`GET /v1/models` and `/v1/models/{id}`: the aliases that a key may use, and the embedder.
 
-Shapes: OpenAI API reference, "Models"; the fields on what a model can do are OpenRouter's,
-"Models". A client that sends `anthropic-version` gets the shape of Anthropic's API reference, "List
-Models". Invariant: the key may use every listed model.
+Shapes: OpenAI API reference, "Models"; OpenRouter, "Models", for a model's capabilities. A client
+that sends `anthropic-version` gets the shape of Anthropic's API reference, "List Models".
+Invariant: the key may use every listed model.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The routes under `/v1` as OpenAPI path items, for `/docs` and for generators of clients.
 
-Each body's schema is made of the struct that checks it, so that both have the same limits; what a
-struct cannot say is added here. A test compares the paths with the routes that are served.
+Each body's schema is made from the struct that checks it, so that both have the same limits; this
+module adds the constraints that no struct expresses. A test compares the paths with the served
+routes.
 """
 
 from typing import Any
@@ -125,7 +126,7 @@ _IN_PATHS = ("id", "item", "file", "batch", "model")
 
 
 def _on(summary: str, *names: str, body: dict[str, Any] | None = None, streams: bool = False) -> dict[str, Any]:
-    """An operation with parameters of these `names`, in its path or its query."""
+    """An operation with the parameters `names`, in its path or its query."""
     in_path = {"in": "path", "required": True, "schema": _TEXT}
     in_query = {"in": "query", "schema": {"type": "string"}}
     parameters = [{"name": name, **(in_path if name in _IN_PATHS else in_query)} for name in names]

@@ -1,11 +1,13 @@
-"""`/passthrough/{deployment}/...`: paths of a provider's own, on the journey of every request.
+"""`/passthrough/{deployment}/...`: a provider's own paths, with the limits and records of any
+request.
 
-Only what a deployment's `passthrough` lists is sent. Knows no provider's shapes but `id`, `usage`,
-`model`, `store` and `data`. Invariants: a path is sent as it was checked, without a character that
-could be decoded; a `*` of a path, and an id in a body or a query, is an id that the provider gave
-to this team; a body is read, checked and written anew, or bytes of a media type; a request costs
-the tokens that its answer reports, or the price of a request, which is set; of a client's headers
-only a few named ones are sent, and of a provider's only the content type comes back.
+Only paths that a deployment's `passthrough` lists are sent. Of a provider's shapes it knows `id`,
+`usage`, `model`, `store` and `data` alone. Invariants: a path is sent as it was checked, without a
+character that could be decoded; a `*` of a path, and an id in a body or a query, is an id that the
+provider gave to this team; a body is decoded, checked and encoded again, or is bytes of a media
+type; a request costs the tokens that its answer reports, or the configured price of a request; of a
+client's headers only those in `_SENT` are sent, and of a provider's only the content type comes
+back.
 """
 
 import json
@@ -126,7 +128,7 @@ class Passthrough(AnswerEndpoint):
             return turn, _PassedRenderer(self._ids, name, team_id, owned, may_share=is_counted)
 
     async def _kept(self, incoming: Body, media: str) -> FormFiles:
-        """The bytes of a body, on the disk. The caller closes them. Raises ApiError."""
+        """Write a body's bytes to the disk. The caller closes the returned files. Raises ApiError."""
         begun = b""
         with FormFiles(self._settings.data_dir, media) as upload:
             async for data in incoming.pieces(self._settings.upload_bytes_max):
@@ -158,10 +160,10 @@ class Passthrough(AnswerEndpoint):
         raise NotFound(f"{method} {shown(path)} is not passed on to {self._deployment.name}", code="path_not_allowed")
 
     def _check(self, body: Mapping[str, Any], query_fields: Sequence[Mapping[str, Any]], *, is_counted: bool) -> None:
-        """Raises BadRequest for a body whose cost would not be known, or whose copies no team could
-        own.
+        """Refuse a body whose cost would be unknown, or whose stored copies no team would own.
 
-        `query_fields` are the fields of the query and of a form, by all names in each.
+        `query_fields` are the fields of the query and of a form, by all names in each. Raises
+        BadRequest.
         """
         name, model = self._deployment.name, self._deployment.model
         nested = [one for one in query_fields if "store" not in one or len(one) > 1]
@@ -179,7 +181,7 @@ class Passthrough(AnswerEndpoint):
                 raise BadRequest(message, param=param, code=code)
 
     def _complete(self, body: dict[str, Any], path: str, *, is_counted: bool) -> None:
-        """Add the fields that make the cost and the owner of a request known."""
+        """Set the fields that make the cost and the owner of a request known."""
         if is_counted:
             body["model"] = self._deployment.model
             if body.get("stream") is True and path.endswith("/completions"):
@@ -190,7 +192,9 @@ class Passthrough(AnswerEndpoint):
             body["store"] = False
 
     def _demand(self, body: dict[str, Any]) -> Demand:
-        """The worst case of a request whose tokens are charged. It may refer to content that it does not hold."""
+        """The worst case of a request with charged tokens, which may refer to content outside its
+        body.
+        """
         size, now = len(msgspec.json.encode(body)), self._deployment.candidate(Demand(0, 0, 0))
         context = now.context_tokens_max or _TOKENS_MAX
         prompts, many = body.get("prompt"), [body.get(name) for name in ("n", "best_of")]
@@ -213,7 +217,7 @@ class Passthrough(AnswerEndpoint):
 
 
 def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, Any]]]:
-    """The query to send, and its fields, each by all names in it. Raises BadRequest."""
+    """The query to send, and its fields, each by all names in its key. Raises BadRequest."""
     query = scope.get("query_string", b"").decode("latin-1")
     pairs = parse_qsl(query, keep_blank_values=True) if _QUERY.fullmatch(query) else None
     if pairs is None or not _SECRETS.isdisjoint(re.sub("[^a-z]", "", name.lower()) for name, _ in pairs):
@@ -222,7 +226,7 @@ def _query_of(scope: asgi.Scope) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The fields of a query or a form under each part of their names, and once more decoded where the text is JSON."""
+    """The fields of a query or a form, by each part of their names; JSON texts also occur decoded."""
     fields = []
     for name, given in pairs:
         names = re.split(r"[^\w-]+", name)
@@ -240,7 +244,8 @@ def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _PassedRenderer(PlainRenderer):
-    """Renders an answer and records its ids as the team's. Of a list the team gets only its own objects.
+    """Renders an answer and records its ids as the team's. Of a list the team gets only its own
+    objects.
 
     `may_share`: another team's answers may have the same ids.
     """
@@ -289,7 +294,9 @@ class _PassedRenderer(PlainRenderer):
 
 
 def _filtered(body: bytes, owned: set[str]) -> bytes:
-    """A list without objects that are not `owned`. Raises Forbidden if the rest may name other teams' objects."""
+    """A list without objects outside `owned`. Raises Forbidden if other fields may name other
+    teams' objects.
+    """
     try:
         answer = msgspec.json.decode(body or b"{}")
     except UNREADABLE:

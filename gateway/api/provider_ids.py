@@ -1,7 +1,7 @@
-"""The ids of a provider's objects in requests and answers, and whose they are.
+"""The ids of a provider's objects in requests and answers, and the teams that own them.
 
-Knows the names of fields that have ids, and no other shape. Invariant: a request to a model names
-no object that a provider gave to another team through `/passthrough`.
+Knows the names of fields with ids, and no other shape. Invariant: a request to a model names no
+object that a provider gave to another team through `/passthrough`.
 """
 
 import asyncio
@@ -28,21 +28,23 @@ BLANK = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"  # before JSON, in any encoding
 
 
 class NamedObjects:
-    """The objects that requests name. One per endpoint."""
+    """Checks the owners of the objects that requests name. One per endpoint."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.have_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
         self._ids = ProviderIds(pipeline.accounts.database)
 
     async def check(self, raw: bytes, team_id: int) -> None:
-        """Raises NotFound where a body names an object of another team, and BadRequest."""
+        """Check that a body names no other team's object. Raises NotFound for another team's,
+        BadRequest.
+        """
         if self.have_owners:
             await self._check(_named(raw, decode_object), team_id)
 
     async def check_files(self, files: FormFiles, team_id: int, bytes_max: int) -> None:
         """`check` for files that begin like JSON, each line of at most `bytes_max` bytes.
 
-        Raises NotFound, and UnsupportedMediaType where a line can't be read that may name objects.
+        Raises NotFound, and UnsupportedMediaType for an unreadable line that may name objects.
         """
         for part in files.files:
             begun, rest, left = b"", b"", part.size
@@ -71,15 +73,18 @@ class NamedObjects:
 
 
 def _named(raw: bytes, decode: Callable[[bytes], dict[str, Any]]) -> set[str]:
-    """The ids of objects in a JSON object, which is decoded only if its bytes may name one. Raises BadRequest."""
+    """The ids of objects in a JSON object; it is decoded only if its bytes may hold one. Raises
+    BadRequest.
+    """
     if any(map(raw.__contains__, _OBJECTS)) or _ESCAPED.search(raw):
         return set(ids_in(decode(raw), keys=_OBJECT_KEY))
     return set()
 
 
 def _in_lines(lines: bytes) -> set[str]:
-    """The ids of objects in JSON lines, or in one value on several lines, metadata included: a
-    provider may read each line alone.
+    """The ids of objects in JSON lines, or in one value on several lines.
+
+    Metadata is included: a provider may read each line alone.
     """
     try:
         return set().union(*(_named(line, decode_strictly) for line in lines.split(b"\n")))

@@ -122,7 +122,7 @@ class ResponseRenderer(EventRenderer):
         return self._taken()
 
     def body(self) -> bytes:
-        """The response as it is now."""
+        """The response in its current state."""
         return msgspec.json.encode(self._response)
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
@@ -148,9 +148,10 @@ class ResponseRenderer(EventRenderer):
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of an error: flat as in the reference, and nested as OpenAI sends it to its SDKs.
+        """The event of an error: flat as in the reference, and nested as OpenAI sends it to its
+        SDKs.
 
-        A response in the background gets the error as a field.
+        A background response gets the error as a field.
         """
         if self.is_background:
             code = _CODES.get(error.http_status, "server_error")
@@ -167,7 +168,7 @@ class ResponseRenderer(EventRenderer):
             self._number += 1
 
     def _take(self, payload: bytes) -> None:
-        """Add one chunk. Its backend has checked the types, except those inside tool calls."""
+        """Add one chunk. The backend has checked its types, except inside tool calls."""
         piece: dict[str, Any] = msgspec.json.decode(payload)
         if self._number == 0 or self._is_queued:
             self._response["model"] = piece.get("model") or self._response["model"]
@@ -195,7 +196,7 @@ class ResponseRenderer(EventRenderer):
                 self._response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
 
     def _say(self, kind: _TextKind, text: Any) -> None:
-        """Add to the text that is growing; begin a new item if the last one is of another kind."""
+        """Append to the growing text; begin a new item if the last item is of another kind."""
         if not isinstance(text, str) or not text:
             return
         if self._kind is not kind:
@@ -209,7 +210,7 @@ class ResponseRenderer(EventRenderer):
         self._tell(f"response.{kind.text_events}.delta", **self._place(-1, kind), delta=text, **more)
 
     def _with_tokens(self) -> dict[str, Any]:
-        """Move the waiting log probabilities into the growing text; returns them as a field."""
+        """Move the pending log probabilities into the growing text; returns them as a field."""
         tokens, self._tokens = self._tokens, []
         self._output[-1]["content"][0]["logprobs"] += tokens
         return {"logprobs": tokens}
@@ -230,7 +231,9 @@ class ResponseRenderer(EventRenderer):
         self._close_item(-1)
 
     def _call(self, call: Mapping[str, Any]) -> None:
-        """Begin a call, or add to its arguments. Several may grow at once: `end` finishes them."""
+        """Begin a call, or extend its arguments. Several calls may grow at once: `end` finishes
+        them.
+        """
         id = _text(call.get("id"))
         call = {**call, "id": id}
         kind, field = ("custom", "input") if isinstance(call.get("custom"), dict) else ("function", "arguments")
@@ -272,7 +275,8 @@ class ResponseRenderer(EventRenderer):
 
 
 class PassedResponseRenderer(ResponseRenderer):
-    """The renderer of a provider's own response: unchanged, or under the gateway's ids if it is kept.
+    """The renderer of a provider's own response: unchanged, or with the gateway's ids if it is
+    kept.
 
     The last event waits until the response is kept.
     """
@@ -340,12 +344,12 @@ class PassedResponseRenderer(ResponseRenderer):
 
 
 def _completed(whole: bytes) -> dict[str, Any]:
-    """A whole response; one without a status is completed."""
+    """Decode a whole response; without a status it counts as completed."""
     return {"status": "completed", **decoded(whole, dict[str, Any])}
 
 
 def _without_secrets(tools: Any) -> Any:
-    """Tools as a response shows and keeps them: without what authorizes the calls of MCP servers."""
+    """Tools as a response shows and keeps them: without the credentials of MCP servers."""
     if isinstance(tools, list):
         return [_without_secrets(tool) for tool in tools]
     if not isinstance(tools, dict):
@@ -360,17 +364,19 @@ _NUMBERS = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
 def _text(value: Any) -> str:
-    """A name or an id, which a deployment may send as another type."""
+    """A name or an id as text; a deployment may send another JSON type."""
     return value if isinstance(value, str) else "" if value is None else msgspec.json.encode(value).decode()
 
 
 def in_namespace(space: str | None, name: str) -> str:
-    """The one name that a tool has in a chat completion."""
+    """The name of a namespace's tool in a chat completion."""
     return f"{space.removesuffix('__')}__{name}" if space else name
 
 
 def _names(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The fields of a call of the tool `name` of a chat completion: its own name and its namespace's."""
+    """The fields of a call of the tool `name` of a chat completion: its bare name, and its
+    namespace.
+    """
     spaces = (one for one in tools if one.get("type") == "namespace")
     both = ((space["name"], one.get("name", "")) for space in spaces for one in space["tools"])
     found = next((pair for pair in both if in_namespace(*pair) == name), None)
@@ -383,7 +389,9 @@ def framed(event: str, number: int, **fields: Any) -> bytes:
 
 
 def _shell_action(arguments: str) -> dict[str, Any]:
-    """The command in the arguments of a call of the local shell. Invalid arguments become its text."""
+    """The command in the arguments of a local shell call. Invalid arguments become the command's
+    text.
+    """
     try:
         given = decoded(arguments.encode())
         command = given["command"]

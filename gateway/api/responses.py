@@ -1,11 +1,11 @@
-"""`POST /v1/responses`: OpenAI's Responses API, as chat completions, or as it is.
+"""`POST /v1/responses`: OpenAI's Responses API, translated to chat completions or sent unchanged.
 
-Knows two shapes and no decisions: the translated request, with the items that it refers to, is
-handled as a chat completion, so both share cached answers, budgets and routes. What no chat
-completion can say goes to a deployment that has the Responses API itself, with nothing stored
-there. Shapes: OpenAI API reference, "Create a model response" and "Create chat completion".
-Invariant: a field that no deployment of the alias can take is refused by its name and never
-ignored.
+Translates between two shapes and makes no decision: the pipeline handles the translated request,
+with the items that it refers to, as a chat completion, so both share cached answers, budgets and
+routes. A request that no chat completion expresses goes to a deployment with the Responses API,
+which stores nothing. Shapes: OpenAI API reference, "Create a model response" and "Create chat
+completion". Invariant: a field that no deployment of the alias supports is refused by its name and
+never ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class _ModelName(msgspec.Struct):
 
 
 class _NamedTool(msgspec.Struct):
-    """A function or a custom tool, or the choice of one."""
+    """A function or a custom tool, or a `tool_choice` that names it."""
 
     name: str
     namespace: str | None = None
@@ -88,7 +88,9 @@ _Include = Literal[
 
 
 class ResponseRequest(msgspec.Struct):
-    """The fields that differ from a chat completion's; the shared ones are checked there."""
+    """The fields that differ from a chat completion's; the chat's own struct checks the shared
+    fields.
+    """
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
     instructions: str | None = None
@@ -124,7 +126,7 @@ ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning", "item_reference")
 
 
 class Responses(AnswerEndpoint):
-    """The endpoint. One instance per worker."""
+    """The endpoint for responses. One instance per worker."""
 
     operation = "responses"
 
@@ -168,11 +170,11 @@ class Responses(AnswerEndpoint):
 
 
 class InputTokens(ObjectEndpoint):
-    """`POST /v1/responses/input_tokens`: the tokens of a request's input, with all that it refers
-    to.
+    """`POST /v1/responses/input_tokens`: count the tokens of a request's input, with references
+    resolved.
 
-    Counted by a local engine, but for tools; of other models it is the estimate of routing and
-    budgets. One instance per worker.
+    A local engine counts exactly, except tools; for other models the count is the estimate of
+    routing and budgets. One instance per worker.
     """
 
     operation = "input_tokens"
@@ -192,12 +194,12 @@ class InputTokens(ObjectEndpoint):
 async def as_sent(
     body: dict[str, Any], memory: Memory, identity: Identity, pipeline: Pipeline, request_id: str = ""
 ) -> tuple[ResponseRequest, list[Item], bytes, Kind]:
-    """A request's `body`, the items of its input without references, and the request to send as
-    JSON, of its kind.
+    """A request's `body`, its input's items without references, the request to send as JSON, and
+    its kind.
 
-    That is the equivalent chat completion, or the same request without the gateway's memory. The
-    request `request_id`, where it is given, locks its conversation. Raises ApiError with the
-    invalid field.
+    The request to send is the equivalent chat completion, or the same request with the kept items
+    in its input. If `request_id` is given, that request locks its conversation. Raises ApiError
+    with the invalid field.
     """
     for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
@@ -243,7 +245,7 @@ async def as_sent(
 
 
 def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
-    """`sent` as JSON, made piece by piece: few bytes of a client may stand for many.
+    """`sent` as JSON, encoded piece by piece: a short request may refer to long items.
 
     Raises BadRequest as soon as it is longer than a request's body may be.
     """
@@ -283,7 +285,7 @@ def _conversation_of(request: ResponseRequest) -> str | None:
 
 
 def checked_items(given: list[dict[str, Any]]) -> list[Item]:
-    """`given` items, which a conversation may have. Raises BadRequest with the invalid field."""
+    """`given` as the items of a conversation. Raises BadRequest with the invalid field."""
     for number, one in enumerate(given):
         where = f"items[{number}]"
         item: _Item = convert(one, _Item, where)
@@ -341,7 +343,9 @@ _SHELL: dict[str, Any] = {
 
 
 def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """`given` in a chat completion's shape, in order; further tools of namespaces follow at the end."""
+    """`given` in a chat completion's shape, in order; a namespace's second and later tools come
+    last.
+    """
     groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
         at, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
@@ -369,10 +373,10 @@ def _members(tool: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool that the client runs, in a chat completion's shape; the local shell is a function
-    there.
+    """A tool that the client runs, in a chat completion's shape; the local shell becomes a
+    function.
 
-    A tool of another type stays as it is: it is reserved.
+    A tool of another type is reserved and stays unchanged.
     """
     kind = tool.get("type")
     if kind == SHELL:
@@ -402,10 +406,10 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _messages(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
-    """`instructions` and `items` as messages; `before` of the items are not of the request's own
+    """`instructions` and `items` as messages; the first `before` items precede the request's own
     `input`.
 
-    Calls are added to the assistant's message before them, or to a new one.
+    Calls join the assistant's message before them, or begin a new one.
     """
     messages: list[dict[str, Any]] = []
     calls, answered = dict[str, str](), set[str]()  # each call's id, by it and by its item's
@@ -491,6 +495,8 @@ def _response_format(given: Any) -> dict[str, Any] | None:
 
 
 def _nested(type: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, a format or a part in a chat completion's shape, which has the fields one level lower."""
+    """A tool, a format or a part in a chat completion's shape, which nests the fields one level
+    lower.
+    """
     fields = {name: value for name, value in flat.items() if name != "type" and value is not None}
     return {"type": type, type: fields}

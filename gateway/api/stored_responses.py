@@ -1,7 +1,7 @@
-"""`/v1/responses/{id}` and `/v1/conversations`: what was kept of responses, and dialogues of items.
+"""`/v1/responses/{id}` and `/v1/conversations`: kept responses, and conversations of items.
 
-Shapes: OpenAI API reference, "Responses" and "Conversations". Invariant: each is the caller's
-team's own.
+Shapes: OpenAI API reference, "Responses" and "Conversations". Invariant: a request reaches only
+objects of its key's team.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class StoredResponses(ObjectEndpoint):
         raise self.no_such_action(call)
 
     async def _follow(self, call: Call) -> None:
-        """Send the events of a response in the background from the one after `starting_after`."""
+        """Send the events of a background response that follow the event `starting_after`."""
         response, after = await self._memory.find(call.identity.team, call.object_id), call.query.get("starting_after")
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
             message = f"Invalid starting_after: expected a number, got {shown(after)}"
@@ -86,13 +86,13 @@ class ConversationRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MetadataRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a changed conversation."""
+    """The body that changes a conversation's metadata."""
 
     metadata: Metadata | None
 
 
 class ItemsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of items for a conversation."""
+    """The body that adds items to a conversation."""
 
     items: Annotated[_Items, Meta(min_length=1)]
 
@@ -156,7 +156,9 @@ def _shown(conversation: Conversation) -> dict[str, Any]:
 
 
 def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:
-    """The item before the page that `query` asks for, its size, and whether the oldest come first. Raises BadRequest."""
+    """The item before the page of `query`, the page's size, and whether the oldest come first.
+    Raises BadRequest.
+    """
     is_ascending = one_of(query, "order", ("asc", "desc")) == "asc"
     return query.get("after", ""), limit_of(query, _LISTED, _LISTED_MAX), is_ascending
 

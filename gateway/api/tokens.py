@@ -1,7 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`: the tokens of a local engine's model.
 
 Shapes: vLLM's server, "Tokenizer API". Invariant: the tokens of a conversation are those that a
-generation reads; what cannot be so is refused by its name.
+generation reads; a field that would change them otherwise is refused by its name.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 class _OfEngine(ObjectEndpoint):
-    """The base of endpoints for the engines behind the aliases."""
+    """The base of endpoints that use the local engines of aliases."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)
@@ -49,7 +49,9 @@ class _OfEngine(ObjectEndpoint):
         self._default = with_engine[0] if len(with_engine) == 1 else None
 
     async def named(self, call: Call) -> dict[str, Any]:
-        """The body; if it names no model, the only alias with an engine is set. Raises ApiError."""
+        """The body; if it names no model, `model` becomes the only alias with an engine. Raises
+        ApiError.
+        """
         _, body = await self.body(call)
         if body.get("model") is None and self._default is not None:
             body["model"] = self._default
@@ -86,8 +88,8 @@ def _engine_of(alias: Alias) -> LocalBackend | None:
 async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
     """The number of a prompt's tokens.
 
-    The alias's local engine counts those of a chat without tools that is not far beyond its
-    context. Anything else is the estimate of routing and budgets. Raises ApiError.
+    The alias's local engine counts a chat without tools, unless its bytes are far beyond the
+    engine's context. Otherwise the number is the estimate of routing and budgets. Raises ApiError.
     """
     raw, backend = msgspec.json.encode(body), _engine_of(alias)
     estimated = convert(body, SHAPES[kind.name]).demand(raw, body).prompt_tokens
@@ -104,7 +106,7 @@ async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Raise an engine's errors as a client gets them. Raises ApiError."""
+    """Translate an engine's errors into errors for the client. Raises ApiError."""
     try:
         yield
     except BackendError as error:
@@ -112,7 +114,7 @@ def _refusing() -> Iterator[None]:
 
 
 class TokenizeEndpoint(_OfEngine):
-    """The endpoint. One instance per worker."""
+    """The endpoint for `/tokenize`. One instance per worker."""
 
     operation = "tokenize"
 
@@ -141,7 +143,7 @@ class TokenizeEndpoint(_OfEngine):
 
 
 class DetokenizeEndpoint(_OfEngine):
-    """The endpoint. One instance per worker."""
+    """The endpoint for `/detokenize`. One instance per worker."""
 
     operation = "detokenize"
 
