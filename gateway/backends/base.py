@@ -1,20 +1,21 @@
-"""The seam to all that generates: `Backend.stream(request)`, an async iterator of chunks.
+"""The interface to all generators: `Backend.stream(request)`, an async iterator of chunks.
 
 A backend knows one deployment, and no teams, money or caches. Each backend translates its errors
-into this tree in its own file; refusals.py maps the statuses that two of them share.
+into this tree in its own file; refusals.py maps the statuses that several backends share.
 
     BackendError                    message for the client, details for the log
-    ├── BackendUnavailable          no connection, a 5xx, a dead process: another one may do better
+    ├── BackendUnavailable          no connection, a 5xx, a dead process: another deployment may do better
     │   └── BackendNotAsked         this host lacked what a connection needs: no evidence about the deployment
     ├── BackendOverloaded           429 or a full queue; `retry_after_s` where the upstream gave it
     ├── BackendTimeout              no first chunk in time, or silence inside the stream
     ├── BackendRejected             400, 413 or 422: the request is at fault, and a retry is useless
-    │   └── BackendTooLong          it does not fit this deployment's context; `context_tokens` if known
-    ├── BackendDenied               401, 402, 403, 404, 409 or 451: a retry here is useless, another
-    │                               one may do better; `mark` if it may deny others too
+    │   └── BackendUnfit            this deployment cannot do it; another may
+    │       └── BackendTooLong      it does not fit this deployment's context; `context_tokens` if known
+    ├── BackendDenied               401 to 405, 409, 410 or 451: a retry here is useless, another
+    │                               deployment may do better; `mark` if it also denies other requests
     └── BackendBroken               the stream ended without its finish: never a finished answer
 
-Invariant: a stream ends after its finish reason, or raises. It never just stops.
+Invariant: a stream ends after its finish reason, or raises.
 """
 
 from collections.abc import AsyncIterator
@@ -29,12 +30,12 @@ from local_engine import EngineLoad
 
 
 class Native(msgspec.Struct, frozen=True):
-    """A request as a client of Anthropic's API sent it, for deployments that speak that API.
+    """A request as a client of Anthropic's API sent it, for deployments with that API.
 
     `raw` is its body; `version` and `betas` are the headers `anthropic-version` and
-    `anthropic-beta`. `media` of its parts may have more tokens than bytes. `apart` is what the chat
-    completion that stands for it does not say, and what the cache keeps apart; None: nothing.
-    `tokens_max` replaces the length of the answer. `are_calls_bound`: its tools get limits.
+    `anthropic-beta`. `media` of its parts may have more tokens than bytes. `apart` holds the parts
+    that its chat completion lacks and that divide the cache; None: it lacks nothing. `tokens_max`
+    replaces the length of the answer. `are_calls_bound`: its tools get limits.
     """
 
     raw: bytes
@@ -48,10 +49,10 @@ class Native(msgspec.Struct, frozen=True):
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """The address of a request to a path of a provider's own, below the deployment's `base_url`.
+    """The address of a request to a provider's own path, below the deployment's `base_url`.
 
-    `path`, `query` and `headers` have been checked. `is_counted`: it costs the tokens that its
-    answer reports.
+    `path`, `query` and `headers` have been checked. `is_counted`: the request costs the tokens that
+    its answer reports.
     """
 
     method: str
@@ -82,9 +83,10 @@ class BackendRequest(msgspec.Struct, frozen=True):
 
     @property
     def prefilled(self) -> dict[str, Any]:
-        """The body of a request with a `prefix`, for servers: the prefix is the last message.
+        """The body for a server that continues the `prefix`: it is the last message, or ends the
+        prompt.
 
-        Its white space at the end is left out, because some servers refuse it.
+        The prefix loses its trailing white space, because some servers refuse it.
         """
         begun = self.prefix.rstrip()
         if self.kind is not CHAT:
@@ -121,12 +123,12 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def why(self) -> str:
-        """The whole reason why it is not ready, for operators."""
+        """The full reason for unreadiness, for operators."""
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 class ChunkStream(Protocol):
-    """A running answer: each read gives all chunks since the last read, at least one.
+    """A running answer: each read returns all chunks since the last read, at least one.
 
     `aclose` may be called at any time, also before the first `anext`, and frees everything
     upstream.
@@ -150,7 +152,7 @@ class Backend(Protocol):
 
 
 class BackendError(Exception):
-    """Base. `message` is written for clients; `detail` is for the log."""
+    """The base of a backend's errors. `message` is written for clients; `detail` is for the log."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class BackendUnavailable(BackendError):
 
 
 class BackendNotAsked(BackendUnavailable):
-    """This host lacked descriptors, ports or memory, or its resolver is silent: no deployment is at fault."""
+    """The host lacked descriptors, ports, memory or a resolver's answer: no deployment is at fault."""
 
     def __init__(self, detail: str) -> None:
         message = "The gateway's host lacks what a connection needs (open files, ports, or an answer of its resolver)"
@@ -190,19 +192,17 @@ class BackendTimeout(BackendError):
 
 
 class BackendRejected(BackendError):
-    """The request is at fault; `status` and `body` (an OpenAI error object) are
-    the deployment's.
-    """
+    """The request is at fault; the deployment sent `status` and `body` (an OpenAI error object)."""
 
 
 class BackendUnfit(BackendRejected):
-    """The deployment cannot do what the request needs; another one may."""
+    """The deployment cannot do what the request needs; another deployment may."""
 
 
 class BackendTooLong(BackendUnfit):
     """The request does not fit the deployment's context.
 
-    `context_tokens` is the size of that context, if the deployment gave it.
+    `context_tokens` is that context's size, if the deployment reported it.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class BackendTooLong(BackendUnfit):
 
 
 class Mark(StrEnum):
-    """The cause of a denial that others get too, until a person mends it."""
+    """The cause of a denial that also hits other requests, until a person mends it."""
 
     KEY = "key refused"
     CREDIT = "no credit"
@@ -222,9 +222,9 @@ class Mark(StrEnum):
 
 
 class BackendDenied(BackendError):
-    """A permanent refusal that is not the fault of the request's form.
+    """A permanent refusal for which the request's form is not at fault.
 
-    `mark` is None where the refusal concerns this request alone.
+    `mark` is None if the refusal concerns this request alone.
     """
 
     def __init__(self, message: str, *, detail: str, status: int, mark: Mark | None = None) -> None:

@@ -19,7 +19,7 @@ from gateway.wire.types import EMBEDDING, Chunk
 
 
 class EmbedderBackend:
-    """The one deployment of `model`, the embedder's alias. `client` is connected by its owner."""
+    """The one deployment of `model`, the embedder's alias. The owner of `client` connects it."""
 
     def __init__(self, name: str, model: str, client: SemanticClient) -> None:
         self.name = name
@@ -28,16 +28,18 @@ class EmbedderBackend:
         self._client = client
 
     async def start(self) -> None:
-        """Nothing: the client's owner starts it."""
+        """Do nothing: the client's owner starts it."""
 
     async def aclose(self) -> None:
-        """Nothing: the client's owner closes it."""
+        """Do nothing: the client's owner closes it."""
 
     def load(self, prompt_tokens: int) -> Load:
         return Load()
 
     async def stream(self, request: BackendRequest) -> AsyncGenerator[list[Chunk], None]:
-        """The answer, in one piece. Raises BackendRejected, and BackendUnavailable without the worker."""
+        """The answer in one piece. Raises BackendRejected, and BackendUnavailable if the worker is
+        away.
+        """
         body = request.body
         if request.kind is not EMBEDDING:
             raise _rejected(f"`{self._model}` makes embeddings: send it to /v1/embeddings", "model")
@@ -83,5 +85,5 @@ def _base64(vector: bytes) -> str:
 
 
 def _floats(vector: bytes) -> list[float]:
-    """Little-endian float32 as numbers."""
+    """Little-endian float32 bytes as a list of numbers."""
     return list(struct.unpack(f"<{len(vector) // 4}f", vector))

@@ -1,10 +1,10 @@
 """Managed providers through litellm, for protocols other than OpenAI's.
 
-The only file that imports litellm, and only once a deployment needs it: the import takes two
-seconds in a thread that `start` begins, and the deployment is unready until then. No teams, caches
-or routes. Invariants: those of base.py, and two more. A finish reason that litellm made up, because
-the provider's stream stopped, is never passed on. A request cannot set a key, an address or a
-setting of litellm's: only fields of a list are passed.
+The only file that imports litellm, and only once a deployment needs it: `start` imports it in a
+thread, in two seconds, and the deployment is unready until then. Knows no teams, caches or routes.
+Invariants: those of base.py, and two more. A finish reason that litellm made up, because the
+provider's stream stopped, is never passed on. A request cannot set litellm's key, address or
+settings: litellm reads only the fields in `_FIELDS`.
 
 Known limits: litellm fills in a missing finish reason of a whole answer, so it cannot be detected,
 and errors inside a stream have no status. litellm loses finishes in streams of several choices, so
@@ -86,7 +86,7 @@ def _import() -> Any:
 
 @functools.cache
 def _unlink_closed_responses() -> None:
-    """Remove the reference of httpx's streams to their response when they are closed.
+    """Patch httpx to drop a stream's reference to its response on close.
 
     A response references its stream and its request, so that each request's body would stay in
     memory until a collection. httpx 0.28 has no public way.
@@ -105,10 +105,10 @@ def _unlink_closed_responses() -> None:
 
 @functools.cache
 def _keep_cached_sounds() -> None:
-    """Let Gemini's usage say how many of its cached tokens are sounds, which cost more than text.
+    """Keep the count of cached audio tokens in Gemini's usage: they cost more than text tokens.
 
-    litellm reads the kinds, prices them elsewhere by this field, and leaves it out here. A usage of
-    another shape, which would raise there, is one without what can't be read.
+    litellm reads the counts by kind, prices them elsewhere by this field, and omits it here. A
+    usage of another shape, which would raise there, loses its unreadable parts.
     """
     from litellm.llms.vertex_ai.gemini.vertex_and_google_ai_studio_gemini import VertexGeminiConfig
     from litellm.types.llms.openai import CachedTokensDetails
@@ -129,7 +129,7 @@ def _keep_cached_sounds() -> None:
 
 
 def _readable(name: str, value: Any) -> Any:
-    """A count of Gemini's usage, or the list of its counts by kind; other fields as they came."""
+    """A count of Gemini's usage, or the list of its counts by kind; other fields stay unchanged."""
     if name.endswith("Details"):
         kinds = [kind for kind in value if isinstance(kind, dict)] if isinstance(value, list) else []
         return [
@@ -162,15 +162,13 @@ async def _rehearse(litellm: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _taken(litellm: Any, model: str) -> frozenset[str]:
-    """The fields that litellm passes on to the provider of `model`; all where it has no list."""
+    """The fields that litellm passes to the provider of `model`; all of `_IDLE` without a list."""
     name, provider = litellm.get_llm_provider(model)[:2]
     return frozenset(litellm.get_supported_openai_params(model=name, custom_llm_provider=provider) or _IDLE)
 
 
 class ManagedBackend:
-    """One deployment at a managed provider. `model` is litellm's name, like
-    `anthropic/claude-...`.
-    """
+    """One deployment at a managed provider. `model` is litellm's name, like `anthropic/claude-...`."""
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class ManagedBackend:
         self._importing: asyncio.Task[Any] | None = None
 
     async def start(self) -> None:
-        """Begin the import; the deployment is ready after it."""
+        """Begin the import of litellm; the deployment is ready after it."""
         if self._importing is None and not self._unready:
             self._importing = asyncio.create_task(asyncio.to_thread(_import), name="import-litellm")
             self._importing.add_done_callback(self._imported)
@@ -230,9 +228,9 @@ class ManagedBackend:
     def arguments(self, request: base.BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
         """The arguments of litellm.acompletion, or of the function for a plain request.
 
-        Has the known fields of the body, and of a generation unknown ones where the provider speaks
-        OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks, or that can't
-        be sent.
+        They include the body's known fields, and a generation's unknown fields if the provider
+        speaks OpenAI's protocol. Raises BackendUnfit with a field that the provider lacks or
+        litellm cannot send.
         """
         body = request.prefilled if request.prefix else request.body
         fields = _PLAIN_FIELDS if request.kind.is_plain else _FIELDS
@@ -274,7 +272,7 @@ class ManagedBackend:
         return provider in ("openai", "azure", "openrouter") or provider in litellm.openai_compatible_providers
 
     def translated(self, error: Exception, litellm: Any, has_output: bool) -> base.BackendError:
-        """The error of base.py for litellm's. Inside a stream all errors are BackendBroken."""
+        """The error of base.py for a litellm error. Inside a stream all errors are BackendBroken."""
         original = getattr(error, "original_exception", None)
         if isinstance(error, litellm.exceptions.MidStreamFallbackError) and isinstance(original, Exception):
             error = original
@@ -337,7 +335,7 @@ class ManagedStream:
         return [chunk]
 
     async def aclose(self) -> None:
-        """Close the provider's connection, or give up waiting for it."""
+        """Close the provider's connection, or stop waiting for it."""
         if not self._is_over:
             self._is_over = True
             if self._litellm is not None:
@@ -401,7 +399,9 @@ class ManagedStream:
             self._waiting = None
 
     def _translated(self, error: Exception) -> base.BackendError:
-        """The error of base.py for litellm's, whose frames are cleared: they reference each other."""
+        """The error of base.py for a litellm error, whose frames are cleared: they reference each
+        other.
+        """
         translated = self._backend.translated(error, self._litellm, self._has_output)
         let_go(error)
         return translated
@@ -415,7 +415,7 @@ def _given_up() -> base.BackendBroken:
 
 
 def _has_invented_finish(piece: Any, source: Any) -> bool:
-    """Whether litellm made up a finish reason, because the provider's stream stopped."""
+    """Whether litellm invented a finish reason, because the provider's stream stopped."""
     if not any(getattr(choice, "finish_reason", None) for choice in piece.choices):
         return False
     return source.received_finish_reason is None and source.intermittent_finish_reason is None
@@ -468,7 +468,7 @@ def _tidy(fields: dict[str, Any]) -> None:
 
 
 def _object_in(text: str) -> bytes:
-    """The JSON object that `text` consists of, also where litellm printed its bytes: `b'{...}'`."""
+    """The JSON object that fills `text`, also if litellm printed its bytes: `b'{...}'`."""
     before, brace, rest = text.partition("{")
     object_text = f"{brace}{rest[: rest.rfind('}') + 1]}"
     match before.strip():
@@ -480,7 +480,7 @@ def _object_in(text: str) -> bytes:
 
 
 def _body(error: Exception, litellm: Any) -> bytes:
-    """The provider's error object, as far as litellm kept it."""
+    """The provider's error object, rebuilt from the parts that litellm kept."""
     fields = getattr(error, "body", None)
     fields = fields if isinstance(fields, dict) else {}
     message = fields.get("message")

@@ -2,9 +2,9 @@
 
 The rules are the same for HTTP, for errors inside a stream, and for litellm's exceptions. Shapes:
 OpenAI API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure; the
-current time is a parameter. Invariant: of a provider's text a client gets only the error object of
-a request that was at fault and the message of a permanent refusal or of an error inside a stream,
-and never the provider's key.
+current time is a parameter. Invariant: of a provider's text a client gets only the error object for
+a faulty request and the message of a permanent refusal or of an error inside a stream, and never
+the provider's key.
 """
 
 import email.utils
@@ -78,7 +78,7 @@ _STATUS_BY_WORD = {
 
 
 class UpstreamRefusal(msgspec.Struct, frozen=True):
-    """A refusal as received. `secret` is the provider's key, to be removed from all texts.
+    """A refusal as received. `secret` is the provider's key, which all texts must lack.
 
     `is_in_band`: it came inside a 200, and its `status` is derived from its words.
     """
@@ -91,7 +91,7 @@ class UpstreamRefusal(msgspec.Struct, frozen=True):
 
 
 def refusal(refused: UpstreamRefusal) -> base.BackendError:
-    """The error of a refused request."""
+    """The error for a refused request."""
     error = error_fields(refused.body)
     codes = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
     status = refused.status
@@ -117,7 +117,7 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
 
 
 def _context_tokens(error: dict[str, Any], message: str) -> int | None:
-    """The size of the context that a refusal names; None if it names none."""
+    """The size of the context that a refusal states, in tokens; None if it states none."""
     named = error.get("n_ctx")  # llama.cpp
     if isinstance(named, int):
         return named
@@ -126,20 +126,22 @@ def _context_tokens(error: dict[str, Any], message: str) -> int | None:
 
 
 def _mark(status: int, error: dict[str, Any]) -> Mark | None:
-    """The mark that a status gives a deployment; None if the refusal names a field of the request."""
+    """The mark that a status gives a deployment; None for ABSENT if the refusal names a request's
+    field.
+    """
     mark = _MARKS_BY_STATUS.get(status)
     return None if mark is Mark.ABSENT and error.get("param") not in (None, "", "model") else mark
 
 
 def _denial(refused: UpstreamRefusal, error: dict[str, Any], mark: Mark | None) -> str:
-    """The message of a permanent refusal, with the provider's own words."""
+    """The message of a permanent refusal, with the provider's text."""
     how = "in its answer" if refused.is_in_band else f"with HTTP {refused.status}"
     marked = f" ({mark})" if mark is not None else ""
     return f"The deployment refused the request {how}{marked}{_told(refused, error)}"
 
 
 def _told(refused: UpstreamRefusal, error: dict[str, Any]) -> str:
-    """The provider's own words after a colon; empty without any."""
+    """The provider's message after a colon; empty without a message."""
     message = error.get("message")
     if not isinstance(message, str) or not message.strip():
         return ""
@@ -147,7 +149,7 @@ def _told(refused: UpstreamRefusal, error: dict[str, Any]) -> str:
 
 
 def in_band(error: Any, secret: str = "") -> base.BackendError:
-    """The error of an error object inside a 200; its code or type gives the missing status."""
+    """The error for an error object inside a 200; its code or type gives the missing status."""
     fields = error if isinstance(error, dict) else {"message": str(error)}
     status = 500
     for key in ("code", "status", "type"):
@@ -186,7 +188,7 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
 
 
 def scrubbed(text: str, secret: str) -> str:
-    """`text` without `secret`, and without what a provider shows of a key: `sk-ab***yz`."""
+    """`text` without `secret`, and without masked keys as providers show them: `sk-ab***yz`."""
     text = text.replace(secret, "[key]") if len(secret) >= 4 else text
     if len(secret) >= 12:  # a key that was cut
         text = re.sub(re.escape(secret[:8]) + r"[\w-]*(?:\.{3}|…)?", "[key]", text)
@@ -198,7 +200,7 @@ def _excerpt(body: bytes) -> str:
 
 
 def error_fields(body: bytes) -> dict[str, Any]:
-    """The error object in `body`, in any of the known places; {} where there is none."""
+    """The error object in `body`, at any of the known places; {} without one."""
     try:
         answer = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -221,7 +223,7 @@ def error_fields(body: bytes) -> dict[str, Any]:
 
 
 def _client_body(refused: UpstreamRefusal, error: dict[str, Any]) -> bytes:
-    """OpenAI's error object with the provider's message, or with ours where it has none."""
+    """OpenAI's error object with the provider's message, else with the gateway's."""
     message = error.get("message")
     if not isinstance(message, str) or not message:
         message = f"The deployment rejected the request with HTTP {refused.status}"
@@ -229,7 +231,7 @@ def _client_body(refused: UpstreamRefusal, error: dict[str, Any]) -> bytes:
 
 
 def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
-    """OpenAI's error object as JSON; fields of a wrong type are left out."""
+    """OpenAI's error object as JSON; `kind`, `param` and `code` of a wrong type are left out."""
     error = error_object(
         message,
         kind if isinstance(kind, str) and kind else "invalid_request_error",
@@ -240,13 +242,13 @@ def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
 
 
 def unfit(message: str, param: str) -> base.BackendUnfit:
-    """The refusal of a field that this deployment cannot honour; another one may."""
+    """The refusal of a field that this deployment cannot honour; another deployment may."""
     body = error_body(message, None, param, "unsupported_parameter")
     return base.BackendUnfit(message, status=400, body=body)
 
 
 def check_verbosity(body: Mapping[str, Any]) -> None:
-    """Raises BackendUnfit for a `verbosity` beside the usual, of a model that has none."""
+    """Refuse a `verbosity` other than medium for a model without the field. Raises BackendUnfit."""
     if body.get("verbosity") not in (None, "medium"):
         raise unfit("`verbosity` other than medium is not supported by this model", "verbosity")
 

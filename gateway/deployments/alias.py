@@ -1,9 +1,9 @@
 """A name that requests give as `model`, with its deployments: which of them may answer, in what
 order.
 
-Collects the values that `policies.routing` decides by; the decision is a pure function there. Knows
-no teams, budgets or caches. Invariant: what no deployment of an alias may get is refused before the
-cache answers it.
+Collects the values from which `policies.routing`, a pure function, decides. Knows no teams, budgets
+or caches. Invariant: a request that no deployment of an alias may get is refused before the cache
+answers it.
 """
 
 import dataclasses
@@ -45,9 +45,10 @@ _PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without
 class Alias:
     """A name that requests give as `model`, with its deployments.
 
-    `is_pattern`: it takes every name. `has_engine`: a local engine, which can use a draft, may
-    answer. `has_choice`: a warm prefix can decide between deployments. `unpriced`: the model of a
-    deployment that passes every name on and has no price for this one; empty if there is none.
+    `is_pattern`: the alias takes every name with its prefix. `has_engine`: a local engine, which
+    can use a draft, may answer. `has_choice`: a warm prefix can decide between deployments.
+    `unpriced`: the model of a deployment that passes every name on and lacks a price for this name;
+    else empty.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Alias:
         self.unpriced = next(models, "")
 
     def for_name(self, name: str) -> "Alias":
-        """This alias, which takes every name, for the name of one request.
+        """This pattern alias for the name of one request.
 
         It keeps the deployments that allow the reserved fields in the name. Raises NotFound, and
         BadRequest if no deployment is left.
@@ -93,8 +94,10 @@ class Alias:
         return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
 
     def allow(self, models: Collection[str] | None, name: str) -> None:
-        """Refuse a key for which neither `name` nor this alias, which takes it, is one of its
-        `models`; None: it may use all. Raises Forbidden.
+        """Refuse a key unless `name`, or this alias that takes it, is among its `models`; None: all
+        are.
+
+        Raises Forbidden.
         """
         if models is not None and name not in models and self.name not in models:
             raise Forbidden(f"This API key may not use the model `{name}`", param="model")
@@ -102,8 +105,8 @@ class Alias:
     def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
         """Refuse a request that no deployment of this alias may get, before the cache answers it.
 
-        An alias with a local engine takes only what OpenAI would take, so that routing does not
-        decide whether a request is valid. Raises BadRequest.
+        An alias with a local engine takes only requests that OpenAI would take, so that routing
+        does not decide whether a request is valid. Raises BadRequest.
         """
         if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
             raise self._refusal([one for one in reserved(body) if one.name in demand.reserved])
@@ -123,37 +126,41 @@ class Alias:
         return _not_allowed(first, self.name, is_unpriced=is_unpriced)
 
     def unpriced_for(self, demand: Demand) -> str:
-        """The first model without a known price for a request's units, such as images; empty if all are known."""
+        """The first model without a price for a request's units, such as images; empty if all have
+        prices.
+        """
         if self.unpriced or not demand.measure:
             return self.unpriced
         return next((d.model or d.name for d in self.deployments.values() if d.lacks_price(demand)), "")
 
     def worst_case_microusd(self, demand: Demand, output_tokens: int | None = None) -> int:
-        """The longest answer, or one of `output_tokens`, at the highest price: what budgets hold."""
+        """The cost in µUSD that budgets hold: the longest answer, or `output_tokens`, at the
+        highest price.
+        """
         return max([self.worst_case_at(d, demand, output_tokens) for d in self.deployments.values()])
 
     def worst_case_at(self, deployment: Deployment, demand: Demand, output_tokens: int | None = None) -> int:
-        """The longest answer, or one of `output_tokens`, at the price of `deployment`, µUSD."""
+        """The cost in µUSD of the longest answer, or of `output_tokens`, at the price of
+        `deployment`.
+        """
         # decision: worst-case-by-bytes
         output = self.output_max(deployment, demand)
         return deployment.cost_max(demand, min(output, output_tokens or output) * demand.choices)
 
     def worst_case_tokens(self, demand: Demand, output_tokens: int | None = None) -> int:
-        """The most tokens of a request with the longest answer, or one of `output_tokens`."""
+        """The most tokens of a request with the longest answer, or with `output_tokens`."""
         output = max([self.output_max(d, demand) for d in self.deployments.values()])
         return demand.prompt_tokens_read + min(output, output_tokens or output) * demand.choices
 
     def usual_output(self, demand: Demand) -> int | None:
-        """The length that nearly all answers stay within, in tokens; None until it is learned."""
+        """The length in tokens that nearly all answers stay within; None until it is learned."""
         usual = self.lengths.usual()
         if usual is None or not demand.output_tokens_max or demand.measure:
             return None
         return max(1, min(usual, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
     def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
-        """`body` with the reserved length as its limit: a budget cannot hold an
-        unlimited answer.
-        """
+        """`body` with the reserved length as its limit: a budget cannot hold an unlimited answer."""
         is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
         if demand.is_output_asked or is_bounded:
             return body
@@ -161,7 +168,9 @@ class Alias:
 
     @property
     def absence(self) -> str:
-        """The worst cause for which no deployment can answer; empty if one may."""
+        """The worst cause that keeps every deployment from answering; empty if a deployment may
+        answer.
+        """
         found = [d.absence for d in self.deployments.values()]
         return next(cause for cause in ABSENCES if cause in found) if all(found) else ""
 
@@ -172,7 +181,9 @@ class Alias:
         return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
 
     def output_max(self, deployment: Deployment, demand: Demand) -> int:
-        """The tokens of the longest answer that a request allows, or that the deployment gives."""
+        """The tokens of the longest answer that the request allows, or that the deployment
+        generates.
+        """
         if demand.is_output_asked:
             return demand.output_tokens_max
         asked = self.settings.output_tokens_default or deployment.output_tokens_default
@@ -180,9 +191,9 @@ class Alias:
         return asked if asked is not None else (limit or OUTPUT_TOKENS_MAX)
 
     def route(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
-        """Rank this alias's deployments for a request, now.
+        """Rank this alias's deployments for a request in their current state.
 
-        If none can answer, deployments that asked for a long rest are tried sooner.
+        If no deployment can answer, deployments that asked for a long rest are tried sooner.
         """
         now = self._now(demand, warm, deadline_ms, tried)
         found = policies.route(now, self._candidates(demand), self.policy)
@@ -191,7 +202,7 @@ class Alias:
         return policies.route(now, self._candidates(demand, is_alone=True), self.policy)
 
     def first_choice_model(self, demand: Demand, warm: Mapping[str, int], route: Route) -> str:
-        """The model of the first choice if every deployment were healthy and had room.
+        """The model that routing would choose first if every deployment were healthy and had room.
 
         An answer of another model is a fallback, and is not cached.
         """
@@ -205,7 +216,7 @@ class Alias:
         return [d.candidate(demand, is_alone=is_alone) for d in self.deployments.values()]
 
     def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
-        """`demand` with the alias's default length, and with the state of this try."""
+        """`demand` with the alias's default length, and with the state of this attempt."""
         default = None if demand.is_output_asked else self.settings.output_tokens_default
         if not (default or warm or tried or deadline_ms is not None):
             return demand
@@ -221,7 +232,7 @@ class Alias:
 
 
 class HedgeShare:
-    """Counts what an alias has spent at this worker, and the hedges' part of it, in µUSD."""
+    """Counts the spend of an alias at this worker, and the hedges' part of it, in µUSD."""
 
     __slots__ = ("_hedged", "_pending", "_spent")
 
@@ -229,9 +240,10 @@ class HedgeShare:
         self._spent = self._hedged = self._pending = 0
 
     def take(self, expected: int, share: float) -> bool:
-        """Whether hedges stay within `share` of the spend after one more that may cost `expected`.
+        """Whether hedges stay within `share` of the spend after another hedge that may cost
+        `expected`.
 
-        If so, the caller calls `give_back` at its end.
+        If so, the caller calls `give_back` when the hedge ends.
         """
         if self._hedged + self._pending + expected > share * self._spent:
             return False
@@ -239,11 +251,11 @@ class HedgeShare:
         return True
 
     def give_back(self, expected: int) -> None:
-        """A hedge has ended."""
+        """Release the `expected` cost of a hedge that has ended."""
         self._pending -= expected
 
     def spent(self, cost: int, hedged: int) -> None:
-        """A request cost `cost`, of which `hedged` went to the deployment that did not answer."""
+        """Count a request's `cost`, with `hedged`, its part for the deployment that did not answer."""
         self._spent += cost
         self._hedged += hedged
 

@@ -1,4 +1,4 @@
-"""From the settings of a deployment to its backend, its price, its sizes and its capabilities.
+"""Builds a deployment's backend, price, sizes and capabilities from its settings.
 
 Facts come from the settings, else by the model's name from litellm's table, else from the kind of
 backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
@@ -112,7 +112,8 @@ def build_backend(
 ) -> Backend:
     """The backend of one deployment, not started.
 
-    A key whose variable `environ` lacks leaves the deployment unready; its `load` has the reason.
+    If `environ` lacks the variable with its key, the deployment is unready; its `load` has the
+    reason.
     """
     name = deployment_name(alias, deployment)
     if deployment.backend == "local":
@@ -161,8 +162,8 @@ def _host(deployment: DeploymentSettings) -> str:
 
 
 def _image_hosts(deployment: DeploymentSettings) -> tuple[str, ...] | None:
-    """The hosts that a deployment may fetch from: those of the settings, else all for a public one
-    and none for others.
+    """The hosts that a deployment may fetch from: the settings', else all if it is public, else
+    none.
     """
     if deployment.image_hosts is not None:
         return tuple(deployment.image_hosts)
@@ -180,8 +181,9 @@ _PRIVATE_ENDINGS = (".internal", ".local", ".localhost", ".lan", ".home.arpa", "
 def _allowed(
     deployment: DeploymentSettings, price: Price | None, tiers: Mapping[str, Price], factors: Mapping[str, int]
 ) -> frozenset[str]:
-    """The reserved fields and tools that clients may send. Those that raise the bill need a known
-    price, unless all is free.
+    """The reserved fields and tools that clients may send.
+
+    Those that raise the bill need a known price, unless the deployment is free.
     """
     names = frozenset(map(canonical, deployment.allow_fields))
     if price is None or price == FREE:

@@ -2,9 +2,9 @@
 
 Reads the table as a file, once, on first use, in about 20 ms; does not import litellm. Format:
 litellm's model_prices_and_context_window.json, costs in USD per token. Invariant: a price is one
-number for every request that fits `context_tokens_max`. Where a provider charges more above a
-border, the size ends at that border, so that no budget is charged too little. Setting
-`context_tokens_max` above the border accepts that risk.
+number for every request that fits `context_tokens_max`. If a provider charges more above a prompt
+length, `context_tokens_max` is that length, so that no budget is charged too little. A setting
+`context_tokens_max` above it accepts that risk.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ _ABILITIES = {
 
 
 class Known(msgspec.Struct, frozen=True):
-    """One row of the table. Sizes in tokens; None where the table has none."""
+    """One row of the table. Sizes are in tokens; None if the table lacks the value."""
 
     provider: str
     price: Price | None
@@ -65,7 +65,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def known(model: str, host: str = "") -> Known | None:
-    """The row of `model` under its own name, its provider's, or the name of the `host` that serves it."""
+    """The row of `model` under its own name, its provider's, or the name of the serving `host`."""
     table = _table()
     provider, _, bare = model.partition("/")
     for name in _names(model, host):
@@ -82,14 +82,16 @@ def known(model: str, host: str = "") -> Known | None:
 
 
 def can_chat(model: str, host: str = "") -> bool:
-    """Whether `model` can chat, as far as the table knows. False only for models of another kind, such as embeddings."""
+    """Whether the table lets `model` chat. False only for models of another kind, such as
+    embeddings.
+    """
     names = [*_names(model, host), model.partition("/")[2]]
     rows = [msgspec.json.decode(_table()[name]) for name in names if name in _table()]
     return not rows or any(row.get("mode") in (None, "chat", "responses") for row in rows)
 
 
 def _names(model: str, host: str) -> list[str]:
-    """The names under which the table may have a model that `host` serves."""
+    """The names under which the table may list a model that `host` serves."""
     return [model, *(f"{label}/{model}" for label in host.split(".") if label)]
 
 
@@ -143,7 +145,7 @@ _KINDS = {
 
 
 def _price(row: dict[str, Any], tier: str = "") -> Price | None:
-    """The price of a `tier`. Parts without a price of the tier cost the usual price."""
+    """The price of a `tier`. A part without a price in that tier has its usual price."""
     prompt, answer = row.get(f"input_cost_per_token{tier}"), row.get(f"output_cost_per_token{tier}")
     units = [
         (unit, max(microusd(usd, 12) for usd in found))
@@ -183,7 +185,7 @@ _WRITES = (
 
 
 def with_writes(price: Price, model: str) -> Price:
-    """`price`, completed by the published prices of writing the prompt cache of `model`."""
+    """`price`, completed with the published prices of prompt cache writes for `model`."""
     write_factors = next((factors for name, factors in _WRITES if name in model.lower()), None)
     if write_factors is None:
         return price

@@ -1,7 +1,6 @@
-"""One place where an alias can be answered: a backend with its price, its health and its
-estimates.
+"""One provider of answers to an alias: a backend with its price, its health and its estimates.
 
-It gives the values that `policies.routing` decides by, and learns from the outcome of each call.
+Supplies the values from which `policies.routing` decides, and learns from the outcome of each call.
 Knows no aliases, teams, budgets or caches. Invariant: a slot that `begin` took is given back once,
 by `end`.
 """
@@ -35,7 +34,7 @@ _log = get_logger()
 
 
 class Prompts(msgspec.Struct):
-    """The largest prompt served, and the size of the context that a refusal gave. The latter holds until `until_s`."""
+    """The largest prompt served, and the context size of a refusal, which holds until `until_s`."""
 
     served: int = 0
     learned: int = 0
@@ -44,7 +43,7 @@ class Prompts(msgspec.Struct):
 
 @dataclass(slots=True, kw_only=True)
 class Deployment(Facts):
-    """One place where an alias can be answered."""
+    """One backend that can answer an alias, with its facts, health and estimates."""
 
     name: str
     model: str  # deployments of one model give answers of one kind
@@ -68,7 +67,7 @@ class Deployment(Facts):
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
         """The caller and the shape of a request, for the health of this deployment.
 
-        A prompt longer than all served ones has a shape of its own.
+        A prompt longer than all served prompts has a separate shape.
         """
         scope = self._scope(demand)
         longest = self.prompts[scope].served if scope in self.prompts else 0
@@ -80,9 +79,9 @@ class Deployment(Facts):
 
     @property
     def is_available(self) -> bool | None:
-        """Whether it answers, by its last call; None if it was never called.
+        """Whether the deployment answers, by its last call; None before its first call.
 
-        A local engine was called at its start.
+        A local engine is called at its start.
         """
         if self.use or not self.backend.load(0).is_ready:
             return False
@@ -91,7 +90,9 @@ class Deployment(Facts):
 
     @property
     def absence(self) -> str:
-        """The state that keeps routing away: `disabled`, `not_ready`, `denied` or `failed`; else empty."""
+        """Why routing skips the deployment: `disabled`, `not_ready`, `denied` or `failed`; else
+        empty.
+        """
         if self.use or not self.backend.load(0).is_ready:
             return "disabled" if self.use else "not_ready"
         reason, denial = self.health.trouble
@@ -99,7 +100,7 @@ class Deployment(Facts):
 
     @property
     def trouble(self) -> str:
-        """The reason for operators why it is unavailable; empty if it may be available."""
+        """Why the deployment is unavailable, for operators; empty if it may be available."""
         load = self.backend.load(0)
         if self.use or not load.is_ready:
             return f"{self.use} by an operator" if self.use else load.why
@@ -112,7 +113,7 @@ class Deployment(Facts):
         return dataclasses.replace(self, model=model, **facts.by_name())
 
     def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
-        """The cost of the tokens of a request, in µUSD."""
+        """The cost of a request with this usage, in µUSD."""
         cost = (self._price(demand) if demand.tier else self.price).cost(usage)
         if demand.units > 1 or usage.units > 1 or demand.measure:
             has_tokens = cost > self.price.request_microusd  # tokens without a price leave that of the units
@@ -120,7 +121,9 @@ class Deployment(Facts):
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
-        """The highest possible cost of a request whose answers have so many tokens together."""
+        """The highest possible cost in µUSD of a request whose answers have `completion_tokens`
+        together.
+        """
         cost = (self._price(demand) if demand.tier else self.price).cost_max(
             demand.prompt_tokens_read,
             completion_tokens,
@@ -133,18 +136,20 @@ class Deployment(Facts):
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def overcounted(self, demand: Demand) -> None:
-        """Let it rest for all callers: it reported more tokens than it can have read or written."""
+        """Rest the deployment for all callers: it reported more tokens than it can have read or
+        written.
+        """
         _log.warning("usage_impossible", deployment=self.name, context_tokens=self.context_tokens_max)
         self.health.rest(self.asker(demand), _OVERCOUNT_REST_S, "it reported more tokens than it can have used")
 
     def lacks_price(self, demand: Demand) -> bool:
-        """Whether it has prices, but none for the units of this request."""
+        """Whether it has prices for units, but none for the units of this request."""
         price = self.price
         is_free = not (price.input_microusd_per_mtok or price.output_microusd_per_mtok or price.request_microusd)
         return is_free and bool(price.units) and price.unit(demand.measure) is None
 
     def _of_units(self, demand: Demand, reported: int = 0) -> MicroUSD:
-        """The cost of a request's units beside its tokens: of the `reported` ones, else of the most."""
+        """The cost of a request's units beside its tokens: of `reported` units, else of the most."""
         if not demand.measure:  # a search covers no more documents than the request was counted by
             return (max(reported, demand.units) - 1) * self.price.request_microusd
         return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
@@ -165,7 +170,7 @@ class Deployment(Facts):
         return cost
 
     def candidate(self, demand: Demand, *, is_alone: bool = False) -> Candidate:
-        """The deployment's state for routing, now. `is_alone`: no other deployment can answer."""
+        """The deployment's current state for routing. `is_alone`: no other deployment can answer."""
         prompt_tokens = demand.prompt_tokens
         load = self.backend.load(prompt_tokens)
         resting, reason = None, ""
@@ -204,10 +209,10 @@ class Deployment(Facts):
         return past.learned if known is None else min(known, past.learned)
 
     def learn_window(self, error: base.BackendTooLong, demand: Demand) -> int | None:
-        """Keep the context's size that `error` gives, for a while. Returns the size for this request, if known.
+        """Keep for a while the context size in `error`. Returns the size for this request, or None.
 
-        A size counts only if nothing longer was served, and if the request is longer, but not by
-        far. A local engine states its size itself.
+        A size counts only if no longer prompt was served, and if the request is longer, but by less
+        than four times. A local engine states its size itself.
         """
         scope, size = self._scope(demand), error.context_tokens
         known = self._context(self.backend.load(0), scope)
@@ -225,9 +230,9 @@ class Deployment(Facts):
         return self.prompts.setdefault(scope, Prompts())
 
     def begin(self, asker: Asker, team: int = 0) -> bool:
-        """Take a slot and the right to make one call; returns False if another call took it.
+        """Take a slot and the right to make one call; returns False if another call has either.
 
-        `end` gives the slot back. `team`: of the request; 0 for the gateway's own.
+        `end` gives the slot back. `team` is the request's; 0 for the gateway's own.
         """
         if not self.slots.take(team):
             return False
@@ -237,13 +242,15 @@ class Deployment(Facts):
         return True
 
     def take_use(self, use: str) -> list[base.ChunkStream]:
-        """Set the use that an operator chose. Returns the answers that must be given up."""
+        """Set the use that an operator chose. Returns the answers to close."""
         is_cut = use == "disabled" != self.use
         self.use = use
         return list(self.answers) if is_cut else []
 
     async def may_probe(self, asker: Asker, team: int = 0) -> bool:
-        """Whether no other worker is probing it. If one is, this ends the call that `begin` admitted."""
+        """Whether this worker may probe the deployment. If not, the call that `begin` admitted is
+        ended.
+        """
         try:
             is_first = self.claim is None or await self.claim(asker)
         except BaseException:
@@ -259,10 +266,10 @@ class Deployment(Facts):
         self.slots.give_back(team)
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
-        """The time to wait for the first chunk: as configured, else learned
-        from this deployment.
+        """The time in seconds to wait for the first chunk: configured, else learned from this
+        deployment.
 
-        Where it is not learned yet, and another deployment can answer, it is about 10 s.
+        Before it is learned it is about 10 s if another deployment can answer.
         """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
@@ -314,22 +321,22 @@ class Deployment(Facts):
                 self.health.failed(asker, error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)
 
     def note_timeout(self, prompt_tokens: int) -> None:
-        """Learn from a time-out, where no other deployment could answer either.
+        """Learn from a time-out if no other deployment could answer.
 
-        The deployment may have become slow, so its next time-out is longer. Where others answer,
-        its time-out stays, so that a deployment that hangs delays no request.
+        The deployment may have become slow, so its next time-out is longer. If another deployment
+        can answer, the time-out stays, so that a deployment that hangs delays no request.
         """
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
 
 
 def with_cut(deployment: Deployment, body: dict[str, Any], kind: Kind, tokens_max: int) -> dict[str, Any]:
-    """`body` with a limit of its answer that takes the place of the client's."""
+    """`body` with a limit of its answer that replaces the client's."""
     rest = {name: value for name, value in body.items() if name not in ("max_tokens", "max_completion_tokens")}
     return with_length(deployment, rest, tokens_max) if kind is CHAT else {**rest, "max_tokens": tokens_max}
 
 
 def with_length(deployment: Deployment, body: dict[str, Any], tokens_max: int) -> dict[str, Any]:
-    """`body` with a limit of its answer, under the name that the deployment knows."""
+    """`body` with a limit of its answer, under the field's name that the deployment knows."""
     is_openai = "api.openai.com" in (deployment.settings.base_url or "")
     # other servers accept only the older name
     return {**body, "max_completion_tokens" if is_openai else "max_tokens": tokens_max}

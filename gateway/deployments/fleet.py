@@ -1,7 +1,7 @@
 """The deployments of this worker, by the aliases that they answer.
 
-Knows no teams, budgets or caches. Invariant: each name that a request gives belongs to at most one
-alias: itself, else the longest prefix.
+Knows no teams, budgets or caches. Invariant: each name in a request belongs to at most one alias:
+the alias of that name, else the pattern with the longest prefix.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _log = get_logger()
 class Fleet:
     """Every configured alias with its deployments, and the alias of the packaged `embedder`.
 
-    Raises NotFound for a name it does not have.
+    Raises NotFound for an unknown name.
     """
 
     def __init__(self, aliases: Mapping[str, Alias], embedder: Alias) -> None:
@@ -61,7 +61,9 @@ class Fleet:
         return [d for alias in self.aliases.values() for d in alias.deployments.values()]
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
-        """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
+        """The alias of this name. Raises NotFound, whose message lists the names in `allowed`
+        (None: all).
+        """
         alias = self.aliases.get(name) or self.aliases.get(configured := self.configured(name))
         if alias is None and configured:
             return self._embedder
@@ -77,8 +79,9 @@ class Fleet:
         return alias.for_name(name) if alias.is_pattern else alias
 
     def take_uses(self, uses: Mapping[str, str]) -> None:
-        """Set the use of each deployment: the one in `uses`, else in use. Answers of a newly
-        disabled one are given up.
+        """Set the use of each deployment from `uses`; a missing deployment is in use.
+
+        Answers of a newly disabled deployment are closed.
         """
         for deployment in self.deployments:
             for answer in deployment.take_use(uses.get(deployment.name, "")):
@@ -96,7 +99,7 @@ class Fleet:
 
 
 def build_fleet(settings: Settings, clock: Callable[[], float], embedder: SemanticClient) -> Fleet:
-    """The fleet that the settings describe; nothing is connected yet. `embedder` is its owner's."""
+    """Build the fleet that the settings describe, unconnected. The caller owns `embedder`."""
     aliases = {}
     for alias, model in settings.models.items():
         deployments = [_build(alias, d, settings, clock) for d in model.deployments]

@@ -1,7 +1,7 @@
 """The progress of one attempt at one deployment, filled as its chunks arrive.
 
-Accounting, the breaker and the cache read it. No prompts and no routes. Invariant: an attempt ends
-once, with one outcome.
+Accounting, the breaker and the cache read it. Knows no prompts and no routes. Invariant: an attempt
+ends once, with one outcome.
 """
 
 import time
@@ -17,7 +17,7 @@ _BYTES_PER_TOKEN = 3  # fewer than in most languages' texts
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One deployment that was tried, and how it ended: `ok`, `cancelled`, or the error in words."""
+    """One attempt at a deployment. `outcome` is `ok`, `cancelled`, or the error in words."""
 
     name: str
     outcome: str
@@ -27,9 +27,9 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """`ok`, `error`, `denied`, or a verdict that leaves the deployment as it is.
+        """`ok`, `error` or `denied`; or `refused` or `cancelled`, which leave the health as it is.
 
-        Those are `refused` (the request was at fault) and `cancelled`.
+        `refused`: the request was at fault.
         """
         if self.outcome in ("ok", "cancelled"):
             return self.outcome
@@ -37,9 +37,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct):
-    """The answer of one deployment so far. `draft` is the id of the entry that
-    served as a draft.
-    """
+    """The answer of one deployment so far. `draft` is the id of the entry that served as a draft."""
 
     deployment: str
     draft: str = ""
@@ -58,7 +56,7 @@ class Progress(msgspec.Struct):
     attempt: Attempt | None = None  # once it has ended
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """Count `chunks`, which came together."""
+        """Count `chunks`, which arrived together."""
         self.chunks += chunks
         self.size_bytes += size_of(chunks)
         for chunk in chunks:
@@ -74,7 +72,7 @@ class Progress(msgspec.Struct):
                 self.ttft_ms = self.elapsed_ms()
 
     async def apart(self, waiting: Awaitable[None]) -> None:
-        """Wait for `waiting`, without counting its time as the deployment's."""
+        """Await `waiting`, without counting its time as the deployment's."""
         since = time.perf_counter()
         try:
             await waiting
@@ -92,9 +90,10 @@ class Progress(msgspec.Struct):
         self.end("cancelled")
 
     def end(self, outcome: str, *, is_refusal: bool = False, is_denial: bool = False) -> None:
-        """End the attempt. `outcome` is ok, cancelled, or why the deployment failed or refused the request.
+        """End the attempt. `outcome` is ok, cancelled, or why the deployment failed or refused the
+        request.
 
-        `is_denial`: it refused for good.
+        `is_denial`: the refusal is permanent.
         """
         self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial)
 
@@ -105,8 +104,8 @@ class Progress(msgspec.Struct):
     def completion_tokens_at_least(self, tokens_per_ms: float) -> int:
         """A lower bound of the answer's tokens, for a deployment that did not count them.
 
-        It is the largest of: its chunks, a third of its bytes, and the tokens of the time that
-        passed. `tokens_per_ms` is 0 for a model that does not reason unseen.
+        It is the largest of: its chunks, a third of its text's bytes, and the tokens of the elapsed
+        time. `tokens_per_ms` is 0 for a model without hidden reasoning.
         """
         duration_ms = self.attempt.duration_ms if self.attempt is not None else self.elapsed_ms()
         unseen = duration_ms * tokens_per_ms

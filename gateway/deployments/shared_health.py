@@ -3,16 +3,16 @@
     sameway:{health}:D            string  the state, as JSON: sums of the estimate, the breakers
     sameway:{health}:D:probe:B:N  string  a probe of breaker B in state N has begun
 
-D is a digest of what the deployment is: its name, address, model, headers and key. So another
-configuration begins anew. A deployment that only its own host reaches is that host's.
+D is a digest of the deployment's name, address, model, headers and key, so that another
+configuration begins anew. The digest of a deployment that only one host reaches includes that host.
 
-An exchange sends what a worker learned since the last one and takes what all have learned; it is
-one script, in the background. Estimates are sums under exponential forgetting, which add up in any
-order. A breaker's state has a number: a worker that opens or closes it makes the next number, and
-of two that do so at once the first one counts.
+An exchange sends a worker's observations since the last exchange and returns the sums of all
+workers; it is one script, in the background. Estimates are sums under exponential forgetting, which
+add up in any order. A breaker's state has a number: a worker that opens or closes it writes the
+next number, and the first of two simultaneous writes counts.
 
 Knows no requests. Invariants: times in Redis are Redis' own, and workers get durations; a value
-that no worker wrote is replaced; while Redis is away a worker goes on by itself.
+that no worker wrote is replaced; without Redis a worker goes on alone.
 """
 
 import asyncio
@@ -130,7 +130,7 @@ def _is_sound(path: str, state: News) -> bool:
 
 
 class Exchanged:
-    """One deployment's part in the exchanges, with the sums of the last one."""
+    """One deployment's part in the exchanges, with the sums of the last exchange."""
 
     def __init__(self, deployment: Deployment, key: str, clock: Callable[[], float]) -> None:
         self.deployment = deployment
@@ -144,13 +144,13 @@ class Exchanged:
         self._is_reset = False
 
     def reset(self) -> None:
-        """Forget all, also what others have learned."""
+        """Forget the failures and the estimate, also other workers'."""
         self.deployment.health.reset()
         self.deployment.estimate.restore((0.0,) * SUMS)
         self._is_reset = True
 
     def outgoing(self) -> bytes:
-        """The message for the next exchange: what this worker learned since the last one."""
+        """The message for the next exchange: the worker's observations since the last exchange."""
         estimate = self.deployment.estimate
         calls, sums = estimate.calls_seen, estimate.sums()
         self._sent = (sums, calls, self._clock())
@@ -163,12 +163,14 @@ class Exchanged:
         return msgspec.json.encode((kept, learned, self._news))
 
     def failed(self) -> None:
-        """Take the news back, because the message was not sent."""
+        """Put the news back into the breakers, because the message was not sent."""
         for path, news in self._news.items():
             self.deployment.health.breaker(path).put_back(news)
 
     def incoming(self, data: bytes) -> bool:
-        """Adopt the shared state. Returns False, and changes nothing, if no worker can have written it."""
+        """Adopt the shared state. Returns False, and changes nothing, if no worker can have written
+        it.
+        """
         try:
             reply = msgspec.json.decode(data, type=_HealthReply)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -193,7 +195,9 @@ class Exchanged:
 
 
 def _clean(sums: list[float]) -> tuple[float, ...]:
-    """The sums without small negative values from rounding. Only the sum of logarithms (6) may be negative."""
+    """The sums without small negative values from rounding. Only the sum of logarithms (6) may be
+    negative.
+    """
     return tuple([one if place == 6 else max(0.0, one) for place, one in enumerate(sums)])
 
 
@@ -232,7 +236,7 @@ class SharedHealth:
         await self.exchange()
 
     async def exchange(self) -> None:
-        """Send what this worker has learned, and take what all have. Raises RedisError."""
+        """Send this worker's observations, and adopt the state of all workers. Raises RedisError."""
         if self.exchanged:
             async with self._in_turn:
                 await self._exchange()
@@ -253,7 +257,7 @@ class SharedHealth:
                 await self._link.execute_command("DEL", shared.key)
 
     async def _claim(self, shared: Exchanged, asker: Asker) -> bool:
-        """Whether this worker may probe now. Without Redis it may."""
+        """Claim the right to probe now. Returns whether this worker has it; without Redis it has."""
         try:
             for name in shared.deployment.health.probed(asker):
                 key = f"{shared.key}:probe:{name}"
@@ -267,7 +271,7 @@ class SharedHealth:
 def identity(deployment: Deployment, settings: Settings, host: str) -> str:
     """The digest of a deployment's configuration, for the key of its state.
 
-    It includes `host` if only this host reaches the deployment. It shows no key.
+    It includes `host` if only this host reaches the deployment. It reveals no API key.
     """
     given = deployment.settings
     where = (

@@ -1,12 +1,11 @@
-"""The slots of one deployment: so many requests run at once, the others wait in a queue.
+"""The slots of one deployment: `slots_max` requests run at once, the others wait in a queue.
 
-A slot goes to the team that holds the fewest; among these, to the one whose last call is longest
-ago: a slot's time is not known before, and a team whose requests take long waits for itself
-(max-min fairness). Within a team the order is that of arrival. A full queue pushes out the last
-ticket of the team that has most there, for a team that has less (Suter et al., INFOCOM 1998).
-
-Knows no requests and no deployments; a team is a number. Invariants: never more than `slots_max`
-slots are taken; a call that was of no use is passed on.
+A slot goes to the team that holds the fewest; of several, to the team whose last call is longest
+ago: a slot's duration is not known before, and a team whose requests take long waits for itself
+(max-min fairness). A team's requests are served in order of arrival. A team with fewer tickets in a
+full queue pushes out the last ticket of the team with the most (Suter et al., INFOCOM 1998). Knows
+no requests and no deployments; a team is a number. Invariants: never more than `slots_max` slots
+are taken; an unused call passes to the next ticket.
 """
 
 import asyncio
@@ -67,7 +66,7 @@ class Slots:
     def join(self, ticket: Ticket, *, is_first: bool) -> bool:
         """Put `ticket` at the end of its team's queue. Returns False if there is no room.
 
-        `is_first` puts it before all others: it was called once before, and came too late.
+        `is_first` puts it first, also in a full queue: it was called before, but too late.
         """
         queue_of_team = self._queues.get(ticket.team, ())
         if self.waiting >= self.waiting_max and not is_first:
@@ -84,7 +83,7 @@ class Slots:
         return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Take `ticket` out of the queue, if it waits here."""
+        """Remove `ticket` from the queue, if it waits here."""
         queue = self._queues.get(ticket.team)
         if queue is not None and ticket in queue:
             del queue[ticket]
@@ -93,7 +92,7 @@ class Slots:
                 del self._queues[ticket.team]
 
     def call(self) -> None:
-        """Call the next ticket while a slot is free."""
+        """Call the next ticket of the queue, if a slot is free."""
         while self._queues and not self.is_full:
             team = min(self._queues, key=self._held.__getitem__)
             ticket = next(iter(self._queues[team]))

@@ -1,3 +1,3 @@
-"""Anthropic's API. Builds on `backends.openai`, whose server differs in its shapes alone. Read
+"""Anthropic's API. Builds on `backends.openai`; only the shapes and headers differ. Read
 `backend.py` first.
 """

@@ -1,10 +1,10 @@
 """Translates an answer of Anthropic's Messages API into chunks of a chat completion.
 
 Shapes: Anthropic API reference, "Messages" and "Streaming Messages"; OpenAI API reference, "The
-chat completion chunk object". `thinking_blocks` is litellm's field for what a client must send back
-unchanged: signatures and redacted thinking; `content_blocks` and `citations` carry the blocks that
-a chat completion has no field for. Knows no HTTP. Invariant: what cannot be read becomes no JSON,
-so that the stream reports it as broken.
+chat completion chunk object". `thinking_blocks` is litellm's field for signatures and redacted
+thinking, which a client must send back unchanged; `content_blocks` and `citations` carry the blocks
+for which a chat completion lacks a field. Knows no HTTP. Invariant: an unreadable event passes
+unchanged or as invalid JSON, so that the stream reports it as broken.
 """
 
 import time
@@ -31,7 +31,7 @@ _WRONG = (*UNREADABLE, KeyError, TypeError, AttributeError)  # what reading an a
 
 
 class MessageReader:
-    """Reads one answer. `clock` gives unix seconds."""
+    """Reads one answer."""
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {"object": "chat.completion.chunk", "created": int(time.time())}
@@ -45,11 +45,11 @@ class MessageReader:
         self._listed: dict[str, int] = {}  # the number of entries in each field that is a list
 
     def chunks(self, payloads: Iterable[bytes]) -> list[bytes]:
-        """The chunks for the data of events."""
+        """Translate the data of events into chunks."""
         return [chunk for payload in payloads for chunk in self._read(payload)]
 
     def whole(self, body: bytes) -> list[bytes]:
-        """The chunks of a whole message; `body` alone if it holds no message."""
+        """Translate a whole message into chunks; returns `body` alone if it holds no message."""
         try:
             message = decoded(body)
             if message["type"] != "message":
@@ -88,7 +88,7 @@ class MessageReader:
         return []  # a ping, or an event of a later version
 
     def _count(self, usage: Any) -> None:
-        """Take the latest counts; one of another shape costs no answer."""
+        """Take the latest counts; a usage that is not an object is ignored."""
         if isinstance(usage, dict):
             self._usage |= {name: value for name, value in usage.items() if value is not None}
 
@@ -170,7 +170,7 @@ class MessageReader:
 
 
 def _events(message: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """The events of a whole message, one delta for each block's text."""
+    """The events that a stream of this whole message would have, one delta for each block's text."""
     yield {"type": "message_start", "message": message}
     for index, block in enumerate(message["content"]):
         yield {"type": "content_block_start", "index": index, "content_block": block}

@@ -1,10 +1,11 @@
 """Anthropic's Messages API over HTTP, without litellm.
 
 The connections, time limits and failures are those of an OpenAI-compatible server; this file adds
-the address, the headers, and two translations. A request that came in Anthropic's shape is sent as
-it came. Format: Anthropic API reference, "Messages", "Versions" and "Beta headers". Knows no teams,
-caches or routes. Invariant: only `model`, `stream`, a length and calls of tools that a budget
-cuts and the gateway's own `cache` change of such a request: without these it leaves byte for byte.
+the address, the headers, and two translations. A request in Anthropic's shape is sent unchanged.
+Format: Anthropic API reference, "Messages", "Versions" and "Beta headers". Knows no teams, caches
+or routes. Invariant: in such a request only `model`, `stream`, the gateway's own `cache`, and a
+length and tool calls that a budget cuts are changed; if none applies, its bytes are sent as
+received.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ _COUNT_S = 10.0
 
 
 class AnthropicBackend(OpenAIBackend):
-    """One deployment at Anthropic's API, or at a server that speaks it."""
+    """One deployment at Anthropic's API, or at a server with the same API."""
 
     paths: Mapping[str, str] = {CHAT.path: "/v1/messages", _COUNT.path: "/v1/messages/count_tokens"}
     reader = MessageReader
@@ -38,7 +39,7 @@ class AnthropicBackend(OpenAIBackend):
         super().__init__(name, headers=headers, **more)
 
     async def count_tokens(self, native: Native, request_id: str, model: str = "") -> int:
-        """The tokens of a prompt by the server's own count. Raises BackendError, KeyError."""
+        """Ask the server for the number of a prompt's tokens. Raises BackendError, KeyError."""
         request = BackendRequest(
             body={},
             is_stream=False,

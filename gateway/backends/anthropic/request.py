@@ -2,7 +2,7 @@
 
 Shapes: OpenAI API reference, "Create chat completion"; Anthropic API reference, "Messages". Knows
 no HTTP. Invariant: a field that changes the answer is translated or refused by its name. Fields of
-neither API are passed on, and the server judges them.
+neither API are passed on for the server to check.
 """
 
 import re
@@ -32,9 +32,9 @@ _KNOWN = frozenset({*_DELIVERY.split(), *_TRANSLATED.split(), *_REFUSED})
 
 
 def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request of the Messages API for a chat completion's, without `model` and `stream`.
+    """The Messages API's request for a chat completion's, without `model` and `stream`.
 
-    Raises BackendUnfit with the name of a field that the Messages API cannot say.
+    Raises BackendUnfit with the name of a field that the Messages API cannot express.
     """
     try:
         return _message(body)
@@ -78,7 +78,7 @@ def _message(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The system's blocks, and the messages: neighbours of one role are one message."""
+    """The system's blocks, and the messages; consecutive messages of one role are merged."""
     system: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(given):
@@ -104,7 +104,7 @@ def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
 
 
 def _said(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The blocks of an assistant's message. `thinking_blocks` are those of an earlier answer."""
+    """The blocks of an assistant's message. `thinking_blocks` come from an earlier answer."""
     thoughts = message.get("thinking_blocks") or ()
     blocks = [{name: value for name, value in one.items() if name != "index"} for one in thoughts]
     blocks += _blocks(message.get("content"), where)
@@ -148,7 +148,7 @@ def _source(url: str) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as a tool of the client; a tool of another type as it is."""
+    """A function as a client tool; a tool of another type stays unchanged."""
     function = tool.get("function")
     if isinstance(tool.get("custom"), dict):
         raise unfit("`tools` of the type `custom` have no schema, which this model's API requires", "tools")

@@ -160,7 +160,7 @@ class TextWriter(Writer):
         self._sent: dict[int, int] = {}  # characters of each choice
 
     def chunks(self, output: Output, index: int) -> list[Chunk]:
-        """Return one chunk: the echoed prompt before a choice's first piece, the text and the
+        """Return one chunk: the echoed prompt before a choice's first piece, the text, and the
         finish.
         """
         text, finish_reason = output.text, output.finish_reason
@@ -204,11 +204,11 @@ def _entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, start: int, top: int) -> dict[str, Any]:
-    """Write a completion's `logprobs`: four lists with one item a token.
+    """Write a completion's `logprobs`: four lists with an item for each token.
 
     A prompt's first token has no value: no token precedes it. `text_offset` counts characters from
     the beginning of the choice, of which `start` precede `text`. A token that the text does not
-    contain, as one that opens or ends it, has the offset of the next token.
+    contain, such as a stop token, has the offset of the next token.
     """
     said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     data, at, offset = text.encode(), 0, start
@@ -229,8 +229,8 @@ def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, st
 def _range(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, int]:
     """Return the range of a token in the text, searched from `at`.
 
-    A text's first space can be in its token alone. With `has_rest` the text can begin with the rest
-    of a token of the previous piece.
+    The text may lack the space that begins its first token. With `has_rest` the text can begin with
+    the rest of a token of the previous piece.
     """
     for spelled in (raw, raw.removeprefix(b" ")):
         if data.startswith(spelled, at):
@@ -245,7 +245,7 @@ def _characters(data: bytes) -> int:
 
 def _of_prompt(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any] | None]:
     """Write vLLM's `prompt_logprobs`: for each prompt token but the first, the likeliest tokens and
-    itself, by id.
+    the token itself, by id.
     """
     said: list[dict[str, Any] | None] = []
     for number, token in enumerate(tokens):

@@ -1,7 +1,7 @@
-"""A local engine behind its socket. request.py makes its requests, answer.py reads its outputs.
+"""A local engine behind its socket. request.py builds its requests, answer.py reads its outputs.
 
-Uses the engine's messages and errors; no torch. Invariant: an answer that loses its reader is
-aborted in the engine, with all its choices.
+Uses the engine's messages and errors; no torch. Invariant: an answer without a reader is aborted in
+the engine, with all its choices.
 """
 
 import asyncio
@@ -59,16 +59,14 @@ class LocalBackend:
         return f"the engine's process ended{' and is not started again' if ended.is_final else ''}"
 
     def _is_coming(self) -> bool:
-        """Whether requests should wait for an engine that is not ready."""
+        """Whether requests should wait for an unready engine."""
         engine = self.engine
         if engine.starts_failed >= _STARTS_FAILED_MAX or (engine.ended is not None and engine.ended.is_final):
             return False
         return self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S
 
     async def start(self) -> None:
-        """Connect in the background, and reconnect for ever. Without an engine the deployment is
-        not ready.
-        """
+        """Connect in the background, and reconnect for ever. Until then the deployment is unready."""
         self.engine.start()
 
     async def aclose(self) -> None:
@@ -77,8 +75,10 @@ class LocalBackend:
     async def tokenize(
         self, body: dict[str, Any], *, has_special: bool, opens_answer: bool, wants_texts: bool
     ) -> tuple[list[int], list[str] | None]:
-        """Return the tokens of the body's `prompt`, or else of its `messages` as a generation reads
-        them, and their spellings if wanted. Raises BackendError.
+        """Return the token ids of the body's `prompt`, else of its `messages` with the chat
+        template.
+
+        Also returns the tokens' texts if `wants_texts`. Raises BackendError.
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
@@ -93,7 +93,7 @@ class LocalBackend:
         return reply.token_ids, reply.texts
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of these tokens. Raises BackendError."""
+        """Return the text of `token_ids`. Raises BackendError."""
         return await _within(self.engine.detokenize(token_ids))
 
     def stream(self, request: base.BackendRequest) -> "LocalStream":
@@ -211,7 +211,7 @@ class LocalStream:
 
 
 async def _within(reply: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for the reply to a request for tokens or their text. Raises BackendError."""
+    """Await the engine's reply to a tokenize or detokenize call, within 30 s. Raises BackendError."""
     try:
         async with asyncio.timeout(_CONVERTED_WITHIN_S):
             return await reply
@@ -229,7 +229,7 @@ _WORDS_MAX = 400
 def _translated(
     error: local_engine.EngineError, prompt: str, has_output: bool, body: Mapping[str, Any] = {}
 ) -> base.BackendError:
-    """Return the error of base.py for one of the engine. `prompt` is the field with the prompt."""
+    """Return the error of base.py for an engine's error. `prompt` is the field with the prompt."""
     match error:
         case local_engine.PromptTooLong():
             message = (

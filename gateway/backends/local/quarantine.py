@@ -1,8 +1,8 @@
-"""The requests that were running when an engine crashed: one of them may have caused it.
+"""The requests that were running when an engine crashed: each may be the cause.
 
-Each is retried alone until its first token, so that a second crash finds the cause. That request is
-refused for ten minutes. Reads the requests' bodies and a clock. Invariant: a request can crash the
-engine at most twice. Without a crash this class does nothing.
+Each is retried alone until its first token, so that a second crash identifies the cause. That
+request is refused for ten minutes. Reads the requests' bodies and a clock. Invariant: a request can
+crash the engine at most twice. Without a crash this class does nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAME_CRASH_S = 5.0
 
 
 class Quarantine:
-    """The crashes of one engine, as one gateway worker has seen them. `clock` is in seconds."""
+    """The crashes of one engine, as observed by one gateway worker. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -33,11 +33,11 @@ class Quarantine:
         self._found_at = -_SAME_CRASH_S
 
     async def admit(self, request: BackendRequest) -> bytes | None:
-        """Let a request go to the engine, alone if it was there at a crash.
+        """Let a request go to the engine, alone if it was running at a crash.
 
-        Returns None where the request is unknown; else its key, for `leave` and `forget`, once
-        no other such request runs. Raises BackendRejected after the second crash, or where the
-        request's turn does not come within its `ttft_timeout_s`.
+        Returns None if no crash is counted against the request; else its key, for `leave` and
+        `forget`, once no other such request runs. Raises BackendRejected after the second crash, or
+        if the request's turn does not come within its `ttft_timeout_s`.
         """
         if not self._crashes:
             return None
@@ -56,13 +56,13 @@ class Quarantine:
         return key
 
     def leave(self, key: bytes | None) -> None:
-        """Let the next request be retried: this one has its first token, or has ended."""
+        """Let the next request be retried: the request of `key` has its first token, or has ended."""
         if key is not None and self._alone == key:
             self._alone = None
             self._turn.release()
 
     def forget(self, key: bytes | None) -> None:
-        """Clear a request that has a complete answer: it did not cause the crash."""
+        """Clear the request of `key`, which has a complete answer: it did not cause the crash."""
         if key is not None:
             self._crashes.pop(key, None)
 

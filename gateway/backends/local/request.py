@@ -1,8 +1,9 @@
-"""Turns a client's request into the engine's: one for a chat, one for each prompt of a completion.
+"""Turns a client's request into the engine's requests: one for a chat, one per prompt of a
+completion.
 
-Uses the engine's messages; no torch. Images and suffixes, which the engine lacks, are refused and
-not ignored; routing should have sent them elsewhere. Shapes: OpenAI API reference,
-"Create chat completion" and "Create completion"; extensions have vLLM's names.
+Uses the engine's messages; no torch. Images and suffixes, which the engine lacks, are refused, not
+ignored; routing should have sent them elsewhere. Shapes: OpenAI API reference, "Create chat
+completion" and "Create completion"; extensions have vLLM's names.
 """
 
 from collections.abc import Mapping
@@ -104,9 +105,7 @@ def _of_text(parameters: _Parameters, body: dict[str, Any], prompt: str | list[i
 def _sampling(
     parameters: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Return the engine's parameters: the request's values, and the engine's defaults for the
-    others.
-    """
+    """Return the engine's parameters: the request's values, else the engine's defaults."""
     stop, seed, top_k, top_p = parameters.stop, parameters.seed, parameters.top_k, parameters.top_p
     fields = msgspec.structs.asdict(parameters) | {
         "top_p": max(top_p, _TOP_P_MIN) if top_p is not None else None,
@@ -122,16 +121,15 @@ def _sampling(
 
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a chat's messages as the engine reads them. Raises BackendRejected, also for a
-    `verbosity`.
-    """
+    """Return a chat's messages for the engine. Raises BackendRejected, also for a `verbosity`."""
     check_verbosity(body)
     return [_message(message, i) for i, message in enumerate(body["messages"])]
 
 
 def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the tools, which of them the model must call, and how many calls it may make. Raises
-    BackendRejected.
+    """Return the tools, the tools that the model must call, and whether it may make several calls.
+
+    Raises BackendRejected.
     """
     for name in ("functions", "function_call"):
         if body.get(name) is not None:
@@ -154,7 +152,7 @@ def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool's function as templates read it. Raises BackendRejected."""
+    """Return a tool's function in the shape that chat templates read. Raises BackendRejected."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         message = "This model calls tools of the type `function`"
@@ -167,13 +165,13 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def form_field(body: Mapping[str, Any], why: str) -> str | None:
-    """Return the field with the form that the engine refused; `why` is the engine's reason."""
+    """Return the field whose grammar the engine refused; `why` is the engine's reason."""
     form = next(iter(_forms(body)), None)
     return "tools" if body.get("tools") and (form is None or "in the tool " in why) else form and form[0]
 
 
 def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
-    """Return the form that the answer must have, if there is one. Raises BackendRejected."""
+    """Return the grammar that constrains the answer, or None. Raises BackendRejected."""
     given = _forms(body)
     if len(given) > 1:
         fields = ", ".join(field for field, _, _ in given)
@@ -182,9 +180,10 @@ def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return each form that a request asks for, as a field, a kind of grammar and a value: OpenAI's
-    `response_format`, and vLLM's fields. Sources: OpenAI, "Structured model outputs"; vLLM,
-    "Structured Outputs". Raises BackendRejected.
+    """Return each grammar of a request as (field, kind, value): OpenAI's `response_format`, vLLM's
+    fields.
+
+    Sources: OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises BackendRejected.
     """
     given: list[tuple[str, str, Any]] = []
     format = body.get("response_format") or {}
@@ -234,8 +233,8 @@ def _grammar(field: str, kind: Any, value: Any) -> Grammar:
 
 
 def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    """Return a message as chat templates read it: a role, a text, and the calls of tools or the
-    call that it answers.
+    """Return a message in the shape that chat templates read: role, text, and tool calls or call
+    id.
     """
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
@@ -250,5 +249,5 @@ def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
 
 
 def rejected(message: str, param: str | None, code: str | None) -> BackendRejected:
-    """Return an error of the client in OpenAI's shape."""
+    """Return a client's error in OpenAI's shape."""
     return BackendRejected(message, status=400, body=error_body(message, None, param, code))

@@ -1,9 +1,9 @@
 """OpenAI-compatible servers over HTTP: OpenAI itself, vLLM, SGLang, Ollama, another Sameway.
 
 Each deployment has a pool of connections. A request is forwarded as the client wrote it, with the
-deployment's model and with usage asked for. Chunks are forwarded as the server wrote them, and
-parsed once, lightly. Knows no teams, caches or routes. Invariant: every failure is a BackendError
-without the deployment's key.
+deployment's model and a request for usage. Chunks are forwarded as the server wrote them, and each
+is parsed once, in part. Knows no teams, caches or routes. Invariant: every failure is a
+BackendError without the deployment's key.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ _IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 class OpenAIBackend:
     """One deployment behind an OpenAI-compatible server.
 
-    `headers` are sent with each request. At most `connections_max` are kept. `is_salted` adds
-    vLLM's `cache_salt`. `unready` is the reason why it cannot be used at all, if any. For
-    `tail_timeout_s` see `OpenAIStream`.
+    `headers` are sent with each request. At most `connections_max` connections are kept.
+    `is_salted` adds vLLM's `cache_salt`. `unready` is the reason why the deployment cannot be used,
+    or empty. For `tail_timeout_s` see `OpenAIStream`.
 
-    A server that differs in its shapes alone overrides `paths`, those by a kind's own path;
-    `reader`, which translates its answers; and the methods for its fields and bodies.
+    A backend for a server of other shapes overrides `paths`, which maps a kind's path to the
+    server's; `reader`, which translates its answers; and the methods for its fields and bodies.
     """
 
     paths: Mapping[str, str] = {kind.path: kind.path for kind in KINDS}
@@ -85,8 +85,10 @@ class OpenAIBackend:
         )
 
     def _fields(self, sent: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
-        """The header fields of every request, by lower-case name, and the reason why they cannot be
-        sent, if any. `sent` are headers of the client's, which the deployment's own come before.
+        """The header fields of every request by lower-case name, and why they cannot be sent, or
+        empty.
+
+        `sent` are the client's headers; a deployment's header of the same name replaces a client's.
         """
         url, headers = self._url, self._headers
         fields = {
@@ -117,7 +119,7 @@ class OpenAIBackend:
         return fields, ""
 
     def _head(self, path: str, method: str = "POST", query: str = "", sent: Iterable[tuple[str, str]] = ()) -> bytes:
-        """The beginning of every request to `path`."""
+        """The request line and the headers that all requests to `path` share."""
         origin, url = self._origin, self._url
         query = "&".join(filter(None, (url.query, query)))
         target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{query}" if query else "")
@@ -129,15 +131,15 @@ class OpenAIBackend:
         return head + (proxy_authorization(origin.proxy) if origin.is_forwarded and origin.proxy is not None else b"")
 
     def _own_fields(self) -> dict[str, tuple[str, str]]:
-        """The header fields of every request, by lower-case name: name and value."""
+        """The header fields that authenticate the gateway, by lower-case name: name and value."""
         return {"authorization": ("Authorization", f"Bearer {self._api_key}")} if self._api_key else {}
 
     def _fields_of(self, request: BackendRequest) -> str:
-        """The header lines of one request."""
+        """The further header lines of one request."""
         return ""
 
     async def start(self) -> None:
-        """Make the pool, without connecting."""
+        """Make the connection pool, without connecting."""
         # in a thread, because reading the machine's certificates takes tens of milliseconds
         self._pool = await asyncio.to_thread(Pool, self._origin, self._connect_timeout_s, self._connections_max)
 
@@ -169,8 +171,8 @@ class OpenAIBackend:
             raise BackendRejected("The body is nested too deeply") from None
 
     def _body(self, request: BackendRequest) -> dict[str, Any]:
-        """The client's body without our extensions, with the deployment's model, and usage for
-        streams.
+        """The client's body without Sameway's extensions, with the deployment's model, and usage
+        for streams.
 
         Raises BackendRejected.
         """
@@ -196,10 +198,7 @@ class OpenAIBackend:
         return body
 
     def _admit(self, request: BackendRequest) -> Exchange:
-        """The exchange of a request that may be sent now, counted as running.
-
-        Raises BackendError.
-        """
+        """Build the exchange of a request, and count it as running. Raises BackendError."""
         if self._unready:
             raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
         if self._pool is None:
@@ -233,9 +232,9 @@ class OpenAIBackend:
 
 
 def _salt(partition: bytes, client_salt: Any) -> str:
-    """The `cache_salt` of a partition, which does not show the partition.
+    """The `cache_salt` of a partition, which does not reveal the partition.
 
-    `client_salt` is the client's, if it may send one: it divides the partition further, and joins no other.
+    A `client_salt`, which only some clients may send, divides the partition further and joins none.
     """
     given = b"" if client_salt is None else msgspec.json.encode(client_salt)
     return blake2b(partition + given, digest_size=16, person=b"sw.cache-salt").hexdigest()

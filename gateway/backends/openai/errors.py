@@ -24,20 +24,17 @@ _ABSENT = (404, 405, 409, 410)
 
 
 class Translator:
-    """Translates failures of a deployment whose key is `api_key`.
-
-    `wall_clock` gives unix seconds.
-    """
+    """Translates failures of a deployment whose key is `api_key`. `wall_clock` gives unix seconds."""
 
     def __init__(self, api_key: str, wall_clock: Callable[[], float] = time.time) -> None:
         self._api_key = api_key
         self._wall_clock = wall_clock
 
     def refused(self, exchange: Exchange, body: bytes, *, is_passage: bool = False) -> BackendError:
-        """The error of a response with another status than 200.
+        """The error for a response with another status than 200.
 
-        `is_passage`: a path or an object that is not there, or is elsewhere, is the request's
-        fault; no refusal is one of all requests.
+        `is_passage`: a missing or moved path or object is the request's fault, and a refusal
+        concerns that request alone.
         """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
         after_s = retry_after_s(headers, self._wall_clock())
@@ -53,13 +50,13 @@ class Translator:
         return error
 
     def in_band(self, error: Any, payload: bytes) -> BackendError:
-        """The error of an error object inside a 200; `error` is None where the whole `payload` is
-        that object.
+        """The error for an error object inside a 200; if `error` is None, all of `payload` is that
+        object.
         """
         return in_band(error or msgspec.json.decode(payload), self._api_key)
 
     def unsent(self, error: TransportError) -> BackendError:
-        """The error of a request without a response's head."""
+        """The error for a request that got no response head."""
         match error:
             case NotAsked():
                 return BackendNotAsked(self._text(error))
@@ -72,11 +69,11 @@ class Translator:
         return BackendUnavailable(message, detail=self._text(error))
 
     def cut(self, error: TransportError) -> BackendError:
-        """The error of a response whose body broke off."""
+        """The error for a response whose body broke off."""
         return BackendBroken("The deployment's answer broke off", detail=self._text(error))
 
     def not_json(self, thing: str, payload: bytes, error: Exception) -> BackendError:
-        """The error of an "answer" or "stream" (`thing`) that cannot be decoded."""
+        """The error for an "answer" or "stream" (`thing`) that cannot be decoded."""
         excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
         return BackendBroken(f"The deployment's {thing} is not JSON", detail=f"{error}: {excerpt}")
 

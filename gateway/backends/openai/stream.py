@@ -1,19 +1,19 @@
 """One answer of an OpenAI-compatible server: reads its bytes, checks its end, keeps its time
 limits.
 
-Knows no backend: it is given functions that admit and send its request. Invariants: those of `base`
-(a stream ends after its finish or raises), and a connection returns to the pool only after the
-answer's last byte. Leaving an answer early closes its connection, so that the server stops
-generating.
+Knows no backend: its arguments are functions that admit and send its request. Invariants: those of
+`base` (a stream ends after its finish or raises), and a connection returns to the pool only after
+the answer's last byte. A reader that leaves an answer early closes its connection, so that the
+server stops generating.
 
     NEW ──admit, send──> WAITING ──first chunk──> STREAMING ──last finish──> TAIL
      └─────────────────────┴────────────────────────┴────────────────────────┴──> OVER
 
 WAITING lasts at most `ttft_timeout_s`, connecting included; for a whole answer, which arrives after
-all of its tokens, `whole_timeout_s`. A whole's first byte that is no white space, which some
-servers send to keep the connection, ends it. STREAMING bounds silence by `idle_timeout_s`; any byte
-ends a silence, also a comment that keeps the connection alive. A server that drips is given up
-after `_DRIP_SILENCES` times that limit: without an event, or with a whole slower than
+all of its tokens, `whole_timeout_s`. A whole answer's first byte other than white space, which some
+servers send as keep-alive, ends WAITING. STREAMING bounds silence by `idle_timeout_s`; any byte
+ends a silence, also a keep-alive comment. The stream gives up a dripping server after
+`_DRIP_SILENCES` times that limit: if no event came, or if a whole answer is slower than
 `_WHOLE_BYTES_PER_S`. TAIL waits only for the usage chunk: the answer is complete without it.
 """
 
@@ -65,18 +65,18 @@ class EventReader(Protocol):
     """Translates one answer of a server with another shape into the data of OpenAI's events."""
 
     def chunks(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """The data of events for those of the server's."""
+        """The data of OpenAI's events for the data of the server's events."""
 
     def whole(self, body: bytes) -> list[bytes]:
-        """The data of events for a whole answer; `body` alone if it holds no answer."""
+        """The data of OpenAI's events for a whole answer; `body` alone if it holds no answer."""
 
 
 class OpenAIStream(msgspec.Struct, eq=False):
     """One answer; see `base.ChunkStream`. One reader at a time; `aclose` from anywhere.
 
-    `admit` counts a request and makes its exchange, `send` sends that and waits for the response's
-    head, `on_end` is called once after a successful `admit`. Silence of `tail_timeout_s` after the
-    last finish ends the answer.
+    `admit` counts a request and builds its exchange; `send` sends the exchange and waits for the
+    response's head; `on_end` is called once after a successful `admit`. `tail_timeout_s` of silence
+    after the last finish ends the answer.
     """
 
     request: BackendRequest
@@ -124,7 +124,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Drop the answer: an unfinished one's connection is closed at once."""
+        """Drop the answer; the connection of an unfinished answer is closed at once."""
         self._ready.clear()
         if self._state is not _OVER:
             self._error = BackendBroken("The answer was given up")
@@ -168,13 +168,13 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._arm(request.idle_timeout_s)
 
     async def _noted(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The pieces of a long body: as long as the server takes them, it is not silent."""
+        """Yield the pieces of a long body; each piece that the server takes ends its silence."""
         async for piece in pieces:
             self._reading_since = asyncio.get_running_loop().time()
             yield piece
 
     async def _body(self, exchange: Exchange, size_bytes_max: int, is_cut: bool = False) -> bytes:
-        """The whole body; with `is_cut`, the beginning of one that is too long or broke off."""
+        """The whole body; with `is_cut`, the beginning of a body that is too long or broke off."""
         parts: list[bytes] = []
         size_bytes = 0
         loop, begun_at = asyncio.get_running_loop(), 0.0
@@ -226,7 +226,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._finish()
 
     async def _fill(self) -> None:
-        """Read until there is a chunk, an error or the end; takes all events that came together."""
+        """Read until a chunk, an error or the end; takes all events of each read."""
         exchange = self._exchange
         assert exchange is not None
         loop = asyncio.get_running_loop()
@@ -257,7 +257,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
                     self._reading_since = None
 
     def _take_passing(self, passing: _Passing, data: bytes) -> None:
-        """Pass bytes on as they came; of events, those that are complete."""
+        """Pass bytes on unchanged; an event stream's leave event by event, each once complete."""
         has_content = not passing.is_events or self.request.passage is not None
         passing.keep(data)
         for payload in self._splitter.feed(data) if passing.is_events else ():
@@ -275,11 +275,13 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
-        """Take events that came together."""
+        """Take the events of one read."""
         self._take_events(payloads if self.reader is None else self.reader.chunks(payloads))
 
     def _take_events(self, payloads: Sequence[bytes]) -> None:
-        """Take events in OpenAI's shape; those that differ only in their text at once."""
+        """Take events in OpenAI's shape; a run of events that differ only in text becomes one
+        chunk.
+        """
         position = 0
         while position < len(payloads):
             if self._template is not None:
@@ -327,7 +329,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         return True
 
     def _at_end(self) -> None:
-        """The body ended: the answer is complete if its choices have finished, with or without
+        """Handle the body's end: the answer is complete if its choices have finished, also without
         [DONE].
         """
         if self._passing is not None:
@@ -347,7 +349,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._fail(_unfinished(self._finishes))
 
     def _at_cut(self, error: TransportError) -> None:
-        """The connection failed, or `_watch` or `aclose` closed it."""
+        """Handle a failed connection, or one that `_watch` or `aclose` closed."""
         if self._state is _OVER:
             return
         if self._is_complete:
@@ -356,7 +358,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._fail(self._late() or self.translate.cut(error))
 
     def _at_drip(self, waited_s: float) -> None:
-        """The server sends bytes, and no event."""
+        """Handle a server that sends bytes but no event."""
         if self._is_complete:
             self._close()
         else:
@@ -364,11 +366,11 @@ class OpenAIStream(msgspec.Struct, eq=False):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether the answer has said its end."""
+        """Whether the answer's end has been read."""
         return self._finishes.is_complete if self._passing is None else self._passing.has_ended
 
     def _close(self) -> None:
-        """End a complete answer; of bytes that were passed on, by a last chunk with what they cost."""
+        """End a complete answer; passed bytes get a last chunk with their usage."""
         if (passing := self._passing) is not None:
             usage, reasons = passing.usage, (passing.finish_reason,)
             end = Chunk(b"", finish_reasons=reasons, usage=usage, media=passing.media, status=passing.status)
@@ -376,9 +378,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._finish()
 
     def _finish(self) -> None:
-        """End a complete answer: the rest of the body is framing, and the connection may serve
-        another.
-        """
+        """End a complete answer, and release its connection: the rest of the body is framing."""
         self._end()
         if self._exchange is not None:
             self._exchange.release()
@@ -388,7 +388,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._leave()
 
     def _leave(self) -> None:
-        """End an incomplete answer: close the connection."""
+        """End an incomplete answer, and close its connection."""
         self._end()
         if self._exchange is not None:
             self._exchange.close()
@@ -409,7 +409,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._timer = loop.call_later(timeout_s, self._watch, timeout_s, loop.time() + timeout_s)
 
     def _watch(self, timeout_s: float, due_s: float) -> None:
-        """Look for a silence. A timer that runs well after `due_s` waits once more."""
+        """Look for a silence. A timer that fires well after `due_s` waits once more."""
         loop = asyncio.get_running_loop()
         since = self._reading_since
         now = loop.time()
@@ -435,12 +435,12 @@ class OpenAIStream(msgspec.Struct, eq=False):
 
     @property
     def _first_within_s(self) -> float:
-        """Seconds until the first chunk must be there."""
+        """The most seconds until the first chunk."""
         return self.request.ttft_timeout_s if self.request.is_stream else self.request.whole_timeout_s
 
 
 class _Passing:
-    """A plain answer that is text, bytes or events: what its events say of its end and its usage."""
+    """A plain answer of text, bytes or events; reads the end and the usage from its events."""
 
     __slots__ = ("_counted", "_is_free", "_keeps", "_kept", "has_ended", "is_events", "media", "status")
 
@@ -460,17 +460,17 @@ class _Passing:
 
     @property
     def is_finished(self) -> bool:
-        """Whether an end of the bytes here is one of the answer."""
+        """Whether the answer is complete if its bytes end here."""
         return not self.is_events or self._is_free or self.has_ended
 
     @property
     def finish_reason(self) -> str:
-        """Once all has been read."""
+        """The finish reason, once the whole answer has been read."""
         return self._counted.finish_reason
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens, once all has been read; None where they are not known."""
+        """The usage, once the whole answer has been read; None if unknown."""
         if self._is_free:
             return Usage(0, 0)
         if self._kept:
