@@ -1,8 +1,8 @@
 """Teams, keys, definitions of budgets and the ledger, in SQL.
 
-Must not import another room of the gateway but `settings`; knows no HTTP. Whatever needs a database
-(`Accounts`, `Ledger`, `LedgerWriter`) is imported on first use, so naming the values here costs no
-sqlalchemy. Read `teams.py` first, then `accounts.py`.
+Must not import another room of the gateway but `settings`; knows no HTTP. Names that need a
+database (`Accounts`, `Ledger`, `LedgerWriter`) are imported on first use, so that importing the
+values here does not import sqlalchemy. Read `teams.py` first, then `accounts.py`.
 """
 
 from __future__ import annotations

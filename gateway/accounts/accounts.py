@@ -2,9 +2,9 @@
 
 No HTTP, no Redis, no spend. Invariant: `identify` never awaits and reads one consistent snapshot of
 the database. A change commits and is in this process's snapshot when its method returns. `notify`
-then asks the other processes to `reload`; `refresh` finds a change whose message was lost. A key
-that the snapshot lacks makes `find` look whether the database has changed, within a bound on the
-rate and on the memory of such keys. So does a snapshot that `refresh` has not confirmed for
+then asks the other processes to `reload`; `refresh` detects a change whose message was lost. For a
+key that the snapshot lacks, `find` checks whether the database has changed; the rate of checks and
+the memory of such keys are bounded. It also checks if `refresh` has not confirmed the snapshot for
 `_HOLDS_S`, as after a pause of the process.
 """
 
@@ -61,11 +61,14 @@ BUDGETS_MAX = 50
 
 
 async def _notify_none() -> None:
-    """The default `notify`, for a single process."""
+    """Do nothing: the default `notify`, for a single process."""
 
 
 class Accounts:
-    """`open` first. `clock` gives unix seconds; `notify` is awaited after each committed change."""
+    """Stores teams, keys and budgets, and identifies callers. Call `open` first.
+
+    `clock` gives unix seconds; `notify` is awaited after each committed change.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Accounts:
         clock: Callable[[], float] = time.time,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        """Raises Invalid for a URL of another kind of database. Connects to nothing."""
+        """Connect to nothing. Raises Invalid for a URL of an unsupported database."""
         self.database = Database(database_url)
         self._notify = notify
         self._clock = clock
@@ -94,7 +97,7 @@ class Accounts:
         self._look_in_turn = asyncio.Lock()
 
     async def open(self) -> None:
-        """Migrate where needed, and load. Several processes may do so at once."""
+        """Migrate the schema if it is old, and load. Several processes may call it at once."""
         await self.database.open()
         await self.reload()
 
@@ -106,8 +109,8 @@ class Accounts:
     def identify(self, bearer: str) -> Identity | None:
         """The identity of a key, from memory.
 
-        Returns None where the key is unknown, revoked or expired, or its team is inactive, and where
-        the snapshot is too old to tell: `find` asks the database then.
+        Returns None if the key is unknown, revoked or expired, or its team is inactive, and if the
+        snapshot is too old to tell: `find` asks the database then.
         """
         identity, now_s = self._identities.get(digest(bearer)), self._clock()
         if identity is None or not 0.0 <= now_s - self._confirmed_at_s <= _HOLDS_S:
@@ -115,7 +118,7 @@ class Accounts:
         return self._valid(identity, now_s)
 
     def _valid(self, identity: Identity | None, now_s: float) -> Identity | None:
-        """The identity, if its key has not expired; notes its use."""
+        """The identity, unless its key has expired; records the key's use."""
         if identity is None or (identity.key.expires_at_s is not None and identity.key.expires_at_s <= now_s):
             return None
         self._used_at_s[identity.key.id] = now_s
@@ -132,8 +135,8 @@ class Accounts:
     async def find(self, bearer: str) -> Identity | None:
         """The identity of a key: from memory, else from a database that has changed since.
 
-        Returns None like `identify`, and where too many unknown keys came lately, or the database
-        does not answer in time. A key of an old snapshot is served from memory in that case.
+        Returns None like `identify`, and if too many unknown keys came lately, or the database does
+        not answer in time. In that case a key of an old snapshot is served from memory.
         """
         identity, key_digest = self.identify(bearer), digest(bearer)
         is_old = key_digest in self._identities and self._is_old()
@@ -148,14 +151,12 @@ class Accounts:
         return identity
 
     def _is_old(self) -> bool:
-        """True where the snapshot may lack a change that is `_HOLDS_S` old, or the clock was set
-        back.
-        """
+        """Whether the snapshot may lack a change older than `_HOLDS_S`, or the clock was set back."""
         return not 0.0 <= self._clock() - self._confirmed_at_s <= _HOLDS_S
 
     async def _look(self, *, is_old: bool) -> bool:
-        """Ask the database for a change, one request at a time; False where it does not answer in
-        time.
+        """Refresh the snapshot, one request at a time; returns False if the database does not
+        answer in time.
 
         With `is_old` it returns at once after another request has refreshed the snapshot.
         """
@@ -174,7 +175,9 @@ class Accounts:
             return False
 
     def _may_look(self) -> bool:
-        """Take one look from the bucket, which refills with time; False if it is empty."""
+        """Take a token from the bucket of database checks, which refills with time; False if it is
+        empty.
+        """
         now_s = self._clock()
         self._looks = min(_LOOKS_AT_ONCE, self._looks + max(0.0, now_s - self._looked_at_s) * _LOOKS_PER_S)
         self._looked_at_s = now_s
@@ -211,7 +214,7 @@ class Accounts:
 
     @uncancelled
     async def refresh(self) -> bool:
-        """Reload where the database has changed since the last reload, and return whether it had.
+        """Reload if the database has changed since the last reload; returns whether it had.
 
         Reads one row.
         """
@@ -250,9 +253,9 @@ class Accounts:
     async def ensure_first(self, plaintext: str | None = None) -> str | None:
         """Create the team `default` and its key in a new database, and return the key's plaintext.
 
-        `plaintext` presets the key. Returns None in a database that had its first key before; of
-        processes that race, one gets the key. Raises Invalid for a `plaintext` that is too short to
-        be a secret.
+        `plaintext` presets the key. Returns None if the database has had its first key; of racing
+        processes, a single one gets the key. Raises Invalid for a `plaintext` too short to be a
+        secret.
         """
         if plaintext is not None:
             check_plaintext(plaintext)
@@ -275,7 +278,9 @@ class Accounts:
 
     @uncancelled
     async def create_team(self, name: str, *, budget: FirstBudget | None = None, **fields: Unpack[TeamFields]) -> Team:
-        """Create a team, with its first `budget` in the same transaction. Raises Invalid, AlreadyExists."""
+        """Create a team, with its first `budget` in the same transaction. Raises Invalid,
+        AlreadyExists.
+        """
         check({"name": name, **fields})
         values = self._new_budget(**budget) if budget is not None else None
         async with self._change(f"a team named {name!r}") as connection:
@@ -286,7 +291,7 @@ class Accounts:
 
     @uncancelled
     async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
-        """Raises Invalid, AlreadyExists, DoesNotExist."""
+        """Change a team's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
         check(changes)
         async with self._change(f"a team named {changes.get('name')!r}") as connection:
             await _update(connection, schema.teams, team_id, dict(changes))
@@ -300,7 +305,7 @@ class Accounts:
 
     @uncancelled
     async def team(self, team_id: int) -> Team:
-        """Raises DoesNotExist."""
+        """Read a team. Raises DoesNotExist."""
         async with self.database.reading() as connection:
             return _team(await _row(connection, schema.teams, team_id))
 
@@ -318,7 +323,7 @@ class Accounts:
     async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
         """Create a key; its plaintext is returned once and stored nowhere.
 
-        Raises Invalid, AlreadyExists, DoesNotExist (the team).
+        Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
         check({"name": name, **fields})
         plaintext = new_plaintext(self._random_bytes)
@@ -329,7 +334,7 @@ class Accounts:
 
     @uncancelled
     async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
-        """Raises Invalid, AlreadyExists, DoesNotExist."""
+        """Change a key's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
         check(changes)
         async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
             await _update(connection, schema.keys, key_id, dict(changes))
@@ -351,10 +356,10 @@ class Accounts:
     async def create_budget(
         self, team_id: int, window: WindowKind, limit: int, is_hard: bool = True, **fields: Unpack[BudgetFields]
     ) -> Budget:
-        """Create a budget. One on the team's money counts from the start of the running window, any
-        other one from now.
+        """Create a budget. A budget on the team's money counts from the start of the running
+        window, any other budget from its creation.
 
-        Raises Invalid, AlreadyExists, DoesNotExist (the team).
+        Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
         values = self._new_budget(window, limit, is_hard, **fields)
         async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
@@ -372,7 +377,7 @@ class Accounts:
 
     @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
-        """Raises AlreadyExists, DoesNotExist."""
+        """Change a budget's fields. Raises AlreadyExists, DoesNotExist."""
         values: dict[str, Any] = {_COLUMNS.get(name, name): value for name, value in changes.items()}
         async with self._change("a budget of this team with that window and hardness") as connection:
             await _update(connection, schema.budgets, budget_id, values)
@@ -380,7 +385,8 @@ class Accounts:
 
     @uncancelled
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
-        """Add `by` to the limit until a moment, unix milliseconds, which `row` records.
+        """Add `by` to a budget's limit until `until_ms` (unix milliseconds), and record it in
+        `row`.
 
         A later raise replaces it; `by` 0 ends it. Raises DoesNotExist.
         """
@@ -391,7 +397,10 @@ class Accounts:
 
     @uncancelled
     async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
-        """Count from 0 again, which `row` records. Requests under way count as before. Raises DoesNotExist."""
+        """Restart a budget's count at 0, and record it in `row`. Running requests count as before.
+
+        Raises DoesNotExist.
+        """
         budgets = schema.budgets
         async with self._change("") as connection:
             await connection.execute(inserted(row))
@@ -412,23 +421,24 @@ class Accounts:
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
-        """Raises DoesNotExist."""
+        """Delete a budget. Raises DoesNotExist."""
         async with self._change("") as connection:
             await _delete(connection, schema.budgets, budget_id)
 
     # ── deployments ──
 
     def follow_uses(self, take: Callable[[Mapping[str, str]], None]) -> None:
-        """Call `take` now and after each reload, with the deployments that are drained or disabled.
+        """Call `take` now and after each reload, with `drained` or `disabled` by the deployment's
+        name.
 
-        They come by name, each with the one word that it is.
+        Deployments in use are left out.
         """
         self._on_uses = take
         take(self._uses)
 
     @uncancelled
     async def set_use(self, row: AuditRow) -> None:
-        """Change the use of a deployment, which `row` records."""
+        """Change the use of a deployment by writing `row` to the audit log."""
         async with self._change("") as connection:
             await connection.execute(inserted(row))
 
@@ -462,7 +472,8 @@ class Accounts:
 
     @asynccontextmanager
     async def _change(self, taken: str) -> AsyncIterator[AsyncConnection]:
-        """A transaction that counts as a change; afterwards a new snapshot here, and `notify`.
+        """A transaction that increments the version; afterwards reloads this snapshot, and calls
+        `notify`.
 
         `taken` names the row that a violated uniqueness means: "... exists already".
         """
@@ -493,7 +504,7 @@ class Accounts:
 
 
 def _retrieved(look: asyncio.Task[bool]) -> None:
-    """Mark the error of a look that was not awaited as seen, so that asyncio does not log it."""
+    """Retrieve the error of a look that was not awaited, so that asyncio does not log it."""
     if not look.cancelled():
         look.exception()
 

@@ -1,9 +1,8 @@
-"""The audit log in SQL: which texts of a team an admin asked to see, which certificates were
-started, which budgets were raised or reset, and what an operator did with a deployment or a batch
-by hand, when and from where.
+"""The audit log in SQL: an admin's and an operator's acts, with time, client and way.
 
-No texts. Invariant: rows are added and never changed or removed; they outlive teams. The latest row
-of a deployment with an action of `USES` decides on its use.
+The acts are: answers shown, certificates started, budgets raised or reset, ledger corrections, and
+changes of a deployment or a batch. It has no texts. Invariant: rows are added and never changed or
+removed; they outlive teams. A deployment's latest row with an action of `USES` decides its use.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts, one certificate started, or one act on a budget, a batch or a
-    deployment.
+    """One look of an admin at texts, one certificate started, or one act on a budget, the ledger, a
+    batch or a deployment.
 
-    `at_ms` is unix milliseconds; `entry` is the id of the cached answer or the batch, the
-    certificate's alias, what was done to the budget or the ledger, or the deployment's name; of the
-    last two `team_id` is 0. `request_id` is empty but for answers; `client` is the address; `way`
-    is `dashboard`, `api` or `command`.
+    `at_ms` is unix milliseconds. `entry` is the id of the cached answer or the batch, the
+    certificate's alias, the change of the budget or the ledger, or the deployment's name. `team_id`
+    is 0 for a change of the ledger or a deployment. `request_id` is empty except for answers;
+    `client` is the address, or the system's user for a command; `way` is `dashboard`, `api` or
+    `command`.
     """
 
     at_ms: int
@@ -63,7 +63,7 @@ class Audit:
 
     @uncancelled
     async def rows(self, limit: int, before: int | None = None) -> tuple[AuditRow, ...]:
-        """The latest rows, the newest first; those with an id below `before` if it is given."""
+        """The latest rows, newest first; with `before`, only rows with a lower id."""
         table = schema.audit
         statement = sa.select(table).order_by(table.c.id.desc()).limit(limit)
         if before is not None:
@@ -80,7 +80,7 @@ def inserted(row: AuditRow) -> sa.Insert:
 
 
 def latest_uses() -> sa.Select[tuple[str, str]]:
-    """The query of each deployment's name with the last action that changed its use."""
+    """The query for each deployment's name and the last action that changed its use."""
     table = schema.audit
     latest = sa.select(sa.func.max(table.c.id)).where(table.c.action.in_(USES)).group_by(table.c.entry)
     return sa.select(table.c.entry, table.c.action).where(table.c.id.in_(latest))

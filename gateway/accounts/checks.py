@@ -1,8 +1,7 @@
 """Checks of texts and of budgets before they are written to the accounts.
 
-No SQL. Types and ranges of numbers are the admin API's models', which every value of a client passes
-before. Invariant: a text that passes fits the tables, and a budget that passes is valid for
-`policies`.
+No SQL. The admin API's models check the types and the ranges of numbers before. Invariant: a text
+that passes fits the tables, and a budget that passes is valid for `policies`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ _AXIS = re.compile(r"team|key|user|alias|deployment|tag:[A-Za-z0-9_.-]{1,64}")
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raises Invalid for the first invalid text among the fields of a team, key or budget."""
+    """Check the texts among the fields of a team, key or budget. Raises Invalid for the first bad
+    text.
+    """
     for name in [name for name in values if name in _RULES]:
         is_right, expected = _RULES[name]
         if not is_right(values[name]):
@@ -35,7 +36,7 @@ def check(values: Mapping[str, Any]) -> None:
 
 
 def check_new_budget(window: WindowKind, values: Mapping[str, Any]) -> None:
-    """Raises Invalid for the first invalid value of a new budget, and for those that do not fit together."""
+    """Check the values of a new budget, and that they fit together. Raises Invalid."""
     check(values)
     if values.get("axis", TEAM) == TEAM and values.get("value") is not None:
         raise Invalid("value", "a budget on the team has no value: leave it out, or set `axis`")

@@ -1,9 +1,10 @@
-"""Dialogues that callers keep, in the accounts' database: their metadata, and their items in order.
+"""Conversations that callers store, in the accounts' database: their metadata, and their items in
+order.
 
 Knows no HTTP and no shape of an item: an item is an id and bytes of JSON. Invariants: a
-conversation is found, changed and deleted under its team alone, and goes with it, its items with
-it; items that are added together stay together; one that is over is as one that never was; no other
-request changes the items of one that a request has locked, until the lock's lease is over.
+conversation is found, changed and deleted under its team alone, and is deleted with it, as are its
+items; items that are added together stay together; an expired conversation counts as missing; while
+a request's lock is leased, no other request changes the conversation's items.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class HistoryTooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, without its items. Times in unix seconds."""
+    """One conversation, without its items. Times are in unix seconds."""
 
     id: str
     team_id: int
@@ -45,8 +46,10 @@ class Conversation:
 
 
 class Conversations:
-    """`clock` gives unix seconds; `retention_s` is how long a conversation is kept after its last
-    change. A team's have `team_bytes_max` bytes at most: the oldest give way.
+    """Stores conversations. A team's hold at most `team_bytes_max` bytes: the oldest are deleted.
+
+    `clock` gives unix seconds; `retention_s` is how long a conversation is kept after its last
+    change.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float], retention_s: float, team_bytes_max: int) -> None:
@@ -65,8 +68,9 @@ class Conversations:
 
     @uncancelled
     async def lock(self, team_id: int, id: str, request_id: str) -> bool:
-        """Lock a conversation's items for a request until `release`. Returns False if it is missing
-        or locked.
+        """Lock a conversation's items for a request until `release`.
+
+        Returns False if it is missing or locked.
         """
         lease = {"locked_by": request_id, "locked_until_s": self._clock() + LEASE_S}
         taken = sa.update(conversations).where(self._is_teams(team_id, id), self._is_free).values(lease)
@@ -77,13 +81,13 @@ class Conversations:
         return is_taken
 
     async def release(self, request_id: str) -> None:
-        """Give back the lock of a request, if it has one. While the database fails, its lease ends by itself."""
+        """Release the lock of a request, if it has one. If the database fails, the lease expires."""
         if request_id in self._locked:
             with suppress(SQLAlchemyError):
                 await self._lease({request_id: self._locked.pop(request_id)}, locked_by="", locked_until_s=0.0)
 
     async def renew(self) -> None:
-        """Keep the locks of this worker's requests."""
+        """Renew the leases of the locks of this worker's requests."""
         if self._locked:
             await self._lease(self._locked, locked_until_s=self._clock() + LEASE_S)
 
@@ -117,15 +121,15 @@ class Conversations:
 
     @uncancelled
     async def add(self, team_id: int, id: str, items: Added) -> bool:
-        """Add items at the end; returns whether the conversation is there and not locked. Raises OverQuota."""
+        """Append items; returns False if the conversation is missing or locked. Raises OverQuota."""
         async with self._database.writing(is_durable=False) as connection:
             return await self.append(connection, team_id, id, items)
 
     async def append(
         self, connection: AsyncConnection, team_id: int, id: str, items: Added, ended: str | None = None
     ) -> bool:
-        """Do `add` in the transaction of `connection`. With `ended`, the id of a request, free its
-        lock.
+        """Do `add` in the transaction of `connection`. With `ended`, a request's id, also release
+        its lock.
         """
         where, c, values = [self._is_free], conversations.c, dict[str, Any]()
         if ended is not None:
@@ -151,7 +155,7 @@ class Conversations:
         size: int = 0,
         **values: Any,
     ) -> bool:
-        """Add `size` to the bytes of a conversation, and prolong it."""
+        """Add `size` to the bytes of a conversation, and extend its life."""
         await self.held.lock(connection, team_id)
         kept = {"size_bytes": conversations.c.size_bytes + size, "expires_at_s": self._clock() + self._retention_s}
         change = sa.update(conversations).where(self._is_teams(team_id, id), *where).values(**kept, **values)
@@ -163,7 +167,7 @@ class Conversations:
 
     @uncancelled
     async def change(self, team_id: int, id: str, metadata: Mapping[str, str]) -> bool:
-        """Set the metadata; returns whether the conversation is there."""
+        """Set the metadata; returns whether the conversation exists."""
         async with self._database.writing(is_durable=False) as connection:
             await self.held.lock(connection, team_id)
             before = sa.select(conversations.c["metadata"]).where(self._is_teams(team_id, id))
@@ -172,13 +176,13 @@ class Conversations:
 
     @uncancelled
     async def delete(self, team_id: int, id: str) -> bool:
-        """Delete a conversation with its items; returns whether it was there."""
+        """Delete a conversation with its items; returns whether it existed."""
         async with self._database.writing(is_durable=False) as connection:
             return await self.held.delete(connection, team_id, self._is_teams(team_id, id)) > 0
 
     @uncancelled
     async def item(self, id: str, item_id: str) -> bytes | None:
-        """An item of a conversation, if it is there."""
+        """An item of a conversation; None if missing."""
         asked = sa.select(conversation_items.c.item).where(_is_item(id, item_id))
         async with self._database.reading() as connection:
             found: bytes | None = (await connection.execute(asked)).scalar()
@@ -186,7 +190,7 @@ class Conversations:
 
     @uncancelled
     async def remove(self, team_id: int, id: str, item_id: str) -> bool:
-        """Delete an item, where it is there; returns whether the conversation is there and not locked."""
+        """Delete an item if it exists; returns False if the conversation is missing or locked."""
         async with self._database.writing(is_durable=False) as connection:
             await self.held.lock(connection, team_id)
             length = sa.func.length(conversation_items.c.item)
@@ -207,8 +211,8 @@ class Conversations:
 
     @uncancelled
     async def page(self, id: str, after: str, limit: int, *, is_ascending: bool) -> list[bytes] | None:
-        """The items after the item `after`, or the first ones; None if the conversation lacks that
-        item.
+        """The items after the item `after`, or the first items; None if the conversation lacks
+        `after`.
         """
         items = conversation_items
         where, order = items.c.conversation_id == id, items.c.number if is_ascending else items.c.number.desc()
@@ -226,10 +230,10 @@ class Conversations:
     async def items(
         self, team_id: int, bytes_max: int, *, id: str | None = None, item_ids: Collection[str] = ()
     ) -> list[bytes]:
-        """All items of the conversation `id`, in order; or those with `item_ids` in any of the
+        """All items of the conversation `id`, in order; or the items `item_ids` in any of the
         team's.
 
-        Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        Raises HistoryTooLong if they have more than `bytes_max` bytes.
         """
         items, c = conversation_items, conversations.c
         whose = sa.and_(c.team_id == team_id, c.expires_at_s > self._clock())

@@ -52,7 +52,7 @@ T = TypeVar("T")
 def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Make a coroutine method run to its end once it has begun.
 
-    A caller that is cancelled waits for that end, and is cancelled then.
+    A cancelled caller waits for that end, and is cancelled then.
     """
 
     @functools.wraps(method)
@@ -71,20 +71,22 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
 
 
 class NoAnswer(SQLAlchemyError):
-    """The server is away or too slow, or the file is not a database. `__cause__` is the driver's
-    error, which sqlalchemy does not wrap.
+    """The server is away or too slow, or the file is not a database.
+
+    `__cause__` is the driver's error, which sqlalchemy does not wrap.
     """
 
 
 def name_of(error: BaseException) -> str:
-    """The class of an error, for logs: an error's text may hold what was written. For NoAnswer the
-    class of its cause.
+    """The class of an error, for logs: an error's text may hold written values.
+
+    For NoAnswer it is the class of the cause.
     """
     return type((isinstance(error, NoAnswer) and error.__cause__) or error).__name__
 
 
 def is_down(error: BaseException) -> bool:
-    """True for an error of a database that failed. A refused statement or value is a bug instead."""
+    """Whether the database failed. A refused statement or value is a bug instead."""
     return isinstance(error, SQLAlchemyError) and not isinstance(error, DataError | IntegrityError | ProgrammingError)
 
 
@@ -92,7 +94,7 @@ class Database:
     """Connections inside a transaction: `reading()`, and `writing()`, which commits at its end."""
 
     def __init__(self, url: str) -> None:
-        """Connect to nothing yet. Raises Invalid for a `url` of another kind of database."""
+        """Connect to nothing yet. Raises Invalid for a `url` of an unsupported database."""
         parsed = _normal(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._path = Path(parsed.database or "") if self.is_sqlite else None
@@ -112,7 +114,7 @@ class Database:
 
     @uncancelled
     async def open(self) -> None:
-        """Create or migrate the schema where it is not current.
+        """Create or migrate the schema unless it is current.
 
         Raises SchemaUnknown, and sqlalchemy's errors.
         """
@@ -131,7 +133,7 @@ class Database:
 
     @uncancelled
     async def check(self) -> None:
-        """Raises SchemaUnknown if the schema is not current; makes and migrates nothing."""
+        """Check that the schema is current, without a change. Raises SchemaUnknown."""
         if self._path is not None and not self._path.exists():
             raise SchemaUnknown(f"there is no database at {self._path}")
         async with self.reading() as connection:
@@ -147,7 +149,7 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """A transaction for reading. Enter it, like `writing`, only in an `uncancelled` method.
 
-        Both raise sqlalchemy's errors alone, NoAnswer among them.
+        Both raise only sqlalchemy's errors, including NoAnswer.
         """
         with _as_no_answer():
             async with self._engine.connect() as connection:
@@ -157,8 +159,8 @@ class Database:
     async def writing(self, *, is_durable: bool = True) -> AsyncIterator[AsyncConnection]:
         """A transaction that holds SQLite's write lock from its start.
 
-        Values that it reads stay valid until it commits. Without `is_durable` the commit does not
-        wait for the disk: it outlives a killed process, and may be lost with the machine.
+        Its reads stay valid until it commits. Without `is_durable` the commit does not wait for the
+        disk: it survives a killed process, and may be lost if the host fails.
         """
         with _as_no_answer():
             async with (self._writer if is_durable else self._fast_writer).begin() as connection:
@@ -168,7 +170,9 @@ class Database:
 
     @uncancelled
     async def takes_writes(self) -> bool:
-        """False for a PostgreSQL that only reads, as a replica does. Raises sqlalchemy's errors."""
+        """Whether the database accepts writes; a PostgreSQL replica does not. Raises sqlalchemy's
+        errors.
+        """
         if self.is_sqlite:
             return True
         try:
@@ -182,7 +186,7 @@ class Database:
 
     @uncancelled
     async def shrink(self) -> None:
-        """Give SQLite's free pages back to the disk, some at a time; PostgreSQL does it itself."""
+        """Give SQLite's free pages back to the disk, in small steps; PostgreSQL does so itself."""
         left = None
         while self.is_sqlite and left != 0:
             async with self.reading() as connection:
@@ -212,8 +216,10 @@ class Database:
         rows: Mapping[tuple[Any, ...], Sequence[int]],
         added: Sequence[str] | None = None,
     ) -> None:
-        """Insert rows, the values of `columns` by primary key, or add them to the rows of the same
-        key; of those, only the columns `added` where it is given.
+        """Insert `rows`, the values of `columns` by primary key, or add them to the rows with these
+        keys.
+
+        If `added` is given, only these columns are added to an existing row.
         """
         if not rows:
             return
@@ -271,7 +277,7 @@ def _as_no_answer() -> Iterator[None]:
 
 
 def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
-    """A URL of PostgreSQL without libpq's options, and asyncpg's arguments with them, which asyncpg itself reads."""
+    """A PostgreSQL URL without libpq's options, and these options as asyncpg's arguments."""
     libpq = {name: value for name, value in url.query.items() if name not in _DRIVER_OPTIONS}
     rest = url.difference_update_query(libpq)
     arguments: dict[str, Any] = dict(POSTGRES_TIMEOUTS)
@@ -287,7 +293,7 @@ def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
 
 
 def _on_postgres_error(context: ExceptionContext) -> None:
-    """Drop all connections to a server that takes no writes: it may be a replica by now, and another one the primary."""
+    """Drop all connections to a read-only server: after a failover it may be a replica."""
     if _is_read_only(context.original_exception):
         context.is_disconnect = True
 
@@ -317,7 +323,7 @@ def _on_sqlite_begin(connection: sa.Connection) -> None:
 
 
 async def _version(connection: AsyncConnection) -> str | None:
-    """The schema's version, None in a database without one."""
+    """The schema's version; None for a database without a schema."""
     has_table = await connection.run_sync(lambda sync: sa.inspect(sync).has_table("alembic_version"))
     if not has_table:
         return None

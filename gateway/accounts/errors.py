@@ -6,18 +6,18 @@
     ├── Invalid            a value out of its range; `field` names it
     └── SchemaUnknown      the tables are of another version of Sameway
 
-A database that cannot be reached raises sqlalchemy's own errors.
+An unreachable database raises sqlalchemy's own errors.
 """
 
 from __future__ import annotations
 
 
 class AccountsError(Exception):
-    """Base: `str()` is a sentence that may be shown."""
+    """The base of the accounts' errors: `str()` is a sentence that may be shown."""
 
 
 class DoesNotExist(AccountsError):
-    """No team, key or budget of that id."""
+    """No team, key or budget has that id."""
 
 
 class AlreadyExists(AccountsError):

@@ -1,7 +1,7 @@
 """The number of rows or files, and of their bytes, that each team has in a store.
 
-All stores count here. Knows no rows' contents. A sum over a team's rows at each write would cost
-more with each row, and a purge that looks later bounds nothing until then.
+All stores count here. Knows no contents of rows. A sum over a team's rows at each write would cost
+more with each row, and a later purge would bound nothing until it runs.
 
 Invariants: a team's count changes in the transaction of its rows, so it equals their sum even after
 a kill; a transaction locks the count's row first, so a bound holds over all workers and hosts.
@@ -42,9 +42,7 @@ class Holding:
 
 
 class Holdings:
-    """Counts the rows that each team has in `table`, and their bytes, which the column `size`
-    holds.
-    """
+    """Counts each team's rows in `table`, and sums their bytes, which the column `size` holds."""
 
     def __init__(self, database: Database, table: sa.Table, size: str = "size_bytes") -> None:
         self._database = database
@@ -67,7 +65,7 @@ class Holdings:
         return Holding(*row)
 
     async def lock(self, connection: AsyncConnection, team_id: int) -> Holding | None:
-        """Lock a team's count until the transaction's end, and return it; None before its first
+        """Lock a team's count until the transaction's end, and return it; None before the first
         row.
         """
         asked = sa.select(holdings.c.count, holdings.c.bytes).with_for_update()
@@ -78,8 +76,8 @@ class Holdings:
     async def resize(
         self, connection: AsyncConnection, team_id: int, values: Mapping[str, Any], *where: sa.ColumnElement[bool]
     ) -> Holding | None:
-        """Change a row of the team, also its bytes. Returns what the team holds then; None if the row
-        is not there.
+        """Change a row of the team, also its bytes. Returns the team's new count; None if the row
+        is missing.
         """
         await self.lock(connection, team_id)
         before = (await connection.execute(sa.select(self._size).where(*where))).scalar()
@@ -89,7 +87,7 @@ class Holdings:
         return await self.add(connection, team_id, values[self._size.name] - before, 0)
 
     async def delete(self, connection: AsyncConnection, team_id: int, *where: sa.ColumnElement[bool]) -> int:
-        """Delete rows of the team; returns how many were there."""
+        """Delete rows of the team; returns the number of deleted rows."""
         if await self.lock(connection, team_id) is None:
             return 0
         gone = sa.delete(self._table).where(self._table.c.team_id == team_id, *where).returning(self._size)
@@ -99,8 +97,10 @@ class Holdings:
         return len(sizes)
 
     async def bound(self, connection: AsyncConnection, team_id: int, held: Holding, bytes_max: int, kept: str) -> None:
-        """Delete the team's oldest rows, but the one with the id `kept`, until it holds `bytes_max`
-        bytes at most. Raises OverQuota where that one has more.
+        """Delete the team's oldest rows, except the row `kept`, until it holds at most `bytes_max`
+        bytes.
+
+        Raises OverQuota if that row alone has more.
         """
         table, over = self._table, held.bytes - bytes_max
         while over > 0:
@@ -117,7 +117,7 @@ class Holdings:
 
     @uncancelled
     async def purge(self, *over: sa.ColumnElement[bool], most: int) -> int:
-        """Delete rows of any team, `most` at most; returns how many were found."""
+        """Delete at most `most` rows of any team; returns the number of rows found."""
         async with self._database.reading() as connection:
             found = sa.select(self._table.c.team_id, self._table.c.id).where(*over).limit(most)
             rows: Sequence[Any] = (await connection.execute(found)).all()
@@ -131,7 +131,7 @@ class Holdings:
 
     @uncancelled
     async def of_teams(self, *teams: int) -> dict[int, Holding]:
-        """The counts of these teams, or of all."""
+        """The counts of `teams`, or of all teams."""
         statement = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
         statement = statement.where(holdings.c.store == self._table.name, holdings.c.count > 0)
         async with self._database.reading() as connection:

@@ -38,9 +38,9 @@ CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
 class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
-    `from_ms` is included and `until_ms` is not (unix milliseconds). Of the requests without a user
-    `user` is empty. `tag` is a tag's name, and `tag_value` its value; rows are not selected by
-    them.
+    `from_ms` is included and `until_ms` is not (unix milliseconds). An empty `user` selects
+    requests without a user. `tag` is a tag's name, and `tag_value` its value; `rows` ignores these
+    three.
     """
 
     team_id: int | None = None
@@ -75,8 +75,8 @@ class Group(StrEnum):
 class LedgerTotal(msgspec.Struct, frozen=True):
     """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC.
 
-    `user` and `tag` are as `rollups` has them: OTHER, empty for none, or `=` and the value. The
-    kinds of tokens that are billed apart are 0 where only the groups that cost most were asked for.
+    `user` and `tag` have the form of `rollups`: OTHER, empty, or `=` and the value. The kinds of
+    tokens that are billed apart are 0 if only the dearest groups were requested.
     """
 
     requests: int
@@ -99,7 +99,7 @@ COLUMNS: Mapping[str, Any] = {
 
 
 def flat_row(row: LedgerRow) -> dict[str, Any]:
-    """A row's values by the names of COLUMNS."""
+    """A row's values by the names in COLUMNS."""
     return dict(zip(COLUMNS, _values_of(row), strict=True))
 
 
@@ -109,7 +109,7 @@ BASELINE, SPENT, UNKNOWN_HITS = "baseline", "spent", "unknown_hits"
 
 @dataclass(frozen=True, slots=True)
 class SavingsLine:
-    """The sum of one line of one team and UTC day. `day` is an ISO date."""
+    """The sum of one line for one team and UTC day. `day` is an ISO date."""
 
     day: str
     team_id: int
@@ -120,9 +120,9 @@ class SavingsLine:
 
 @dataclass(frozen=True, slots=True)
 class DaySpend:
-    """The ledger's rows of one UTC day, team, key, alias, deployment and kind, summed.
+    """The sum of the ledger's rows of one UTC day, team, key, alias, deployment and kind.
 
-    `estimated` of the `requests` have estimated tokens, at `estimated_microusd`.
+    Of the `requests`, `estimated` have estimated tokens, at `estimated_microusd`.
     """
 
     day: date
@@ -159,7 +159,7 @@ class Ledger:
 
     @uncancelled
     async def correct(self, rows: Sequence[LedgerRow], audit: AuditRow) -> int:
-        """Append correcting rows with new ids, and the row of the audit log, in one transaction.
+        """Append correcting rows with new ids, and the audit log's row, in one transaction.
 
         Without a new row nothing is written. Returns the number of new rows.
         """
@@ -187,7 +187,7 @@ class Ledger:
 
     @uncancelled
     async def saved(self, ids: Collection[str]) -> set[str]:
-        """The part of `ids` that the ledger has."""
+        """The members of `ids` that the ledger contains."""
         column, saved, listed = schema.ledger.c.id, set[str](), list(ids)
         async with self.database.reading() as connection:
             for start in range(0, len(listed), _SAVED_BATCH):
@@ -262,12 +262,13 @@ class Ledger:
     async def totals(
         self, by: Sequence[Group], where: LedgerFilter | None = None, most: int | None = None
     ) -> tuple[LedgerTotal, ...]:
-        """Sums by the groups in `by`, sorted by them; or those of the `most` groups that cost most,
-        from the highest cost down and without the kinds of tokens that are billed apart.
+        """Sums by the groups in `by`, sorted by them; with `most`, the dearest `most` groups,
+        dearest first.
 
-        Counts whole UTC days: `from_ms` and `until_ms` are widened to them. A tag's values are
-        those of the filter's `tag`, without which the groups are the names of tags. Raises Invalid
-        for a user or a tag together with a key, model, deployment, kind or one another.
+        With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
+        `from_ms` and `until_ms` are widened to them. A tag's values are those of the filter's
+        `tag`; without it the groups are the names of tags. Raises Invalid for a user or a tag
+        together with a key, model, deployment, kind or one another.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
         async with self.database.reading() as connection:
@@ -280,8 +281,7 @@ class Ledger:
             return tuple([_total(by, row) for row in groups])
 
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
-        """The days of the filter that the ledger has rows of: the first, and the one after the
-        last.
+        """The first day of the filter with rows in the ledger, and the day after the last.
 
         Without `is_by_day`, days without rows before the first and after the last make whole
         blocks.
@@ -301,8 +301,9 @@ class Ledger:
 
     @uncancelled
     async def savings(self, where: LedgerFilter) -> tuple[SavingsLine, ...]:
-        """The lines of `savings_days` by day, team and line; of the filter, the team, the alias and
-        the days count, as in `totals`.
+        """The lines of `savings_days` by day, team and line.
+
+        Of the filter, the team, the alias and the days apply, as in `totals`.
         """
         days = schema.savings_days
         columns = (days.c.day, days.c.team_id, days.c.line)
@@ -341,9 +342,7 @@ class Ledger:
 
     @uncancelled
     async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:
-        """The spend in SQL of each count that a budget has of its own. Deletes the counts that are
-        over.
-        """
+        """The spend in SQL of each separate count of a budget. Deletes the expired counts."""
         table = schema.budget_counts
         past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
         async with self.database.reading() as connection:
@@ -382,7 +381,7 @@ _Line = tuple[tuple[int, int, str, str], int, int]
 
 
 def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
-    """The lines that rows of the ledger add to. A row without a known baseline adds to no line."""
+    """The savings lines of the ledger's rows. A row without a known baseline has none."""
     unsaved: dict[tuple[int, int, str], list[int]] = defaultdict(list)  # costs of rows that are their baselines
     for row in rows:
         key, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd
@@ -458,7 +457,7 @@ def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FI
 
 
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
-    """The conditions that select the UTC days of the filter's moments in a table of days."""
+    """The conditions that select the filter's UTC days in a table of days."""
     found = [] if where.from_ms is None else [days.c.day >= where.from_ms // DAY_MS]
     return found if where.until_ms is None else [*found, days.c.day < -(-where.until_ms // DAY_MS)]
 
@@ -466,8 +465,10 @@ def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
 def _source(
     by: Sequence[Group], where: LedgerFilter, first: int, end: int
 ) -> tuple[sa.Table, list[sa.ColumnElement[Any]], list[Any]]:
-    """The table that has the groups of the days from `first` to before `end`, its columns of them,
-    and the conditions on its rows. Raises Invalid.
+    """The table with the groups of the days from `first` to before `end`, its columns and
+    conditions.
+
+    Raises Invalid.
     """
     filtered = {group for group in Group if getattr(where, group, None) is not None}
     axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}

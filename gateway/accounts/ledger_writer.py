@@ -1,16 +1,15 @@
 """Drains the ledger's stream from Redis to SQL, and keeps Redis's counts equal to the ledger.
 
-Every worker runs a writer; a lock in Redis lets one of them write. No HTTP and no limits.
+Every worker runs a writer; a lock in Redis lets a single writer write. No HTTP and no limits.
 Invariants:
 
 - a row is in SQL once per id: an entry leaves the stream only after the commit that holds its row,
   and a repeated insert is a no-op. A kill at any point loses no row and doubles none;
 - correctness does not depend on the lock's lease: after a pause beyond its lease, a writer's
   inserts and deletes are no-ops, and a script that checks the lock refuses its restatement;
-- an entry that is not a row moves to a stream of its own and is counted. Its spend still counts,
-  and the entries behind it are not blocked.
+- an entry that is not a row moves to a separate stream and is counted. Its spend still counts, and the entries behind it are not blocked.
 
-Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its memory
+Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its data
 (no `ready` key; Redis refuses reserves until it is done), and every `restate_every_s`, when it
 should find no difference.
 """
@@ -64,7 +63,7 @@ return 1
 
 @dataclass(slots=True)
 class WriterStats:
-    """Counts since its creation. `drift_microusd`: the sum that restatements corrected."""
+    """Counts since the writer's creation. `drift_microusd` sums the corrections of restatements."""
 
     is_leader: bool = False
     rows: int = 0
@@ -83,7 +82,7 @@ class _StreamEntry:
 
 
 class LedgerWriter:
-    """`run` it until cancelled, or call `step`.
+    """Writes the ledger's stream to SQL: `run` it until cancelled, or call `step`.
 
     `clock` gives unix seconds; `token` must differ between writers.
     """
@@ -126,7 +125,7 @@ class LedgerWriter:
         return _IDLE_S if is_leader else _FOLLOWER_IDLE_S
 
     async def step(self) -> bool:
-        """Drain the stream and restate where that is due, if this writer holds the lock.
+        """Drain the stream, and restate if that is due, if this writer holds the lock.
 
         Returns whether it does. Raises LockLost, the Redis client's errors and sqlalchemy's; no
         entry is lost by them.
@@ -147,10 +146,10 @@ class LedgerWriter:
         return int(await self._redis.execute_command("XLEN", LEDGER_STREAM))
 
     async def _drain(self) -> bool:
-        """Write the entries of the stream.
+        """Write the stream's entries to SQL.
 
-        Returns False where another writer holds the lock from the start. Raises LockLost where it
-        lost the lock meanwhile.
+        Returns False if another writer holds the lock from the start. Raises LockLost if this
+        writer lost the lock meanwhile.
         """
         entries = await self._read(is_new=True)
         if entries is None:
@@ -196,7 +195,7 @@ class LedgerWriter:
         )
 
     async def _restate(self) -> None:
-        """Restate the current windows, and for clocks that are behind those of `_SKEW_MS` ago."""
+        """Restate the current windows, and those of `_SKEW_MS` ago for clocks that are behind."""
         now_ms = int(self._clock() * 1000)
         windows = dict.fromkeys((*windows_at(now_ms), *windows_at(now_ms - _SKEW_MS)))
         drained = await self._ledger.spent(tuple(windows))
@@ -210,10 +209,11 @@ class LedgerWriter:
 
 
 class HitsWriter:
-    """Writes this worker's hits to SQL, a few rows at a time: they cost nothing, so no stream and
-    no budget has them. `take` gives the hits since its last call.
+    """Writes this worker's hits to SQL. They cost nothing, so neither the stream nor budgets hold
+    them.
 
-    Rows that SQL did not take stay for the next call. A kill loses the hits since the last one.
+    `take` returns the hits since its last call. Rows that SQL refused stay for the next call. A
+    kill loses the hits since the last write.
     """
 
     def __init__(self, ledger: Ledger, take: Callable[[], Sequence[HitsRow]]) -> None:

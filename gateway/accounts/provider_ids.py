@@ -1,7 +1,7 @@
-"""Ids that providers gave to teams, by deployment: an object there is its team's alone.
+"""Ids that providers gave to teams, by deployment: such an object belongs to its team alone.
 
-Knows no HTTP. Invariant: an id belongs to the team that was first given it, for as long as that
-team exists.
+Knows no HTTP. Invariant: an id belongs to the team that first got it, for as long as that team
+exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ProviderIds:
 
     @uncancelled
     async def of_team(self, deployment: str, team_id: int, ids: Collection[str] | None = None) -> set[str]:
-        """The part of `ids` that the team has at `deployment`, or, with None, at any."""
+        """The members of `ids` that the team has at `deployment`; with None, all its ids there."""
         mine = sa.select(provider_ids.c.id).where(
             provider_ids.c.deployment == deployment, provider_ids.c.team_id == team_id
         )
@@ -35,7 +35,7 @@ class ProviderIds:
 
     @uncancelled
     async def of_others(self, team_id: int, ids: Collection[str]) -> set[str]:
-        """The `ids` that another team has at any deployment, and this team at none."""
+        """The members of `ids` that another team has at any deployment, and this team has nowhere."""
         asked = sa.select(provider_ids.c.id, provider_ids.c.team_id).where(provider_ids.c.id.in_(ids))
         async with self._database.reading() as connection:
             found = (await connection.execute(asked)).all()
@@ -43,7 +43,7 @@ class ProviderIds:
 
     @uncancelled
     async def record(self, deployment: str, team_id: int, ids: Collection[str]) -> None:
-        """Give `ids` to the team. An id that a team has stays with it."""
+        """Give `ids` to the team. An id that already has a team stays with it."""
         rows = [{"deployment": deployment, "id": one, "team_id": team_id} for one in sorted(ids)]
         if rows:
             async with self._database.writing(is_durable=False) as connection:

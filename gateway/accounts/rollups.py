@@ -1,10 +1,9 @@
 """The ledger summed by one axis at a time: by team, key, alias, deployment, user, and each tag.
 
-A period is a UTC day, or a block of 8 or 64 of them, so that a long time is read from few periods.
+A period is a UTC day, or a block of 8 or 64 days, so that a long time is read from few periods.
 Knows no filters of the API and no budgets. Invariants:
 
-- the sums change in the transaction of the rows, so that they equal the ledger's rows after a kill,
-  too;
+- the sums change in the transaction of the rows, so that they equal the ledger's rows even after a kill;
 - a team has at most TAG_NAMES_MAX names of tags, and VALUES_MAX users and values of a tag, in a block
   of 64 days: further values share OTHER, and further names count under OTHER without their values.
 """
@@ -60,7 +59,7 @@ Alike = tuple[LedgerRow, list[int]]
 
 
 def tag_axis(name: str) -> str:
-    """The axis of the values of one tag, named as sent."""
+    """The axis of a tag's values; `name` is as sent."""
     return f"tag:{name}"
 
 
@@ -70,12 +69,14 @@ def stored(value: str) -> str:
 
 
 def period_of(day: int, level: int) -> int:
-    """The period of `level` that a day (since 1970) lies in."""
+    """The period of `level` that contains `day` (since 1970)."""
     return level * _LEVEL + day // SPANS[level]
 
 
 def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
-    """The fewest periods that make up the days from `first` to before `end`; with `is_by_day` the days."""
+    """The fewest periods that cover the days from `first` to before `end`; with `is_by_day`, the
+    days.
+    """
     blocks: list[int] = []
     while first < end:
         level = (
@@ -87,7 +88,7 @@ def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
 
 
 def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
-    """Sum the rows of a day that are equal in all labels."""
+    """Sum the rows of a day that agree in all labels."""
     groups: dict[tuple[Any, ...], tuple[LedgerRow, list[tuple[int, ...]]]] = {}
     for row in rows:
         _, amounts = groups.setdefault((row.at_ms // DAY_MS, *_labels_of(row)), (row, []))
@@ -99,7 +100,7 @@ def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
 
 
 async def add(connection: AsyncConnection, database: Database, rows: Sequence[Alike]) -> None:
-    """Add new rows of the ledger, in their transaction."""
+    """Add new rows of the ledger to the sums, in the rows' transaction."""
     labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row, _ in rows}
     wanted: dict[_Scope, set[str]] = defaultdict(set)
     for row, _ in rows:
@@ -121,7 +122,7 @@ async def add(connection: AsyncConnection, database: Database, rows: Sequence[Al
 
 
 def sum_up(sums: dict[Key, list[int]], key: Key, amounts: Sequence[int]) -> None:
-    """Add `amounts` to those of `key`, one by one."""
+    """Add `amounts` to the amounts of `key`, element by element."""
     have = sums.get(key)
     sums[key] = list(amounts) if have is None else list(map(operator.add, have, amounts))
 
@@ -148,7 +149,7 @@ def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_
 
 
 async def _admitted(connection: AsyncConnection, wanted: Mapping[_Scope, Iterable[str]]) -> set[_Label]:
-    """The wanted values that the table counts by themselves, including those that it admits now."""
+    """The wanted values that the table counts separately, with those that it admits now."""
     scope_columns, columns = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
     labels = sorted((*scope, value) for scope, values in wanted.items() for value in values)
     known: set[_Label] = set()

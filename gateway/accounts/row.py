@@ -1,7 +1,7 @@
 """One row of the ledger, and its encoding on the way from Redis to SQL.
 
-No Redis and no SQL. Invariant: both databases accept each row that `decode_row` accepts, so no
-insert fails by its row.
+No Redis and no SQL. Invariant: both databases accept each row that `decode_row` accepts, so no row
+makes an insert fail.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _Amount = Annotated[int, Meta(ge=-_COUNT_MAX, le=_COUNT_MAX)]
 class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms).
 
-    `usage` has the counts that the table has a column of (`booked`). `usage_estimated`: the
-    deployment did not report the tokens. `baseline_microusd`: the cost without Sameway, None where
-    it is not known; of its difference to the cost, `prefix_read_microusd` were saved by the
-    provider's prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains
-    the rest. `user` is the end user that the request named, and `tags` a JSON object of its tags,
-    both empty without any (`labels.py`). `charges`, which are no column of the table, are what it
-    adds to the counts of budgets.
+    `usage` has the counts that are columns of the table (`booked`). `usage_estimated`: the
+    deployment did not report the tokens. `baseline_microusd`: the cost without Sameway, None if
+    unknown. Of its difference to the cost, the provider's prompt cache saved
+    `prefix_read_microusd`, its writes cost `prefix_write_microusd`, and `mechanism` explains the
+    remainder. `user` is the end user that the request named, and `tags` a JSON object of its tags;
+    both may be empty (`labels.py`). `charges`, which is not a column of the table, lists the row's
+    amounts for the counts of budgets.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -66,7 +66,9 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     charges: tuple[Charge, ...] = ()
 
     def savings(self) -> list[tuple[str, int]]:
-        """The baseline less the cost by mechanism, without amounts of 0; amounts below 0 are costs."""
+        """The baseline less the cost, by mechanism, without zero amounts; negative amounts are
+        costs.
+        """
         if self.baseline_microusd is None:
             return []
         read, written = self.prefix_read_microusd, self.prefix_write_microusd
@@ -77,15 +79,15 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         return [part for part in parts if part[1]]
 
     def tags_by_name(self) -> dict[str, str]:
-        """The tags as a dict. Raises msgspec.DecodeError for another JSON than an object of texts."""
+        """The tags as a dict. Raises msgspec.DecodeError unless they are a JSON object of texts."""
         return _decode_tags(self.tags) if self.tags else {}
 
 
 class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that cost nothing, of one team, alias and source, in one hour.
 
-    `source` is exact, semantic or coalesced. `unknown` of the `requests` have no known baseline;
-    `baseline_microusd` is the sum of the others'.
+    `source` is exact, semantic or coalesced. Of the `requests`, `unknown` have no known baseline;
+    `baseline_microusd` sums the known baselines.
     """
 
     id: str
@@ -99,7 +101,7 @@ class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
-    """The amounts that `row` adds to the counts of its hold, each in the unit of the count."""
+    """The amounts that `row` adds to its hold's `counts`, each in the count's unit."""
     amounts = {
         Unit.MONEY: row.cost_microusd,
         Unit.TOKENS: row.usage.prompt_tokens + row.usage.completion_tokens,
@@ -109,12 +111,12 @@ def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
 
 
 def booked(usage: Usage) -> Usage:
-    """The counts of `usage` that the ledger has."""
+    """`usage` with only the counts that are columns of the ledger."""
     return usage if usage.is_plain else Usage(**{name: getattr(usage, name) for name in BOOKED})
 
 
 def columns_of(names: Sequence[str]) -> Callable[[LedgerRow], tuple[Any, ...]]:
-    """A reader of a row's values of several columns."""
+    """A function that reads the values of the columns `names` from a row."""
     return attrgetter(*[f"usage.{name}" if name in BOOKED else name for name in names])
 
 
@@ -126,7 +128,8 @@ _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 def encode_row(row: LedgerRow) -> bytes:
     """Encode as msgpack with field names, so that earlier and later versions can read it.
 
-    The counts of `usage` stand beside the other fields, as in the table. Earlier versions need COUNTS.
+    The counts of `usage` stand beside the other fields, as in the table. Earlier versions need
+    COUNTS.
     """
     fields = msgspec.to_builtins(row)
     return _encoder.encode({**dict.fromkeys(COUNTS, 0), **fields.pop("usage"), **fields})

@@ -1,8 +1,8 @@
-"""The dashboard's sessions: a row for each, so that one that ended is over in all processes.
+"""The dashboard's sessions: a row for each, so that an ended session is over in all processes.
 
-The cookie has a random token, and the row its SHA-256. No cookies and no keys: a session belongs to
-a `mark`, which the caller derives from the admin key. Invariant: a token is good until its expiry,
-until `end`, and under the mark of its start alone.
+The cookie has a random token, and the row its SHA-256. Knows no cookies and no keys: a session
+belongs to a `mark`, which the caller derives from the admin key. Invariant: a token is valid until
+its expiry or `end`, and only under the mark with which it began.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.accounts.schema import sessions
 
 
 class Sessions:
-    """`clock` gives unix seconds."""
+    """Stores the sessions. `clock` gives unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
@@ -26,7 +26,7 @@ class Sessions:
 
     @uncancelled
     async def start(self, mark: bytes, ttl_s: float) -> str:
-        """The token of a new session, which lasts `ttl_s` seconds. Removes expired sessions."""
+        """Begin a session of `ttl_s` seconds, and return its token. Removes expired sessions."""
         token = secrets.token_urlsafe(32)
         now_s = self._clock()
         async with self._database.writing() as connection:
@@ -37,7 +37,7 @@ class Sessions:
 
     @uncancelled
     async def is_open(self, token: str, mark: bytes) -> bool:
-        """True while the session of `token` lasts, if it began under `mark`."""
+        """Whether the session of `token` lasts and began under `mark`."""
         s = sessions.c
         is_it = sa.and_(s.digest == _digest(token), s.mark == mark, s.expires_at_s > self._clock())
         async with self._database.reading() as connection:
@@ -45,7 +45,7 @@ class Sessions:
 
     @uncancelled
     async def end(self, token: str) -> None:
-        """End the session, if there is one."""
+        """End the session of `token`, if it exists."""
         async with self._database.writing() as connection:
             await connection.execute(sa.delete(sessions).where(sessions.c.digest == _digest(token)))
 

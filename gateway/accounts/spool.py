@@ -1,18 +1,18 @@
 """Ledger rows on their way to SQL, in a file that outlives the worker.
 
-Knows bytes, no rows, no Redis and no SQL. A row is here before the client has the end of its
-answer, until SQL has the row. `put` is one store into mapped memory (1 µs, no system call). It
-survives a `kill -9`, because the page belongs to the kernel.
+Knows bytes, no rows, no Redis and no SQL. A row is stored before the client has the end of its
+answer, and dropped once SQL has the row. `put` is one store into mapped memory (1 µs, no system
+call). It survives a `kill -9`, because the page belongs to the kernel.
 
-Each worker has a file of its own in the folder, and a lock on it while it runs. `adopt` takes the
-rows of files without a lock: those of workers that ended before SQL had all their rows.
+Each worker has its own file in the folder, and locks it while it runs. `adopt` takes the rows of
+unlocked files: their workers ended before SQL had all rows.
 
-A file is a run of slots of SLOT_BYTES. A row takes adjoining slots: its length in 4 bytes, then its
-bytes. The length is written last, and 0 marks a free slot. While a row of several slots is put or
-dropped, a bit of its length says so: its slots are passed over, whose bytes may look like lengths.
-A file has all its bytes at once: a mapped page without room on the disk would raise SIGBUS. Without
-room, in a file of _SLOTS_MAX, or in a folder that cannot be written, rows are in the worker's memory
-alone until Redis has them.
+A file is an array of slots of SLOT_BYTES. A row takes adjoining slots: its length in 4 bytes, then
+its bytes. The length is written last, and 0 marks a free slot. While a row of several slots is put
+or dropped, a bit of its length is set: readers then skip its slots, whose bytes may look like
+lengths. A file is allocated in full: a mapped page without room on the disk would raise SIGBUS. If
+the disk or a file of _SLOTS_MAX is full, or the folder cannot be written, rows stay in the worker's
+memory alone until Redis has them.
 
 Invariant: a row that was put and not dropped is adopted, unless the host itself fails. It may be
 adopted twice after a kill: its receiver must count it once, by its id.
@@ -40,7 +40,9 @@ NOWHERE = range(0)
 
 
 class Spool:
-    """The rows of one worker. `folder` None keeps none; `error` says why the file is not used."""
+    """The rows of one worker. With `folder` None it keeps none; `error` tells why the file is
+    unused.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -62,7 +64,7 @@ class Spool:
         return self._count
 
     def put(self, data: bytes) -> range:
-        """Keep `data`; returns its slots, NOWHERE if there is no room."""
+        """Store `data`; returns its slots, or NOWHERE without room."""
         if self.mapped is None:
             return NOWHERE
         size_bytes, slots = _LENGTH_BYTES + len(data), bytes(_slots(len(data)))
@@ -105,9 +107,9 @@ class Spool:
             self._shrink()
 
     def adopt(self, take: Callable[[bytes, range], None]) -> None:
-        """Call `take(data, slots)` for each row of a worker that ended; its file is then removed.
+        """Call `take(data, slots)` for each row of an ended worker, and remove its file.
 
-        Rows stay where they are while this worker's file has no room for them.
+        Rows stay in that file while this worker's file lacks room for them.
         """
         if self._folder is None or self.mapped is None:
             return
@@ -134,7 +136,7 @@ class Spool:
             os.close(fd)
 
     def close(self) -> None:
-        """Release the file: another worker adopts its rows; without rows it is removed."""
+        """Release the file: another worker adopts its rows; a file without rows is removed."""
         if self.mapped is None or self._path is None:
             return
         self.mapped.close()
@@ -158,7 +160,9 @@ class Spool:
             raise
 
     def _grow(self, slots: int) -> bool:
-        """Double the file until it has `slots`; returns False if the disk has no room."""
+        """Double the file until it has `slots`; returns False if the disk or the file's limit is
+        too small.
+        """
         assert self.mapped is not None
         size = len(self._used)
         while size < slots:

@@ -1,9 +1,9 @@
-"""Responses that callers asked to keep, in the accounts' database, until their time is over.
+"""Responses that callers asked to keep, in the accounts' database, until they expire.
 
 Knows no HTTP and no shape of a response: inputs and bodies are bytes of JSON. Invariants: a row is
-read, continued and deleted under its team alone, and goes with it; a row that is over is as one
-that never was; what a team has is bounded where it is written, and so is what waits to be written;
-what is not written is counted.
+read, continued and deleted under its team alone, and is deleted with it; an expired row counts as
+missing; each write bounds the team's bytes, and the queue of waiting rows is bounded; lost rows are
+counted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response. `input` is a JSON array of items, without those that `previous_id` stands for.
+    """One response. `input` is a JSON array of items, without the items that `previous_id` stands
+    for.
 
-    `added` are its items, which its conversation gets. One that is not `is_stored` leaves nothing
-    else. `status` is of one that is generated in the background; None if it is complete.
+    `added` are its items, which its conversation gets. Unless it `is_stored`, nothing else is kept.
+    `status` is the status of a background response; None if it is complete.
     """
 
     id: str
@@ -67,10 +68,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """`clock` gives unix seconds. A team's responses have `settings.team_bytes_max` bytes at most, and
-    so have its conversations: the oldest give way.
+    """Stores responses. A team's hold at most `settings.team_bytes_max` bytes: the oldest are
+    deleted.
 
-    `count` is called with an outcome, `stored` or `lost`, and the number of responses.
+    The same limit applies to its conversations. `clock` gives unix seconds. `count` is called with
+    an outcome, `stored` or `lost`, and the number of responses.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class ResponseStore:
     # -- writing
 
     async def put(self, row: StoredResponse) -> None:
-        """Write `row` soon, together with others; returns when it is written.
+        """Write `row` soon, together with other rows; returns when it is written.
 
-        Returns earlier after two seconds, while the database fails, and where the queue is full:
-        only then the row is lost. Never raises.
+        Returns early after two seconds, at once while the database fails, and if the queue is full,
+        which loses the row. Never raises.
         """
         if self._waiting and self._waiting_bytes + row.size_bytes > _QUEUE_BYTES_MAX:
             self._lost([row], "the queue is full")
@@ -112,14 +114,15 @@ class ResponseStore:
             await asyncio.wait([written], timeout=_WRITE_AWAITED_S)
 
     async def aclose(self) -> None:
-        """Write the waiting rows, with one try."""
+        """Write the waiting rows, with one attempt."""
         self._is_closing = True
         if self._writing is not None:
             await self._writing
 
     async def _write(self) -> None:
-        """Write until the queue is empty, and try again while the database fails. A row that the
-        database refuses is lost alone.
+        """Write until the queue is empty, and retry while the database fails.
+
+        A row that the database refuses is lost alone.
         """
         at_once = _ROWS_AT_ONCE
         while self._waiting:
@@ -153,7 +156,7 @@ class ResponseStore:
         self._writing = None
 
     async def _has(self, row: StoredResponse) -> bool:
-        """True if the database has the row: a commit may succeed although its answer is lost."""
+        """Whether the database has the row: a commit may succeed although its reply is lost."""
         try:
             stored = await self.find(row.team_id, row.id)
         except SQLAlchemyError:
@@ -206,7 +209,7 @@ class ResponseStore:
     async def begin(self, row: StoredResponse) -> None:
         """Insert a response that this worker generates from now on, and lease it.
 
-        Raises OverQuota, and Unavailable where the team has as many as it may have.
+        Raises OverQuota, and Unavailable if the team has too many running responses.
         """
         async with self._database.writing(is_durable=False) as connection:
             await self._bound(
@@ -224,7 +227,7 @@ class ResponseStore:
 
     @uncancelled
     async def renew(self, ids: Collection[str]) -> set[str]:
-        """Keep the leases of these responses; returns those that are still to be generated."""
+        """Renew the leases of these responses; returns the ids of those still to be generated."""
         is_live = sa.and_(responses.c.id.in_(ids), responses.c.status.in_(LIVE))
         async with self._database.writing(is_durable=False) as connection:
             kept = sa.update(responses).where(is_live).values(leased_until_s=self.clock() + LEASE_S)
@@ -235,9 +238,9 @@ class ResponseStore:
     async def change(
         self, id: str, *where: sa.ColumnElement[bool], ended: StoredResponse | None = None, **values: Any
     ) -> bool:
-        """Change the row of a response, if it is generated still; returns whether it was.
+        """Change the row of a response that is still generated; returns whether it was.
 
-        Where it has `ended`, its items join its conversation.
+        If `ended` is given, its items join its conversation.
         """
         async with self._database.writing(is_durable=False) as connection:
             is_it = sa.and_(responses.c.id == id, responses.c.status.in_(LIVE), *where)
@@ -250,10 +253,9 @@ class ResponseStore:
             return held is not None
 
     async def end(self, row: StoredResponse) -> bool:
-        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile;
-        returns whether it is kept.
+        """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile.
 
-        While the database fails, try again. Never raises.
+        Returns whether it is kept. Retries while the database fails. Never raises.
         """
         has_failed = False
         while True:
@@ -276,7 +278,7 @@ class ResponseStore:
 
     @uncancelled
     async def find(self, team_id: int, id: str) -> StoredResponse | None:
-        """The team's response with this id, or None. A response whose worker has ended has failed."""
+        """The team's response `id`, or None. A response whose lease has expired becomes failed."""
         asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
         async with self._database.reading() as connection:
             row = (await connection.execute(asked)).first()
@@ -287,8 +289,9 @@ class ResponseStore:
 
     @uncancelled
     async def texts(self, team_id: int, ids: Collection[str], bytes_max: int, *, is_input: bool) -> dict[str, bytes]:
-        """The inputs or the bodies of the team's responses with these ids, by id; without those
-        that are not there. Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        """The inputs or the bodies of the team's responses `ids`, by id; missing ids are left out.
+
+        Raises HistoryTooLong if they have more than `bytes_max` bytes.
         """
         column = responses.c.input if is_input else responses.c.body
         is_asked = sa.and_(responses.c.id.in_(ids), self._is_teams(team_id))
@@ -301,11 +304,10 @@ class ResponseStore:
 
     @uncancelled
     async def chain(self, team_id: int, last_id: str, bytes_max: int) -> tuple[list[StoredResponse], str | None]:
-        """The responses that `last_id` continues, oldest first, and itself at the end, in one
-        query.
+        """The responses that `last_id` continues, oldest first, then itself, in one query.
 
-        The second value is the id of the first link that is not there, going back; None if none is.
-        Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        The second value is the id of the latest missing link, or None. Raises HistoryTooLong if
+        they have more than `bytes_max` bytes.
         """
         r, is_teams = responses.c, self._is_teams(team_id)
         last = sa.select(r.id, r.previous_id, r.size_bytes.label("total"), sa.literal(0).label("back"))
@@ -336,12 +338,12 @@ class ResponseStore:
 
     @uncancelled
     async def delete(self, team_id: int, id: str) -> bool:
-        """Delete one response of the team; returns whether it was there."""
+        """Delete one response of the team; returns whether it existed."""
         async with self._database.writing(is_durable=False) as connection:
             return await self._held.delete(connection, team_id, responses.c.id == id, self._is_teams(team_id)) > 0
 
     async def purge(self) -> None:
-        """Delete responses and conversations that are over, in batches with a pause after each."""
+        """Delete expired responses and conversations, in batches with a pause after each."""
         for held, table in ((self._held, responses), (self.conversations.held, conversations)):
             purged = _PURGED_AT_ONCE
             while purged == _PURGED_AT_ONCE:
@@ -355,7 +357,7 @@ _REFUSALS = ("22", "23", "54")
 
 
 def _is_refused(error: Exception) -> bool:
-    """True where the database would refuse the row again: its team is gone, or it does not fit."""
+    """Whether the database would refuse the row again: its team is gone, or it does not fit."""
     state = str(getattr(error.orig, "sqlstate", "")) if isinstance(error, DBAPIError) else ""
     return isinstance(error, DataError | IntegrityError | OverQuota) or state.startswith(_REFUSALS)
 

@@ -1,4 +1,4 @@
-"""Teams and their keys as plain values; how a key is generated, shown and recognised.
+"""Teams and their keys as plain values; generates keys, and computes their digests and prefixes.
 
 No SQL. Invariant: no part of the gateway keeps a key's plaintext.
 
@@ -29,7 +29,7 @@ _PREFIX_CHARS = len(_KEY_START) + 4
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The unit that pays. Limits: None is unlimited. Times in unix seconds.
+    """The unit that pays. A limit of None means unlimited. Times are in unix seconds.
 
     `semantic_error_max` None: the gateway's own bound.
     """
@@ -74,11 +74,10 @@ class NewKey:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller of a request: the key, its team and the budgets of the team.
+    """The caller of a request: the key, its team and the team's budgets.
 
-    `at_deployments` are those of `budgets` that limit deployments. `has_hard_money`: a hard budget
-    limits money. `is_plain`: all budgets are on the
-    team's money, and none allows overdraft.
+    `at_deployments` are the `budgets` that limit deployments. `has_hard_money`: a hard budget
+    limits money. `is_plain`: all budgets limit the team's money, and none allows overdraft.
     """
 
     key: Key
@@ -98,7 +97,7 @@ class Identity:
 
 
 def scope_of(team_id: int) -> str:
-    """The name under which a team's answers and rate limits are kept, apart from all others'."""
+    """The scope that keeps a team's answers and rate limits apart from other teams'."""
     return f"team:{team_id}"
 
 
@@ -147,7 +146,7 @@ class BudgetChanges(TypedDict, total=False):
 
 
 class BudgetFields(TypedDict, total=False):
-    """The optional fields of a new budget, those of `policies.Budget`."""
+    """The optional fields of a new budget, as in `policies.Budget`."""
 
     axis: str
     value: str | None
@@ -170,7 +169,7 @@ def new_plaintext(random_bytes: Callable[[int], bytes]) -> str:
 
 
 def digest(plaintext: str) -> bytes:
-    """SHA-256 of the key in the header; works for any text, also for invalid UTF-8."""
+    """The SHA-256 of a key; works for any text, also for invalid UTF-8."""
     return hashlib.sha256(plaintext.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -1,8 +1,8 @@
-"""The first schema. An empty database gets its tables at once, from `schema`, so nothing runs here."""
+"""The first schema. Changes nothing: an empty database gets its tables from `schema`."""
 
 revision = "0001"
 down_revision = None
 
 
 def upgrade() -> None:
-    """Change nothing: `database._create` has made all tables."""
+    """Change nothing: `database.create_tables` has made all tables."""
