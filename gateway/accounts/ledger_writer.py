@@ -7,7 +7,8 @@ Invariants:
   and a repeated insert is a no-op. A kill at any point loses no row and doubles none;
 - correctness does not depend on the lock's lease: after a pause beyond its lease, a writer's
   inserts and deletes are no-ops, and a script that checks the lock refuses its restatement;
-- an entry that is not a row moves to a separate stream and is counted. Its spend still counts, and the entries behind it are not blocked.
+- an entry that is not a row moves to a separate stream and is counted. Its spend still counts, and
+  the entries behind it are not blocked.
 
 Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its data
 (no `ready` key; Redis refuses reserves until it is done), and every `restate_every_s`, when it

@@ -3,8 +3,10 @@
 A period is a UTC day, or a block of 8 or 64 days, so that a long time is read from few periods.
 Knows no filters of the API and no budgets. Invariants:
 
-- the sums change in the transaction of the rows, so that they equal the ledger's rows even after a kill;
-- a team has at most TAG_NAMES_MAX names of tags, and VALUES_MAX users and values of a tag, in a block
+- the sums change in the transaction of the rows, so that they equal the ledger's rows even after a
+  kill;
+- a team has at most TAG_NAMES_MAX names of tags, and VALUES_MAX users and values of a tag, in a
+  block
   of 64 days: further values share OTHER, and further names count under OTHER without their values.
 """
 

@@ -1,4 +1,5 @@
 """Alerts before a budget is used up: the log and a webhook.
 
-Must not import `api`, `admin` or `learning`; no request passes through it. Read `watch.py` first.
+Must not import `api`, `admin` or `learning`; requests do not pass through it. Read `watch.py`
+first.
 """

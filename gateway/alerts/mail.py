@@ -1,8 +1,8 @@
 """E-mail by SMTP (RFC 5321; STARTTLS: RFC 3207): one message to all recipients.
 
-Knows no budgets and no queue. Invariants: unless `smtp_tls` is `none`, nothing but a greeting is
-sent before the server has shown a certificate of its host; no text of a team or a user ends a
-header; the event loop waits for no server; every delivery ends within `timeout_s`.
+Knows no budgets and no queue. Invariants: unless `smtp_tls` is `none`, only a greeting is sent
+before the server's certificate is verified; no text of a team or a user ends a header; the event
+loop never waits for a server; every delivery ends within `timeout_s`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REPLY_BYTES_MAX = 65_536
 
 
 class Mail:
-    """The recipients and the server of `settings`. A delivery takes `timeout_s` at most."""
+    """Sends alerts through the server in `settings`. A delivery takes at most `timeout_s`."""
 
     def __init__(self, settings: AlertSettings, timeout_s: float = _TIMEOUT_S) -> None:
         self._settings = settings
@@ -60,12 +60,12 @@ class Mail:
             raise DeliveryFailed(f"refused for {', '.join(refused)}; the other recipients have it"[:200], is_final=True)
 
     def aclose(self) -> None:
-        """Let the thread end."""
+        """Shut the thread down without waiting."""
         self._thread.shutdown(wait=False)
 
 
 class _Delivery(smtplib.SMTP):
-    """One delivery over one connection, in a thread; `end` makes the thread return soon. Limits the bytes of a reply."""
+    """One delivery over one connection, in a thread; `end` makes the thread return. Bounds replies."""
 
     def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
         super().__init__(timeout=timeout_s, local_hostname=socket.gethostname())  # a full name would be looked up
@@ -94,7 +94,7 @@ class _Delivery(smtplib.SMTP):
             self.close()
 
     def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
-        """A connection to the first address that accepts one. Raises OSError; TimeoutError after `end`."""
+        """Connect to the first address that accepts. Raises OSError; TimeoutError after `end`."""
         connection = self._connected(timeout)
         if "." not in self.local_hostname:  # RFC 5321, 4.1.4
             at = connection.getsockname()[0]
@@ -125,7 +125,9 @@ class _Delivery(smtplib.SMTP):
                 self._line.shutdown(socket.SHUT_RDWR)
 
     def getreply(self) -> tuple[int, bytes]:
-        """Read a reply (RFC 5321, 4.2.1) and return its code and text; without a code -1. Raises SMTPServerDisconnected."""
+        """Read a reply (RFC 5321, 4.2.1): its code, or -1, and its text. Raises
+        SMTPServerDisconnected.
+        """
         if self.file is None and self.sock is not None:
             self.file = self.sock.makefile("rb")
         texts, bytes_left = list[bytes](), _REPLY_BYTES_MAX
@@ -139,14 +141,14 @@ class _Delivery(smtplib.SMTP):
 
 
 def _password(settings: AlertSettings) -> str:
-    """The password, read at each delivery, so that a new one needs no restart."""
+    """The password, read at each delivery, so that a new password needs no restart."""
     if settings.smtp_password_file is not None:
         return settings.smtp_password_file.read_text().strip()
     return os.environ.get(settings.smtp_password_env or "", "")
 
 
 def message_of(settings: AlertSettings, message_id: str, at_s: float, body: bytes) -> EmailMessage:
-    """The e-mail of an alert; a repetition has the same Message-ID."""
+    """The e-mail of an alert; a retry has the same Message-ID."""
     data: dict[str, Any] = json.loads(body)["data"]
     sender = settings.mail_from or ""
     message = EmailMessage(policy=SMTP)

@@ -1,20 +1,23 @@
-"""Watches all budgets, and alerts once a window for each threshold and for a projected end.
+"""Watches all budgets, and alerts once per window for each threshold and for a projected
+exhaustion.
 
     sameway:{alerts}:sent:...   string  the alert was raised; expires with its window
-    sameway:{alerts}:alike:...  string  how many values of a budget on each have raised it
-    sameway:{alerts}:queue      zset    messages for the webhook, by the time of their next try, ms
-    sameway:{alerts}:mail       zset    those for the e-mail
-    sameway:{alerts}:lock       string  the worker that watches and delivers now
+    sameway:{alerts}:alike:...  string  how many values of an each-value budget raised it
+    sameway:{alerts}:queue      zset    messages for the webhook, by the time of their next attempt, ms
+    sameway:{alerts}:mail       zset    messages for the e-mail
+    sameway:{alerts}:lock       string  the worker that now watches and delivers
 
-Every worker runs a watch; the lock lets one of them work. Knows no requests. Invariants:
+Every worker runs a watch; the lock lets a single worker work. Knows no requests. Invariants:
 
-- one script marks an alert and queues its messages, so no kill loses or doubles one, also where two
-  workers have the lock;
-- a message leaves the queue when the receiver took it, or after `KEPT_S`. A kill between the two
+- one script marks an alert and queues its messages, so no kill loses or doubles an alert, even if
+  two workers have the lock;
+- a message leaves the queue when the receiver took it, or after `KEPT_S`. A kill after the delivery
   repeats it with the same id, by which receivers drop repetitions;
-- of a budget on each value every value has its own alert, whatever others did before it; those after
-  the first `VALUES_TOLD` are told of when their number doubles, so that no client fills a mailbox;
-- a queue has `QUEUE_MAX` messages at most; one that is full or whose receiver is away delays no other.
+- in an each-value budget every value has its own alert, whatever other values did; after the first
+  `VALUES_TOLD` values an alert is sent when their number doubles, so that no client fills a
+  mailbox;
+- a queue has at most `QUEUE_MAX` messages; a queue that is full or whose receiver is away does not
+  delay the other.
 """
 
 from __future__ import annotations
@@ -97,8 +100,8 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The `data` of a message, and the fields of the log line. Amounts are in `unit`; money in
     µUSD.
 
-    `percent` is the threshold, None for a projection; `value` is the axis value that a budget on
-    each value is about.
+    `percent` is the threshold, None for a projection; `value` is the axis value of an each-value
+    budget.
     """
 
     budget_id: int
@@ -119,8 +122,10 @@ class AlertFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """An alert that is due. `kind` names the threshold or projection in a window of the budget, `mark`
-    adds the axis value; Redis keeps both for `kept_ms`, 0 for ever.
+    """A due alert. `kind` names the threshold or projection in a window of the budget; `mark` adds
+    the axis value.
+
+    Redis keeps both for `kept_ms`, 0 for ever.
     """
 
     kind: str
@@ -145,18 +150,17 @@ class Channel(Protocol):
     """A receiver of messages."""
 
     async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
-        """Send `body`, JSON, at the moment `at_s`, unix seconds. Raises DeliveryFailed."""
+        """Send `body`, JSON, at the time `at_s`, unix seconds. Raises DeliveryFailed."""
 
     def aclose(self) -> None:
         """Close the connections."""
 
 
 class AlertWatch:
-    """`run` it until cancelled, or call `step`. `channels` are those of `CHANNELS` that are
-    configured.
+    """Watches budgets and delivers alerts: `run` it until cancelled, or call `step`.
 
-    `count` gets a channel and what became of a message: delivered, delayed or lost. `clock` gives
-    unix seconds.
+    `channels` are the configured members of `CHANNELS`. `count` is called with a channel and a
+    message's outcome: delivered, delayed or lost. `clock` gives unix seconds.
     """
 
     def __init__(
@@ -194,8 +198,9 @@ class AlertWatch:
         return _IDLE_S if self._channels else _LOOK_EVERY_S
 
     async def step(self) -> bool:
-        """Look at the budgets where that is due, and deliver messages that are due, if this worker
-        has the lock. Returns whether it has.
+        """Check the budgets and deliver messages, each when due, if this worker has the lock.
+
+        Returns whether it has.
         """
         if not await self._lease.take():
             return False
@@ -223,8 +228,10 @@ class AlertWatch:
             self._known[alert.mark] = raised_ms
 
     async def _raise(self, alert: Alert, number: int, others: int, at_ms: int) -> None:
-        """Log and queue an alert, unless it was raised before. `number` is its index among all due alerts,
-        `others` the number of further values of the budget with the same alert.
+        """Log and queue an alert, unless it was raised before. `number` is its index among all due
+        alerts.
+
+        `others` is the number of further values of the budget with the same alert.
         """
         facts = alert.facts
         if others:
@@ -252,7 +259,7 @@ class AlertWatch:
                 return
 
     async def _send(self, channel: str, queued: bytes, now_s: float) -> bool:
-        """Send one message. Returns False where it is tried again later."""
+        """Send one message. Returns False if it will be retried later."""
         name, tries, outcome, reason, queue = None, 0, LOST, "", CHANNELS[channel]
         try:
             message = msgspec.json.decode(queued, type=_QueuedMessage)
@@ -278,7 +285,9 @@ class AlertWatch:
 
 
 def due(states: Sequence[BudgetState], settings: AlertSettings, teams: dict[int, str], at_ms: int) -> Iterator[Alert]:
-    """All alerts that hold at `at_ms`, unix milliseconds, also those raised before; lower thresholds first."""
+    """All alerts that hold at `at_ms`, unix milliseconds, also if raised before; low thresholds
+    first.
+    """
     for state in states:
         limit = state.budget.limit_at(at_ms)
         if state.spent <= 0:
@@ -334,13 +343,13 @@ def _alert(
 
 
 def _value(state: BudgetState) -> str:
-    """The axis value of a state, shortened; `*` where values share a count."""
+    """The axis value of a state, shortened; `*` if values share a count."""
     value = state.budget.value if state.budget.value is not None else state.value.removeprefix("=")
     return value[:_VALUE_CHARS_MAX]
 
 
 def _iso(at_ms: int) -> str:
-    """RFC 3339 in UTC; empty for a moment beyond the year 9999."""
+    """The time `at_ms` by RFC 3339 in UTC; empty beyond the year 9999."""
     try:
         return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):

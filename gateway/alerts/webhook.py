@@ -1,9 +1,9 @@
 """A webhook: one signed POST, by the specification Standard Webhooks
 (https://github.com/standard-webhooks/standard-webhooks, version 1.0.0).
 
-Knows no budgets and no queue. Invariants: a message is sent to the configured URL alone, and no
-redirect is followed; every delivery ends within `timeout_s`; no error names the path or the query
-of the URL, which may hold a token.
+Knows no budgets and no queue. Invariants: a message is sent to the configured URL alone, and
+redirects are not followed; every delivery ends within `timeout_s`; no error names the URL's path or
+query, which may hold a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENCODED = "whsec_"
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not take the message; `str()` is the reason. `is_final`: it is not tried again."""
+    """The receiver did not take the message; `str()` is the reason. `is_final`: it is not retried."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class DeliveryFailed(Exception):
 
 
 class Webhook:
-    """The receiver at `url`, which shares `secret`. A delivery takes `timeout_s` at most."""
+    """Posts alerts to `url`, signed with `secret`. A delivery takes at most `timeout_s`."""
 
     def __init__(self, url: str, secret: str, timeout_s: float = _TIMEOUT_S) -> None:
         parts = urlsplit(url)

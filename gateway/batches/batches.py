@@ -1,8 +1,8 @@
 """Batches of teams in SQL, and the leases by which the workers of all hosts share them.
 
 Knows no HTTP and no requests. Shapes: OpenAI API reference, "Batch". Invariants: a change that
-needs a lease is made only while its worker has it; a batch ends once, together with its files; a
-team's batches are found among its own.
+needs a lease is made only while its worker holds the lease; a batch ends once, together with its
+files; a team finds its own batches alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOMENTS = ("created_at", "expires_at", "in_progress_at", "finalizing_at", "canc
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch with its counts of lines. Times in unix seconds."""
+    """A batch with its counts of lines. Times are in unix seconds."""
 
     id: str
     team_id: int
@@ -92,7 +92,10 @@ class BatchLease(msgspec.Struct, frozen=True):
 
 
 class Batches:
-    """`clock` gives unix seconds; those of several hosts must agree to within a few seconds."""
+    """Stores batches, and leases them to workers. `clock` gives unix seconds.
+
+    The clocks of several hosts must agree to within a few seconds.
+    """
 
     def __init__(
         self, database: Database, files: Files, settings: BatchSettings, clock: Callable[[], float] = time.time
@@ -113,7 +116,7 @@ class Batches:
         metadata: dict[str, str] | None,
         output_kept_s: int | None,
     ) -> Batch:
-        """A new batch. Raises NotFound, BadRequest for a file of another purpose, Forbidden."""
+        """Create a batch. Raises NotFound, Forbidden, and BadRequest for a file of another purpose."""
         file = await self.files.get(team_id, input_file_id)
         if file.purpose != INPUT:
             raise BadRequest(
@@ -158,7 +161,9 @@ class Batches:
             await connection.execute(sa.delete(_batches).where(is_old, _batches.c.status.in_(_ENDED)))
 
     async def get(self, team_id: int | None, batch_id: str) -> Batch:
-        """A team's batch, or any team's if `team_id` is None. Raises NotFound, also for another team's batch."""
+        """A team's batch, or any team's if `team_id` is None. Raises NotFound, also for another
+        team's.
+        """
         of_team = [] if team_id is None else [_batches.c.team_id == team_id]
         # PostgreSQL takes no NUL
         batches = [] if "\0" in batch_id else await self._select(*of_team, _batches.c.id == batch_id, limit=1)
@@ -167,15 +172,16 @@ class Batches:
         return batches[0]
 
     async def page(self, team_id: int | None, after: str, limit: int) -> list[Batch]:
-        """The batches of a team or of all teams that were made before the batch `after`, newest first:
-        at most `limit` + 1.
+        """The batches of a team, or of all teams, older than the batch `after`, newest first.
+
+        Returns at most `limit` + 1.
         """
         where = [] if team_id is None else [_batches.c.team_id == team_id]
         return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
 
     @uncancelled
     async def left(self) -> tuple[int, int]:
-        """The number of batches that have not ended, and of their lines that were read and have not ended."""
+        """The number of live batches, and of their read lines that have not ended."""
         done = sa.select(sa.func.coalesce(sa.func.sum(_chunks.c.completed + _chunks.c.failed), 0)).scalar_subquery()
         sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_batches.c.total), 0) - done)
         async with self._database.reading() as connection:
@@ -184,8 +190,8 @@ class Batches:
 
     @uncancelled
     async def cancel(self, team_id: int, batch_id: str, row: AuditRow | None = None) -> None:
-        """Begin to cancel a team's batch, and write `row` to the audit log, unless the batch is being
-        cancelled already.
+        """Begin to cancel a team's batch, and write `row` to the audit log, unless that was begun
+        before.
 
         Raises NotFound, InUse.
         """
@@ -207,7 +213,7 @@ class Batches:
             return await self._read(connection, *where, limit=limit)
 
     async def _read(self, connection: AsyncConnection, *where: Any, limit: int = 1) -> list[Batch]:
-        """The batches, newest first; a batch under way has the sums of its chunks' counts."""
+        """The batches, newest first; a running batch has the sums of its chunks' counts."""
         selected = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
         rows = list((await connection.execute(selected)).mappings())
         sums = (
@@ -226,7 +232,7 @@ class Batches:
 
     @uncancelled
     async def claim(self, token: str, busy_teams: Collection[int]) -> BatchLease | None:
-        """Lease a chunk or a batch of any team but `busy_teams`; None if nothing is free."""
+        """Lease a free chunk or batch, except of `busy_teams`; None if nothing is free."""
         now_s = self.clock()
         async with self._database.reading() as connection:
             live = sa.select(_batches.c.id, _batches.c.team_id, _batches.c.status, _batches.c.leased_until_s)
@@ -269,8 +275,9 @@ class Batches:
 
     @uncancelled
     async def renew(self, work: BatchLease, counts: tuple[int, int]) -> Batch | None:
-        """Keep a lease, and write a chunk's counts of completed and failed lines. Returns the current
-        batch; None if the lease was lost.
+        """Renew a lease, and write a chunk's counts of completed and failed lines.
+
+        Returns the current batch; None if the lease was lost.
         """
         values: dict[str, Any] = {"leased_until_s": self.clock() + LEASE_S}
         if work.chunk is not None:
@@ -288,9 +295,10 @@ class Batches:
 
     @uncancelled
     async def plan(self, work: BatchLease, chunks: Sequence[LineSpan]) -> None:
-        """Begin a batch with these chunks, reserve room for an error of each line, and release the lease.
+        """Begin a batch with `chunks`, reserve room for an error of each line, and release the
+        lease.
 
-        Raises OverQuota where its team's files leave none.
+        Raises OverQuota if the team's files leave too little room.
         """
         async with self._database.writing() as connection:
             begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)
@@ -306,7 +314,7 @@ class Batches:
 
     @uncancelled
     async def refuse(self, work: BatchLease, refusal: LineRefused) -> None:
-        """End a batch whose input was refused or cannot be read."""
+        """End a batch with a refused or unreadable input."""
         is_expired = refusal.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
         async with self._database.writing() as connection:
@@ -315,8 +323,9 @@ class Batches:
 
     @uncancelled
     async def stop(self, work: BatchLease, refusal: LineRefused) -> Batch:
-        """Begin no more lines of the batch, so that it fails once its outcomes are written. Returns
-        the current batch.
+        """Begin no more lines of the batch, so that it fails once its outcomes are written.
+
+        Returns the current batch.
         """
         async with self._database.writing() as connection:
             live = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.status.in_(LIVE))
@@ -325,7 +334,7 @@ class Batches:
 
     @uncancelled
     async def chunk_done(self, work: BatchLease, counts: tuple[int, int]) -> None:
-        """Note that every line of the chunk has ended."""
+        """Record that every line of the chunk has ended."""
         async with self._database.writing() as connection:
             await connection.execute(_held(work).values(is_done=True, completed=counts[0], failed=counts[1]))
 
@@ -343,8 +352,9 @@ class Batches:
     async def end(
         self, work: BatchLease, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
     ) -> bool:
-        """End a batch together with its files. Returns False, and changes nothing, if the lease was
-        lost or a chunk is not done.
+        """End a batch together with its files.
+
+        Returns False, and changes nothing, if the lease was lost or a chunk is not done.
         """
         status = sa.case(
             (_batches.c.status == "cancelling", "cancelled"),
@@ -373,7 +383,7 @@ class Batches:
 
     @uncancelled
     async def forget(self) -> None:
-        """Delete batches that ended before the files of that time expired."""
+        """Delete batches that ended longer ago than twice the files' lifetime."""
         long_ago_s = self.clock() - 2 * self._settings.kept_days * 86_400
         async with self._database.writing() as connection:
             await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))

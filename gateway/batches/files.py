@@ -1,8 +1,8 @@
-"""Files of teams: a row of each in SQL, its content in a folder that all hosts share.
+"""Files of teams: a row for each in SQL, its content in a folder that all hosts share.
 
 Knows no HTTP, and no shape of a content. Invariants: a content's name is the file's id, never a
-text of a client; a row exists before its content does, so a content without a row may be removed;
-a team's files, with those that are arriving and the outcomes of its batches, stay within its quota.
+text of a client; a row exists before its content does, so a content without a row may be removed; a
+team's files, including uploads and the outcomes of its batches, stay within its quota.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _UNNEEDED = sa.and_(
 
 
 def new_object_id(kind: str, at_s: float) -> str:
-    """A new id. Ids of one `kind` sort by their moment, unix seconds."""
+    """A new id. Ids of one `kind` sort by their time, `at_s` in unix seconds."""
     return f"{kind}{int(at_s * 1000):012x}{secrets.token_hex(10)}"
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete file. Times in unix seconds; with `expires_at_s` None it never expires."""
+    """A complete file. Times are in unix seconds; `expires_at_s` None: it never expires."""
 
     id: str
     team_id: int
@@ -104,14 +104,16 @@ def storage_error(error: OSError) -> ApiError:
 
 
 def created(path: Path) -> BinaryIO:
-    """A new file for its owner only, in a folder that is made if it is missing. Blocks. Raises OSError."""
+    """Create a file that only its owner may read, and its folder if missing. Blocks. Raises
+    OSError.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     return open(os.open(path, flags, 0o600), "wb", buffering=0)
 
 
 class Upload:
-    """A file that is arriving: `write` its pieces, then `keep` or `drop` it, once."""
+    """An arriving file: `write` its pieces, then `keep` or `drop` it, once."""
 
     def __init__(self, files: Files, file_id: str, team_id: int, at_s: float, bytes_max: int) -> None:
         self._files = files
@@ -124,7 +126,7 @@ class Upload:
         self.bytes = 0
 
     async def write(self, piece: bytes) -> None:
-        """Add a piece. Raises TooLarge, StorageFull, Unavailable."""
+        """Append a piece. Raises TooLarge, StorageFull, Unavailable."""
         self.bytes += len(piece)
         if self.bytes > self._bytes_max:
             raise _too_large(self._bytes_max)
@@ -151,7 +153,9 @@ class Upload:
             raise OSError(errno.ENOSPC, "not all of it was written")
 
     async def keep(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
-        """Complete the file, and show it to its team. Raises StorageFull, Unavailable, NotFound if the team is gone."""
+        """Complete the file, and show it to its team. Raises StorageFull, Unavailable, NotFound (no
+        team).
+        """
         file = await self.sealed(purpose, filename, expires_after_s)
         await self._files.complete(file)
         return file
@@ -189,7 +193,7 @@ def _synced(file: BinaryIO) -> None:
 
 
 class Files:
-    """`folder` is made when a file needs it. `clock` gives unix seconds."""
+    """Stores files. `folder` is made when a file needs it. `clock` gives unix seconds."""
 
     def __init__(
         self, database: Database, settings: BatchSettings, folder: Path, clock: Callable[[], float] = time.time
@@ -206,11 +210,11 @@ class Files:
 
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
-        """Begin an upload of `bytes_max` bytes at most, by default the limit of the settings, and take
-        its room in the quota. `is_own`: the gateway writes the output of a batch, whose outcomes
-        have taken the room.
+        """Begin an upload of at most `bytes_max` bytes (default: the setting), and reserve its
+        quota.
 
-        Raises OverQuota, TooLarge, NotFound if the team is gone.
+        `is_own`: the gateway writes the output of a batch, whose outcomes have reserved the quota.
+        Raises OverQuota, TooLarge, and NotFound if the team is gone.
         """
         file_bytes_max = self.settings.file_bytes_max
         if bytes_max is not None and bytes_max > file_bytes_max + _FORM_BYTES_MAX and not is_own:
@@ -236,14 +240,16 @@ class Files:
         return Upload(self, file_id, team_id, at_s, room)
 
     async def reserve(self, connection: AsyncConnection, batch_id: str, team_id: int, size: int) -> None:
-        """Take `size` bytes of the quota for the outcomes of a batch. Raises OverQuota."""
+        """Reserve `size` bytes of the quota for the outcomes of a batch. Raises OverQuota."""
         row = {"id": batch_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": size, "is_ready": False}
         await self._take(connection, team_id, size, 1)
         await connection.execute(sa.insert(_files).values(row | {"created_at_s": self.clock()}))
 
     @uncancelled
     async def extend(self, batch_id: str, team_id: int, size: int) -> None:
-        """Take `size` more bytes of the quota for the outcomes of a batch; below 0 gives them back. Raises OverQuota."""
+        """Add `size` bytes, which may be negative, to the quota that a batch reserves. Raises
+        OverQuota.
+        """
         async with self._database.writing(is_durable=False) as connection:
             await self._take(connection, team_id, size, 0)
             extended = sa.update(_files).where(_files.c.id == batch_id).values(bytes=_files.c.bytes + size)
@@ -262,13 +268,13 @@ class Files:
                 raise _no_file(file.id)
 
     async def completed(self, connection: AsyncConnection, file: File) -> bool:
-        """Like `complete`, within the caller's transaction. Returns whether the row exists."""
+        """Do `complete` within the caller's transaction. Returns whether the row exists."""
         values = msgspec.structs.asdict(file) | {"is_ready": True}
         return await self.held.resize(connection, file.team_id, values, _files.c.id == file.id) is not None
 
     @uncancelled
     async def get(self, team_id: int, file_id: str) -> File:
-        """A team's file. Raises NotFound, also for another team's."""
+        """A team's file. Raises NotFound, also for another team's file."""
         async with self._database.reading() as connection:
             where = self._ready(team_id).where(_files.c.id == file_id)
             row = (await connection.execute(where)).mappings().first() if _CONTENT.fullmatch(file_id) else None
@@ -303,7 +309,9 @@ class Files:
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
-        """Remove an upload's row and content, unless the file is complete: its commit may have gone unseen."""
+        """Remove an upload's row and content, unless the file is complete: its commit may have gone
+        unseen.
+        """
         async with self._database.writing() as connection:
             where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
             await self.held.delete(connection, team_id, where, _files.c.is_ready.is_(False))
@@ -312,7 +320,7 @@ class Files:
             await asyncio.to_thread(self.unlink, [file_id])
 
     async def sweep(self) -> None:
-        """Remove expired files, uploads whose process ended, and contents without a row.
+        """Remove expired files, uploads of ended processes, and contents without a row.
 
         Errors of the database pass through.
         """
@@ -323,7 +331,7 @@ class Files:
 
     @uncancelled
     async def _forget(self, names: dict[str, float]) -> None:
-        """Delete the rows that have expired; `names` as in `_names`."""
+        """Delete the rows of expired files and dead uploads; `names` as in `_names`."""
         now_s = self.clock()
         async with self._database.reading() as connection:
             is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
@@ -336,12 +344,12 @@ class Files:
 
     @uncancelled
     async def _kept(self) -> set[str]:
-        """The names in the folder that have a row."""
+        """The ids of all rows."""
         async with self._database.reading() as connection:
             return set((await connection.execute(sa.select(_files.c.id))).scalars())
 
     def _names(self) -> dict[str, float]:
-        """The names of contents and batches' folders, each with the time of its last change."""
+        """The names of contents and batches' folders, each with its last change in unix seconds."""
         changes = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -387,7 +395,7 @@ def _over_quota(reason: str) -> OverQuota:
 
 
 def check_purpose(purpose: str) -> str:
-    """The purpose of an upload. Raises BadRequest."""
+    """Check the purpose of an upload, and return it. Raises BadRequest."""
     if purpose != INPUT:
         raise BadRequest(
             f"Invalid purpose: expected `{INPUT}`, got `{shown(purpose)}`; files for other uses are not kept here",
@@ -398,7 +406,7 @@ def check_purpose(purpose: str) -> str:
 
 
 def check_expiry(anchor: str | None, seconds: int | None) -> int:
-    """The seconds of an `expires_after`. Raises BadRequest."""
+    """Check an `expires_after`, and return its seconds. Raises BadRequest."""
     least, most = EXPIRES_S
     if anchor != "created_at" or seconds is None or not least <= seconds <= most:
         raise BadRequest(

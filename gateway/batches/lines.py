@@ -1,8 +1,8 @@
-"""The lines of a batch: read from its input a piece at a time, and their outcomes kept on disk.
+"""The lines of a batch, read from its input one at a time, and their outcomes on disk.
 
 Knows no SQL, no HTTP and no pipeline. Format: OpenAI API reference, "Batch", request input and
 output. Every function blocks. Invariants: a line of any bytes is a request or an error, and takes
-bounded memory; of several outcomes of one line the first counts; half an outcome is none.
+bounded memory; of several outcomes of one line the first counts; an incomplete outcome is ignored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LINE_BYTES = 512
 class LineSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Successive lines of an input: `size` bytes from `offset`, numbered from `first_line`.
 
-    `lines` counts those that are not blank, and `repeated` are the numbers of lines whose
-    `custom_id` stood before.
+    `lines` counts the lines that are not blank; `repeated` are the numbers of lines whose
+    `custom_id` an earlier line has.
     """
 
     number: int
@@ -54,7 +54,7 @@ class LineRequest(msgspec.Struct, frozen=True):
 
 
 class LineRefused(Exception):
-    """A line that is not run, with the reason. `custom_id` is None where the line has none that can be read."""
+    """A line is not run, for a reason. `custom_id` is None if the line has no readable one."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -88,7 +88,7 @@ _flags = msgspec.json.Decoder(_Flags).decode
 
 
 def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest, str]:
-    """The request of a line, and the model that it names, if any. Raises LineRefused."""
+    """The request of a line, and the model that it names, or empty. Raises LineRefused."""
     if raw is None:
         raise LineRefused("line_too_long", f"The line is longer than {bytes_max:,} bytes")
     try:
@@ -113,7 +113,7 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
 
 
 def id_of(raw: bytes) -> str | None:
-    """The `custom_id` of a line of any shape; None where it has none."""
+    """The `custom_id` of a line of any shape; None without a readable one."""
     try:
         custom_id = _named(raw).custom_id
     except _WRONG:
@@ -122,7 +122,9 @@ def id_of(raw: bytes) -> str | None:
 
 
 def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of the next `size` bytes, each with its length in the file; None stands for a line that is too long."""
+    """The lines of the next `size` bytes, each with its length in the file; a too long line is
+    None.
+    """
     while size > 0:
         raw = file.readline(bytes_max + 1)
         if not raw:
@@ -137,7 +139,7 @@ def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[byte
 
 
 def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
-    """The chunks of an input. Raises LineRefused if there is no line, or too many; OSError."""
+    """The chunks of an input. Raises OSError, and LineRefused for an empty input or too many lines."""
     seen = set[bytes]()
     chunks, count, number = list[LineSpan](), 0, 0
     offset = begun = lines = first = 0
@@ -167,7 +169,7 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
 
 
 class Segment:
-    """The file that one worker appends a chunk's outcomes to. Whole outcomes outlive the worker."""
+    """The file to which one worker appends a chunk's outcomes. Whole outcomes outlive the worker."""
 
     def __init__(self, folder: Path, number: int, token: str) -> None:
         self._path = folder / f"{number}.{token}"
@@ -175,7 +177,7 @@ class Segment:
         self._size = 0
 
     def append(self, outcome: LineOutcome) -> None:
-        """Write an outcome whole. Raises OSError, and leaves no part of the outcome then."""
+        """Write an outcome whole. Raises OSError, after which no part of it remains."""
         if self._file is None:
             self._file = created(self._path)
         data = b"%d %d %b\n" % (outcome.line, outcome.is_ok, outcome.data)
@@ -194,7 +196,7 @@ class Segment:
 
 
 def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
-    """The outcomes of a chunk on disk: the first of each line that has ended."""
+    """The outcomes of a chunk on disk: the first outcome of each ended line."""
     seen = set[int]()
     for path in sorted(folder.glob(f"{number}.*")):
         with path.open("rb") as file:
@@ -207,7 +209,7 @@ def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
 
 
 def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: Upload) -> tuple[int, int]:
-    """Write all outcomes to the two files. Returns the number of lines of each. Raises OSError."""
+    """Write all outcomes to the two files. Returns each file's number of lines. Raises OSError."""
     counts = [0, 0]
     for chunk in chunks:
         for outcome in outcomes(folder, chunk.number):

@@ -1,13 +1,12 @@
-"""Runs the lines of batches, each as a request of the key that made the batch.
+"""Runs the lines of batches, each as a request with the key that made the batch.
 
 It calls the endpoints of `/v1` in this process, so a line has the stages, limits and budgets of any
 request. Invariants: a line's outcome is on disk before it counts; a line with an outcome is not run
-again; a refusal that passes is waited for; lines leave room to other requests.
+again; a temporary refusal is retried; lines leave room for other requests.
 
 The order of effects: the generation's money is settled, its answer stored, its outcome appended;
-then the chunk is done; then the files and the end of the batch are one transaction. A worker that
-is killed loses the lines that it ran: another worker asks them again, and the cache has the answers
-of those that had been stored.
+then the chunk is done; then the files and the end of the batch are one transaction. A killed worker
+loses the lines that it ran: another worker runs them again, and the cache may have their answers.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class _LineReply:
             self.code = str(msgspec.json.decode(self.body).get("error", {}).get("code") or "")
 
     def wait_s(self, tries: int) -> float | None:
-        """The seconds until the line is tried again; None if the line keeps this response."""
+        """The seconds until the line is retried; None if this response is final."""
         if self.status == 200 or self.headers.get("x-should-retry") == "false":
             return None
         retry_after_ms = self.headers.get("retry-after-ms", "")
@@ -108,7 +107,7 @@ class _LineReply:
 
     @property
     def is_near_a_limit(self) -> bool:
-        """Whether little is left of a rate limit."""
+        """Whether less than a fifth of a rate limit is left."""
         for unit in ("requests", "tokens"):
             remaining, limit = (self.headers.get(f"x-ratelimit-{part}-{unit}", "") for part in ("remaining", "limit"))
             if remaining.isdecimal() and limit.isdecimal() and int(remaining) * _ROOM_LEFT < int(limit):
@@ -117,7 +116,7 @@ class _LineReply:
 
 
 class _HeldLease:
-    """Keeps a lease while its work runs; has the current batch and the counts of ended lines."""
+    """Renews a lease while its work runs; has the current batch and the counts of ended lines."""
 
     def __init__(self, batches: Batches, work: BatchLease) -> None:
         self._batches = batches
@@ -131,7 +130,7 @@ class _HeldLease:
         return self.ended[True], self.ended[False]
 
     def why_not(self) -> LineRefused | None:
-        """The reason to run no further lines; None if they are to run."""
+        """The reason to run no further lines; None to run them."""
         if self.batch.status == "cancelling":
             return LineRefused("batch_cancelled", "The batch was cancelled before this line was run")
         if self.batch.errors is not None:
@@ -154,7 +153,7 @@ class _HeldLease:
 
 
 class _OutcomeQuota:
-    """Takes room in a team's quota for a chunk's outcomes, a block at a time."""
+    """Reserves a team's quota for a chunk's outcomes, a block at a time."""
 
     def __init__(self, files: Files, batch: Batch) -> None:
         self._files = files
@@ -162,7 +161,7 @@ class _OutcomeQuota:
         self._left = 0
 
     async def take(self, size: int) -> None:
-        """Take room for an outcome. Raises OverQuota."""
+        """Reserve quota for an outcome of `size` bytes. Raises OverQuota."""
         if (lacking := size - self._left) > 0:
             try:
                 await self._extend(lacking + _BLOCK_BYTES)
@@ -175,17 +174,18 @@ class _OutcomeQuota:
         self._left += size
 
     async def close(self) -> None:
-        """Give the unused room back."""
+        """Give back the unused quota."""
         if self._left:
             await self._extend(-self._left)
 
 
 class BatchRunner:
-    """Runs batches with `run` until cancelled, or step by step with `step`; call `stop` before closing.
-    `routes` has the endpoint of each path and method, `works` the tasks under way with their teams.
+    """Runs batches with `run` until cancelled, or step by step with `step`; call `stop` before
+    closing.
 
-    `on_line` is called with the outcome of each line: `ok`, the status of its response, or why it
-    got none.
+    `routes` has the endpoint of each path and method, `works` the running tasks with their teams.
+    `on_line` is called with the outcome of each line: `ok`, its response's status, or the reason
+    why it has no response.
     """
 
     def __init__(
@@ -221,12 +221,14 @@ class BatchRunner:
                     await asyncio.wait_for(self.woken.wait(), _LOOK_EVERY_S)
 
     def stop(self) -> list[asyncio.Task[None]]:
-        """Begin no more lines. Returns the tasks under way, which release their leases at their end."""
+        """Begin no more lines. Returns the running tasks, which release their leases at their end."""
         self._is_stopping = True
         return list(self.works)
 
     async def step(self) -> bool:
-        """Lease a chunk or a batch and begin its work. Returns False if nothing is free, or this worker is full."""
+        """Lease a chunk or a batch and begin its work. Returns False if nothing is free, or this
+        worker is full.
+        """
         if not self.settings.concurrency or len(self.works) >= _CHUNKS_MAX or self._is_stopping:
             return False
         teams = list(self.works.values())
@@ -279,7 +281,7 @@ class BatchRunner:
                 await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
     def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
-        """The reason to give an input up. Raises the error if trying again may help."""
+        """The reason to refuse an input. Raises the error if a retry may help."""
         if (refusal := lease.why_not()) is not None:
             return refusal
         if isinstance(error, FileNotFoundError) and self._files.folder.is_dir():
@@ -345,10 +347,10 @@ class BatchRunner:
     async def _append(
         self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
     ) -> LineOutcome:
-        """Write an outcome, or in its place a refusal if the team's quota has no room. Returns the
-        written outcome.
+        """Write an outcome, or a refusal instead if the team's quota is full. Returns what it
+        wrote.
 
-        Waits while the disk is full or the database fails, as a line that is run again is paid
+        Waits while the disk is full or the database fails, since a line that is run again is paid
         again.
         """
         has_room = len(outcome.data) <= LINE_BYTES
@@ -371,9 +373,10 @@ class BatchRunner:
     async def _lines(
         self, lease: _HeldLease, chunk: LineSpan, ended: Collection[int]
     ) -> AsyncIterator[tuple[int, bytes | LineRefused | None]]:
-        """The numbers and texts of a chunk's lines that are neither blank nor in `ended`, one at a time
-        in memory. Once the input cannot be read, each further line has the reason in place of its
-        text.
+        """The numbers and texts of a chunk's lines that are neither blank nor in `ended`, one at a
+        time.
+
+        Once the input cannot be read, each further line has the reason in place of its text.
         """
         number, lines_left, refusal = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:
@@ -417,7 +420,9 @@ class BatchRunner:
         return LineOutcome(number, reply.status == 200, body)
 
     async def _reply(self, lease: _HeldLease, line: LineRequest, model: str) -> _LineReply | None:
-        """Ask a line until it has a lasting response. Returns None like `_outcome`. Raises LineRefused."""
+        """Send a line until its response is final. Returns None like `_outcome`. Raises
+        LineRefused.
+        """
         tries = 0
         while True:
             if not await self._room(lease, line, model):
@@ -446,7 +451,9 @@ class BatchRunner:
                 await asyncio.sleep(min(left_s, PAUSE_S))
 
     async def _room(self, lease: _HeldLease, line: LineRequest, model: str) -> bool:
-        """Wait until other requests leave room. Returns False if this worker stops or loses the chunk.
+        """Wait until other requests leave room. Returns False if this worker stops or loses the
+        chunk.
+
         Raises LineRefused if the batch ends before.
         """
         while not (lease.is_lost or self._is_stopping):
@@ -461,7 +468,7 @@ class BatchRunner:
         return False
 
     def _is_busy(self, model: str) -> bool:
-        """Whether each deployment of a model has half its places taken, or requests that wait."""
+        """Whether each deployment of a model has half its slots taken, or waiting requests."""
         try:
             alias = self._pipeline.fleet.alias(model)
         except ApiError:

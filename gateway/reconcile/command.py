@@ -1,5 +1,4 @@
-"""The command `sameway reconcile`: reads the file and the ledger, prints the report, corrects if
-asked.
+"""The command `sameway reconcile`: reads the file and the ledger, prints a report, and may correct.
 
 Invariant: nothing is written without `--correct`, and then rows are added, never changed.
 """
@@ -32,7 +31,7 @@ DIFFERS, UNREADABLE = 1, 2
 
 
 def reconcile(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0 where all is within the tolerance, DIFFERS, or UNREADABLE."""
+    """Run the command. Returns 0 if all is within the tolerance, else DIFFERS or UNREADABLE."""
     try:
         return asyncio.run(_run(settings, arguments))
     except (ExportError, OSError) as error:
@@ -75,7 +74,7 @@ async def _report(settings: Settings, ledger: Ledger, export: Export, tolerance:
 
 
 async def _correct(ledger: Ledger, report: Report, tolerance: int) -> list[LedgerRow]:
-    """Book the differences beyond the tolerance of past days, in proportion to the ledger's own rows."""
+    """Book the past days' differences beyond the tolerance, in proportion to the ledger's own rows."""
     today = datetime.now(UTC).date()
     rows = [
         row

@@ -1,7 +1,7 @@
-"""The ledger beside a provider's export, by UTC day and model: each difference with its reasons.
+"""Compares the ledger with a provider's export, by UTC day and model; explains each difference.
 
-No SQL and no files. Invariants: the reasons of a difference add up to it, what none of them
-explains is named `unexplained`; nothing here writes.
+No SQL and no files. Invariants: the reasons of a difference add up to it, with the remainder named
+`unexplained`; nothing here writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CENT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A part of a difference, µUSD: positive where the provider bills more."""
+    """A part of a difference in µUSD, positive if the provider bills more."""
 
     name: str
     microusd: int
@@ -33,7 +33,7 @@ class Reason:
 
 @dataclass(slots=True)
 class Difference:
-    """One UTC day and model. `rows` are the ledger's sums that it is compared with."""
+    """One UTC day and model. `rows` are the ledger's sums for them."""
 
     day: date
     model: str
@@ -42,7 +42,7 @@ class Difference:
     reasons: list[Reason] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """The sum of a field of the rows, or of their usage."""
+        """The sum of a field over the rows, or over their usage."""
         return sum(getattr(row, name) if hasattr(row, name) else getattr(row.usage, name) or 0 for row in self.rows)
 
     @property
@@ -68,7 +68,7 @@ class Report:
 def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tuple[str, str], str], dict[str, Price]]:
     """The model of each alias and deployment in the ledger, and the known prices by model.
 
-    Local engines have none; a deployment that is no longer configured has its own name.
+    Local engines are left out; a deployment that is no longer configured counts as its own model.
     """
     configured = {
         deployment_name(alias, deployment): (alias, deployment)
@@ -195,7 +195,7 @@ def _estimated(difference: Difference) -> str:
 
 
 def _shifted(differences: Mapping[tuple[date, str], Difference], tolerance: int) -> None:
-    """Name two neighbouring days whose differences cancel each other: days of another time zone."""
+    """Explain two adjacent days whose differences cancel: the export's days have another time zone."""
     for (day, model), difference in sorted(differences.items()):
         after = differences.get((day + timedelta(days=1), model))
         if after is None or abs(difference.microusd) <= tolerance:
@@ -210,7 +210,9 @@ _SHIFTED = "the days beside each other cancel out: the export's days may be of a
 
 
 def corrections(difference: Difference) -> list[tuple[DaySpend, int]]:
-    """The difference in whole µUSD for each of the ledger's sums, in proportion to their costs."""
+    """The part of the difference for each of the ledger's sums, in whole µUSD, in proportion to
+    cost.
+    """
     rows = difference.rows
     weights = [max(row.cost_microusd, 0) for row in rows]
     if not any(weights):
@@ -228,5 +230,5 @@ _UNSAFE = re.compile(r"[^\w.:@/-]")
 
 
 def id_part(text: str) -> str:
-    """`text` without the characters that an id may not have."""
+    """`text` with `_` for characters that an id may not have, cut to 80 characters."""
     return _UNSAFE.sub("_", text)[:80]

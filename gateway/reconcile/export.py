@@ -1,9 +1,9 @@
 """Reads a provider's CSV of usage or cost, row by row, into sums by UTC day and model.
 
-Columns are those of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console
-(tokens, cost), and a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
-Invariants: a file of any size takes memory for its days and models alone; a cell that can be read
-in two ways is refused, with its line and column.
+Columns are those of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console (tokens,
+cost), and a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
+Invariants: memory grows with the days and models, not with the file; an ambiguous cell is refused,
+with its line and column.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ _BATCH = frozenset({"batch", "true", "1", "yes", "batches"})
 
 
 class ExportError(Exception):
-    """The file cannot be read as an export; the message names the place, the text and the expectation."""
+    """The file cannot be read as an export; the message has the place, the text and the
+    expectation.
+    """
 
 
 @dataclass(slots=True)
 class Billed:
     """The use and cost of one UTC day and model, on a provider's bill or in the ledger.
 
-    `prompt_tokens` are all input tokens; `cached_tokens` and those of `cache_write...` are parts of
-    it. `batch_microusd` is the part of the cost that batches had, `names` are the file's names of
-    the model.
+    `prompt_tokens` are all input tokens, including `cached_tokens` and the `cache_write...` tokens.
+    `batch_microusd` is the batches' part of the cost; `names` are the file's names of the model.
     """
 
     requests: int = 0
@@ -95,7 +96,7 @@ COUNTS = tuple(field.name for field in fields(Billed)[:-2])
 
 @dataclass(slots=True)
 class Export:
-    """The sums of a file, and the kinds of columns that it has. `notes` name assumptions."""
+    """The sums of a file, and the kinds of columns that it has. `notes` list assumptions."""
 
     billed: dict[tuple[date, str], Billed]
     has_tokens: bool
@@ -187,7 +188,7 @@ _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in
 
 
 class _Sums:
-    """Adds rows up, by day and model."""
+    """Sums rows by day and model."""
 
     def __init__(self, delimiter: str, positions: Mapping[str, int], is_text_date: bool) -> None:
         self._delimiter = delimiter
@@ -276,7 +277,7 @@ class _Sums:
         return number
 
     def _with_point(self, plain: str, where: str) -> str:
-        """Rewrite a number with grouping signs or a decimal comma as Decimal reads it. Raises ExportError."""
+        """Rewrite a number with grouping signs or a decimal comma for Decimal. Raises ExportError."""
         comma, point = plain.rfind(","), plain.rfind(".")
         if comma >= 0 and point >= 0:
             grouping, decimal = (".", ",") if comma > point else (",", ".")
@@ -321,7 +322,7 @@ class _Sums:
 
 
 def _cell(text: str) -> str:
-    """A cell without the marks that spreadsheets put around texts."""
+    """A cell's text without the marks that spreadsheets put around texts."""
     text = text.strip()
     if text.startswith('="') and text.endswith('"'):
         text = text[2:-1]
@@ -340,11 +341,11 @@ _REGION = re.compile(r"^(?:us|eu|apac|global)\.")
 
 
 def normal_model(name: str) -> str:
-    """A model's name without its provider, region and date: dated names and aliases of providers are one model."""
+    """A model's name without provider, region and date, so that its dated names and aliases agree."""
     bare = _REGION.sub("", name.strip().lower().rpartition("/")[2])
     return _DATED.sub("", bare.removeprefix("anthropic."))
 
 
 def shown_text(text: str) -> str:
-    """A text of the file for a terminal: short, and without control characters."""
+    """The file's text for a terminal: short, and without control characters."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")

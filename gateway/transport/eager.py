@@ -2,12 +2,12 @@
 
 Calls that a stage of the pipeline starts together share one round trip to Redis. Replaces
 `asyncio.gather`, which makes a task of each call; a task costs several times as much as the call.
-Python 3.12 has eager tasks; on 3.11 this is the part of them that the pipeline needs.
-`tests/transport/test_eager.py` holds it to the behaviour of `await`.
+Python 3.12 has eager tasks; this does for 3.11 what the pipeline needs.
+`tests/transport/test_eager.py` compares it with `await`.
 
 Knows no Redis. Invariant: awaiting an `Eager` has the result of awaiting its coroutine, errors and
-cancellation included. The coroutine must wait for futures only: one that asks for its task (a
-time-out does) must not use this.
+cancellation included. The coroutine must await futures only: a coroutine that reads its current
+task, as a time-out does, is not allowed.
 """
 
 from collections.abc import Coroutine, Generator
@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 
 class Eager(Generic[T]):
-    """Await it once, one made by `done` any number of times. If it is never awaited, its coroutine
-    is closed without a warning.
+    """A started coroutine: await it once. An `Eager` made by `done` may be awaited many times.
+
+    If it is never awaited, its coroutine is closed without a warning.
     """
 
     __slots__ = ("_coroutine", "_error", "_result", "_waits_for")
@@ -40,7 +41,7 @@ class Eager(Generic[T]):
 
     @staticmethod
     def done(result: T) -> "Eager[T]":
-        """An `Eager` that has its result already."""
+        """An `Eager` that already has its result."""
         eager: Eager[T] = Eager.__new__(Eager)
         eager._coroutine = eager._waits_for = eager._error = None
         eager._result = result

@@ -2,7 +2,7 @@
 
 Replaces aiohttp's client with `http_pool`: aiohttp takes three to four times the CPU for a whole
 answer and twice for a stream (docs/benchmarks.md, "What a request costs").
-`tests/transport/test_http_client.py` holds it to RFC 9112, with servers that misbehave and random
+`tests/transport/test_http_client.py` tests it against RFC 9112, with misbehaving servers and random
 bytes; llhttp (httptools) parses.
 
 Knows no URLs, pools or OpenAI. Invariants: a reader gets all bytes that arrived before a failure,
@@ -37,7 +37,7 @@ DRAIN_WITHIN_S = 1.0
 
 
 class TransportError(Exception):
-    """Base: an exchange failed in the transport."""
+    """The base of the transport's errors: an exchange failed."""
 
 
 class Unreachable(TransportError):
@@ -45,7 +45,9 @@ class Unreachable(TransportError):
 
 
 class NotAsked(Unreachable):
-    """This host has no descriptor, port or memory for a connection, or its resolver is silent."""
+    """This host has no descriptor, port or memory for a connection, or its resolver does not
+    answer.
+    """
 
 
 class Disconnected(TransportError):
@@ -53,14 +55,14 @@ class Disconnected(TransportError):
 
 
 class NotHTTP(TransportError):
-    """The server sent bytes that no HTTP/1.1 response has."""
+    """The server sent bytes that are not an HTTP/1.1 response, or too many."""
 
 
 class Exchange(msgspec.Struct, eq=False):
     """One request and its response. One reader at a time; `close` from anywhere.
 
-    `lines`, the head, and `body` are written together; `pieces` is the rest of a long body, written as the
-    server takes it.
+    `lines`, the head, and `body` are written together; `pieces` is the rest of a long body, written
+    as the server takes it.
     """
 
     lines: bytes
@@ -113,7 +115,9 @@ class Exchange(msgspec.Struct, eq=False):
                 await self._wait()
 
     async def feed(self) -> None:
-        """Write `pieces`, until they end or a response comes: its connection then serves no other."""
+        """Write `pieces` until they end or a response arrives; after an early response the
+        connection closes.
+        """
         connection = self.connection
         while self.pieces is not None and connection is not None and not (self.is_over or self.status):
             piece = await anext(self.pieces, None)
@@ -125,7 +129,7 @@ class Exchange(msgspec.Struct, eq=False):
                     await self._wait()
 
     def release(self) -> None:
-        """Ignore the rest of the response: its connection serves others afterwards, or closes after
+        """Ignore the rest of the response; its connection is then reused, or closed after
         DRAIN_WITHIN_S.
         """
         self._buffer.clear()
@@ -153,8 +157,8 @@ class Exchange(msgspec.Struct, eq=False):
     # -- called by its connection ------------------------------------------------------------------
 
     def retry(self) -> bool:
-        """Prepare for another connection after one was lost before it answered; returns False if
-        that is not allowed.
+        """Prepare for a new connection after the old one was lost unanswered; returns False if not
+        allowed.
         """
         if self.is_answered or not isinstance(self._error, Disconnected) or self._is_released:
             return False
@@ -171,7 +175,9 @@ class Exchange(msgspec.Struct, eq=False):
             self.end(NotHTTP(f"the body is coded as {coding[:40]!r}, which the request does not accept"))
 
     def arrive(self, data: bytes) -> bool:
-        """Take part of the body; returns True if the connection should pause until it was read."""
+        """Take part of the body; returns True if the connection should pause until the part is
+        read.
+        """
         if not self._is_released and self._error is None:
             self._buffer.append(data)
         return sum(map(len, self._buffer)) > BUFFER_BYTES_MAX
@@ -203,7 +209,7 @@ class Exchange(msgspec.Struct, eq=False):
 
 
 class Owner(Protocol):
-    """The owner of connections; a pool."""
+    """The owner of connections, such as a pool."""
 
     def opened(self, connection: Connection) -> None: ...
     def freed(self, connection: Connection) -> None: ...
@@ -245,7 +251,7 @@ class Connection(asyncio.Protocol):
         return not arrived.poll(0)
 
     def begin(self, exchange: Exchange) -> None:
-        """Send a request; the connection serves no other until the response is over."""
+        """Send a request; the connection takes no other exchange until the response is over."""
         assert self._exchange is None
         self._exchange, exchange.connection = exchange, self
         self._messages = self._quiet_bytes = 0
@@ -253,7 +259,7 @@ class Connection(asyncio.Protocol):
         self.transport.writelines((exchange.lines, exchange.body))
 
     def abort(self) -> None:
-        """Close it now."""
+        """Close the connection at once."""
         self._end(Disconnected("the connection was closed"))
 
     def detach(self) -> asyncio.Transport:
@@ -309,8 +315,9 @@ class Connection(asyncio.Protocol):
             exchange.wake()
 
     def _complete(self, exchange: Exchange, is_clean: bool) -> None:
-        """End the exchange; the connection serves others if the server has read the whole request, and
-        sent no more than its answer.
+        """End the exchange, and free the connection or close it.
+
+        It is freed if the server has read the whole request, and sent no more than its answer.
         """
         self.resume()
         is_sent = exchange.pieces is None and not self.transport.get_write_buffer_size()

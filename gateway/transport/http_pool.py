@@ -1,5 +1,4 @@
-"""The connections to one server: opened when needed, kept alive between exchanges, the last used
-first.
+"""The connections to one server: opened on demand, kept alive between exchanges, last used first.
 
 Replaces aiohttp's connector, with `http_client`. Knows one origin and its proxy, and no messages.
 Sources: RFC 9110 section 9.3.6 (CONNECT), RFC 9112 section 9.3.1 (retries). Invariants: a server is
@@ -37,14 +36,14 @@ class Origin:
 
     @property
     def authority(self) -> str:
-        """The origin as in the `Host` header."""
+        """The origin's value in the `Host` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS["https" if self.is_tls else "http"] else f"{host}:{self.port}"
 
     @property
     def is_forwarded(self) -> bool:
-        """Whether the proxy forwards requests, whose target is then the whole URL. TLS goes through
-        a tunnel instead.
+        """Whether the proxy forwards requests, whose target is then the whole URL; TLS uses a
+        tunnel.
         """
         return self.proxy is not None and not self.is_tls
 
@@ -52,7 +51,7 @@ class Origin:
 class Pool:
     """Connections to `origin`.
 
-    At most `idle_max` stay open without work, each for `keep_alive_s` at most.
+    At most `idle_max` idle connections stay open, each for at most `keep_alive_s`.
     """
 
     def __init__(self, origin: Origin, connect_timeout_s: float, idle_max: int, keep_alive_s: float = 60.0) -> None:
@@ -114,7 +113,7 @@ class Pool:
         self._idle.pop(connection, None)
 
     def _take(self) -> Connection | None:
-        """The last used connection, which is the least likely to have been closed by the server."""
+        """The last used connection, which the server is the least likely to have closed."""
         while self._idle:
             connection, _ = self._idle.popitem()
             if connection.is_usable:
@@ -170,7 +169,9 @@ class Pool:
         return await self._tunnel(connection, proxy)
 
     async def _tunnel(self, hop: Connection, proxy: SplitResult) -> Connection:
-        """TLS to the origin by the proxy's CONNECT. Raises Unreachable if the proxy refuses."""
+        """Open TLS to the origin through the proxy's CONNECT. Raises Unreachable if the proxy
+        refuses.
+        """
         host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
         target = f"{host}:{self._origin.port}".encode()
         exchange = Exchange(b"CONNECT %b HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (target, target, proxy_authorization(proxy)))
@@ -199,7 +200,7 @@ class Pool:
 
 
 def proxy_of(scheme: str, host: str) -> SplitResult | None:
-    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); None for this
+    """The proxy from the environment for a server (HTTPS_PROXY, NO_PROXY, ...); None for this
     machine.
     """
     if host == "localhost" or host.startswith("127.") or host == "::1" or urllib.request.proxy_bypass(host):
@@ -209,7 +210,7 @@ def proxy_of(scheme: str, host: str) -> SplitResult | None:
 
 
 def proxy_authorization(proxy: SplitResult) -> bytes:
-    """The header with the credentials of the proxy's URL; empty if it has none."""
+    """The header with the credentials in the proxy's URL; empty without credentials."""
     if proxy.username is None:
         return b""
     return b"Proxy-Authorization: %b\r\n" % basic(proxy)
@@ -222,9 +223,7 @@ def basic(url: SplitResult) -> bytes:
 
 
 class _Resuming(ssl.SSLContext):
-    """Verifies certificates, and resumes the last session with each server, which saves a key
-    exchange.
-    """
+    """Verifies certificates, and resumes the last session with each server to save a key exchange."""
 
     _sessions: dict[str, ssl.SSLSession]
 

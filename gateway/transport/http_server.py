@@ -1,9 +1,9 @@
-"""Serves an ASGI application by granian: hyper, its parser, reads all bytes of clients.
+"""Serves an ASGI application by granian: hyper, its parser, reads all of the clients' bytes.
 
 granian bounds a head's size and time and idle connections, and ends a connection whose answer ends
-unfinished. Here is what it leaves out: a callback reports a client that left, a body that was
-answered early is read on, and the kernel ends a connection whose client takes nothing. Size, time
-and sum of bodies are the endpoints' (`gateway/journey/bodies.py`).
+unfinished. This module adds: a callback that reports a departed client, reading the rest of a body
+that was answered early, and a kernel time-out for a client that reads nothing. The endpoints bound
+the size, time and sum of bodies (`gateway/journey/bodies.py`).
 
 Sources: ASGI HTTP specification 2.3; granian 2.8, `granian.server.embed`. Knows no endpoints.
 Invariant: the workers listen on one address with SO_REUSEPORT, and the kernel divides connections.
@@ -39,7 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A socket that holds the address on which workers listen, with a free port for port 0. Raises OSError."""
+    """Bind a socket to the workers' address; port 0 picks a free port. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -55,7 +55,7 @@ def reserve(host: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves `app` on `address`, an IP address, and `port`.
 
-    A client that takes no byte for `stall_s` loses its connection.
+    A client that reads no byte for `stall_s` seconds loses its connection.
     """
 
     def __init__(self, app: App, address: str, port: int, stall_s: int) -> None:
@@ -78,7 +78,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen. Raises OSError where the address is not to be had."""
+        """Listen. Raises OSError if the address is not available."""
         # decision: granian-reads-http
         self._serving = asyncio.ensure_future(self._server.serve())
         # RFC 5482's limit counts a closed window, too; the other leaves a slow client's backlog with its deployment
@@ -95,7 +95,7 @@ class HttpServer:
                         listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def _listeners(self) -> Iterator[socket.socket]:
-        """The sockets of this process that listen on the port: granian shows none of its own."""
+        """This process's sockets that listen on the port: granian does not expose its own."""
         for fd in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -105,7 +105,7 @@ class HttpServer:
                             yield listener
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests, wait for those under way, and cancel them after `grace_s`."""
+        """Take no more requests, wait for the running ones, and cancel them after `grace_s`."""
         self._server.stop()  # type: ignore[no-untyped-call]
         assert self._serving is not None
         await asyncio.wait([self._serving], timeout=grace_s)
@@ -128,7 +128,7 @@ class HttpServer:
 
 
 class _Exchange:
-    """One request: how much of it was read, and who learns that its client left."""
+    """One request: tracks how much of its body was read, and calls back when its client leaves."""
 
     __slots__ = ("_headers", "_is_whole", "_receive", "_size", "_watch")
 
@@ -148,7 +148,7 @@ class _Exchange:
         return message
 
     def is_read(self) -> bool:
-        """Whether no more of its body can come."""
+        """Whether the whole body has been read."""
         if self._is_whole:
             return True
         headers = dict(self._headers)

@@ -1,12 +1,12 @@
-"""Reads answers lightly, whole ones (`chat.completion`) and streamed ones
+"""Parses answers in part: whole ones (`chat.completion`) and streamed ones
 (`chat.completion.chunk`).
 
-For a completion both are a `text_completion`. `read` finds the few facts that the gateway needs in
-either. `unfold` turns a whole into chunks, `fold` (fold.py) chunks into a whole, so that one cached
-entry serves both kinds of client. Shapes: OpenAI API reference, "The chat completion object", "The
-chat completion chunk object" and "The completion object"; unknown fields are kept. Knows no HTTP,
-no cache and no backend.
-Invariant: `fold(unfold(whole))` is JSON-equal to `whole`.
+A text completion has `text_completion` for both. `read` extracts the few facts that the gateway
+needs. `unfold` turns a whole answer into chunks, `fold` (fold.py) chunks into a whole answer, so
+that one cached entry serves both kinds of client. Shapes: OpenAI API reference, "The chat
+completion object", "The chat completion chunk object" and "The completion object"; unknown fields
+are kept. Knows no HTTP, no cache and no backend. Invariant: `fold(unfold(whole))` is JSON-equal to
+`whole`.
 """
 
 import re
@@ -37,7 +37,7 @@ class _Delta(msgspec.Struct, gc=False):
     audio: Any = None
 
     def has_content(self) -> bool:
-        """Whether it has anything besides `content` that a person or a program would see."""
+        """Whether it has visible content besides `content`."""
         return bool(
             self.tool_calls
             or self.reasoning_content
@@ -60,9 +60,9 @@ _NO_USAGE = msgspec.Raw(b"null")
 
 
 class ParsedAnswer(msgspec.Struct, gc=False):
-    """A chunk or a whole answer, parsed lightly. `error` is an error inside a 200.
+    """A chunk or a whole answer, parsed in part. `error` is an error inside a 200.
 
-    `usage` stays raw, so that a malformed one does not cost the answer.
+    `usage` stays raw, so that a malformed usage does not cost the answer.
     """
 
     choices: list[_ReadChoice] | None = None
@@ -77,7 +77,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def parse(data: bytes) -> ParsedAnswer:
-    """Parse `data` lightly. Raises msgspec.DecodeError unless it is an answer's JSON."""
+    """Parse `data` in part. Raises msgspec.DecodeError unless it is an answer's JSON."""
     try:
         return _decode_answer(
             data.decode()
@@ -98,12 +98,12 @@ _SURROGATE = re.compile(
 
 
 def with_pairs(data: bytes) -> bytes:
-    """JSON with U+FFFD in place of each escape of half a character, which UTF-8 does not have."""
+    """`data`, JSON, with U+FFFD for each escaped lone surrogate, which UTF-8 cannot encode."""
     return _SURROGATE.sub(lambda found: found[1] or b"\\ufffd", data)
 
 
 def decoded(data: bytes, kind: Any = Any) -> Any:
-    """The value of a server's JSON, `with_pairs` where it needs that. Raises msgspec.DecodeError."""
+    """Decode a server's JSON, if need be `with_pairs`. Raises msgspec.DecodeError."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError:
@@ -111,8 +111,10 @@ def decoded(data: bytes, kind: Any = Any) -> Any:
 
 
 def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
-    """`data` and its light parse, `with_pairs`, and with null in place of numbers that JSON does not
-    have (NaN) or that no float holds (1e400). Raises msgspec.DecodeError.
+    """`data` as valid JSON, and its partial parse.
+
+    Lone surrogates become U+FFFD; numbers outside JSON (NaN) or beyond a float (1e400) become null.
+    Raises msgspec.DecodeError.
     """
     try:
         answer = parse(data)
@@ -132,7 +134,7 @@ def _without_odd_numbers(data: bytes) -> bytes:
 
 
 def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
-    """The chunk of `data`, with the facts of its light parse."""
+    """The chunk of `data`, with the facts from its partial parse."""
     choices = answer.choices or ()
     has_usage, has_content = answer.usage != _NO_USAGE, False
     reasons: tuple[str, ...] = ()
@@ -163,7 +165,7 @@ _FAILED_REASONS = frozenset({"error", "abort"})
 
 
 class FinishTracker(msgspec.Struct):
-    """Tracks which choices of an answer have finished, from its chunks."""
+    """Tracks from its chunks which choices of an answer have finished."""
 
     _choices: int = 1
     _prompts: int = 1
@@ -181,7 +183,7 @@ class FinishTracker(msgspec.Struct):
                     self.failed_reason = choice.finish_reason
 
     def is_going_on(self, answer: ParsedAnswer) -> bool:
-        """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
+        """Whether `answer` only adds text to one known choice, as nearly every chunk does."""
         choices = answer.choices
         if not choices or len(choices) != 1 or choices[0].finish_reason or choices[0].index not in self._seen:
             return False
@@ -191,22 +193,20 @@ class FinishTracker(msgspec.Struct):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the requested number of choices finished, and every choice that began."""
+        """Whether the requested number of choices, and every choice that began, finished."""
         return len(self._finished) >= self._choices and len(self._finished) == len(self._seen)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice that began finished, and there is one for each prompt.
+        """Whether every choice that began finished, at least one for each prompt.
 
-        Enough if the server also ends the stream: some servers ignore `n`.
+        That suffices if the server also ends the stream: some servers ignore `n`.
         """
         return len(self._finished) >= self._prompts and len(self._finished) == len(self._seen)
 
 
 def is_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice of a whole or a chunk is a completion's; some servers send `text` in chats
-    too.
-    """
+    """Whether a choice belongs to a text completion; some servers send `text` in chats, too."""
     return "text" in choice and choice.get("delta") is None and choice.get("message") is None
 
 
@@ -233,8 +233,8 @@ class DeltaTemplate:
 
     @staticmethod
     def of(data: bytes, piece: Mapping[str, Any] | None = None) -> "DeltaTemplate | None":
-        """The template of the chunk `data`, decoded as `piece` if the caller has it; None if it has
-        none.
+        """The template of the chunk `data`, or None. `piece` is its decoded JSON, if the caller has
+        it.
         """
         try:
             piece = msgspec.json.decode(data) if piece is None else piece
@@ -261,7 +261,7 @@ class DeltaTemplate:
         return DeltaTemplate(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:
-        """The texts of the leading payloads that match; none is empty.
+        """The texts of the leading payloads that match; every text is non-empty.
 
         Uses maps: a stream has thousands of chunks.
         """
@@ -288,11 +288,11 @@ _PIECES = re.compile(r".{24}\S{0,40}\s{0,8}|.+", re.DOTALL)
 
 
 def unfold(whole: bytes) -> list[Chunk]:
-    """The chunks that a stream of `whole` would have, each field in the usual place.
+    """The chunks that a stream of the answer `whole` would have, each field in its usual place.
 
     A chat's text is cut at word borders, or by token if log probabilities list the tokens; a
-    completion's is not cut. Unknown fields of the whole and of its choices are in the finish's
-    chunk, those of a message in its first delta. Usage is the last chunk. Raises
+    completion's text is not cut. Unknown fields of the answer and of its choices are in the
+    finish's chunk, a message's in its first delta. Usage is the last chunk. Raises
     msgspec.DecodeError.
     """
     try:
@@ -302,7 +302,7 @@ def unfold(whole: bytes) -> list[Chunk]:
 
 
 def payloads(chunks: Iterable[Chunk]) -> Iterator[bytes]:
-    """The JSON of each chunk of an answer, whole ones unfolded. Raises msgspec.DecodeError."""
+    """The JSON of each chunk of an answer; whole answers are unfolded. Raises msgspec.DecodeError."""
     for chunk in chunks:
         for piece in unfold(chunk.data) if chunk.is_whole else (chunk,):
             yield from piece.each()
@@ -325,7 +325,7 @@ def _unfold(answer: dict[str, Any]) -> list[Chunk]:
 
 
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
-    """One choice of a whole, as choices of chunks."""
+    """One choice of a whole answer, as choices of chunks."""
     index = choice.get("index", position)
     if is_text(choice):
         yield {"index": index, **choice}
@@ -360,7 +360,7 @@ def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(content: Any, logprobs: Any) -> list[dict[str, Any]]:
-    """The log probabilities by token, if the tokens spell the content; otherwise none."""
+    """The log probabilities by token if the tokens spell the content; otherwise an empty list."""
     tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not (isinstance(tokens, list) and isinstance(content, str) and content):
         return []

@@ -1,15 +1,16 @@
 """The errors that a client can get instead of an answer.
 
     ApiError                   status, OpenAI's {message, type, param, code}, headers
-    ├── ClientError            the client's fault: the next ones
+    ├── ClientError            the base of the client's faults
     ├── BadRequest         400 the request is not valid, `param` names the field
-    │   └── BeyondChat     400 the request has what no chat completion can say
+    │   └── BeyondChat     400 no chat completion can express the request
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
+    ├── MethodNotAllowed   405 the path does not support the method
     ├── BodyTooSlow        408 the body did not come in time
     ├── TooLarge           413
-    ├── UnsupportedMediaType 415 a body in another compression than gzip
+    ├── UnsupportedMediaType 415 a body of another type, or in another compression than gzip
     ├── InUse              409 a batch needs the file, or has ended
     ├── ConversationLocked 409 another request writes the conversation
     ├── StorageFull        507 no room on the disk for a file
@@ -39,7 +40,9 @@ _NO_RETRY = {"x-should-retry": "false"}  # the official SDKs would send it again
 
 
 class ApiError(Exception):
-    """Base. `headers` has lower-case names, and the `own_headers` of every such error."""
+    """The base of the client's errors. `headers` has lower-case names, and the class's
+    `own_headers`.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -66,7 +69,7 @@ class ApiError(Exception):
     def own_words(self) -> str:
         """The message for records: bounded, in printable characters.
 
-        Empty where it is a provider's, which may quote the prompt.
+        Empty if a provider wrote it, for it may quote the prompt.
         """
         return shown(self.message, _WORDS_MAX) if self.raw_body is None else ""
 
@@ -76,7 +79,7 @@ class ApiError(Exception):
 
 
 def error_object(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`."""
+    """OpenAI's error object: `{"error": {message, type, param, code}}`."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -86,7 +89,7 @@ def sentence(text: str) -> str:
 
 
 def shown(text: str, characters_max: int = 100) -> str:
-    """A text of a client for messages and records: cut, and its unprintable characters escaped."""
+    """A client's text for messages and records: cut, with unprintable characters escaped."""
     cut = text if len(text) <= characters_max else f"{text[: characters_max - 1]}…"
     if cut.isprintable():
         return cut
@@ -168,7 +171,7 @@ class ConversationLocked(ClientError):
 
 
 class StorageFull(ApiError):
-    """RFC 4918, section 11.5."""
+    """The disk has no room for a file (RFC 4918, section 11.5)."""
 
     status = 507
     code = "storage_full"
@@ -176,7 +179,10 @@ class StorageFull(ApiError):
 
 
 class UnsupportedMediaType(ClientError):
-    """RFC 9110, section 12.5.3: `accept-encoding` in a response lists encodings of requests."""
+    """The body's encoding or type is not supported.
+
+    `accept-encoding` in the response lists the encodings of requests (RFC 9110, section 12.5.3).
+    """
 
     status = 415
     code = "unsupported_content_encoding"
@@ -206,14 +212,14 @@ class BudgetExceeded(ApiError):
 
 
 def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
-    """The refusal whose budget resets last; without a budget's refusal the first one, and None for no refusals."""
+    """The refusal whose budget resets last, else the first refusal; None without refusals."""
     found = list(errors)
     budgets = [error for error in found if isinstance(error, BudgetExceeded)]
     return max(budgets, key=lambda error: error.resets_in_s) if budgets else next(iter(found), None)
 
 
 class NotCached(ClientError):
-    """RFC 9111, section 5.2.1.7: only-if-cached without a stored answer."""
+    """only-if-cached found no stored answer (RFC 9111, section 5.2.1.7)."""
 
     status = 504
     code = "not_cached"
@@ -238,9 +244,10 @@ class Upstream(ApiError):
 
 
 class UpstreamDenied(Upstream):
-    """RFC 4918, section 11.4: 424 says that another server refused.
+    """Another server refused the gateway: 424 (RFC 4918, section 11.4).
 
-    Its own 401 or 403 would read as a refusal of the client's key; the SDKs retry a 409 and a 5xx.
+    The provider's 401 or 403 would read as a refusal of the client's key; the SDKs retry 409 and
+    5xx.
     """
 
     status = 424
@@ -257,7 +264,9 @@ class Unavailable(ApiError):
 
 
 class DeploymentFull(Unavailable):
-    """The gateway's own bound on a deployment's requests is reached. The deployment itself did not fail."""
+    """The gateway's own bound on a deployment's requests is reached. The deployment itself did not
+    fail.
+    """
 
     code = "deployment_full"
 

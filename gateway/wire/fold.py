@@ -1,4 +1,5 @@
-"""Folds a stream of `chat.completion.chunk`s into a `chat.completion`; the same for completions.
+"""Folds a stream of `chat.completion.chunk`s into a `chat.completion`, and likewise text
+completions.
 
 Shapes: OpenAI API reference, "The chat completion chunk object" and "The completion object";
 unknown fields are kept. Knows no HTTP, no cache and no backend. Invariant: `fold(unfold(whole))` is
@@ -49,10 +50,10 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
 
 
 def text_bytes(chunks: Sequence[Chunk]) -> int:
-    """The UTF-8 bytes of all that a model wrote in `chunks`: text, reasoning, tool calls.
+    """The UTF-8 bytes that a model wrote in `chunks`: text, reasoning, tool calls.
 
-    Of typed events these are the deltas; chunks that cannot be read count whole. A long answer is
-    taken to have as much text in its bytes as its beginning has: reading all of it takes a second.
+    Typed events count by their deltas; unreadable chunks count whole. A long answer is extrapolated
+    from its beginning: reading all of it takes a second.
     """
     size_bytes, ends = 0, 0
     while ends < len(chunks) and size_bytes < _READ_BYTES_MAX:
@@ -161,14 +162,14 @@ def _merged(old: Any, new: Any, key: str) -> Any:
 
 
 def _as_parts(text: str | _Text) -> list[dict[str, Any]]:
-    """Text as a list of parts: Mistral's reasoning models send both in one stream."""
+    """Text as a list of parts: Mistral's reasoning models mix both forms in one stream."""
     joined = "".join(text)
     return [{"type": "text", "text": joined}] if joined else []
 
 
 def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
-    """Continue the call of the same index; without an index, the last call, unless another id
-    begins one.
+    """Continue the call with the same index; without an index, the last call, unless the id
+    differs.
     """
     index = new.get("index")
     for call in calls:

@@ -1,9 +1,9 @@
-"""Forms with files (multipart/form-data, RFC 7578): read piece by piece, kept in a file, written
-anew.
+"""Forms with files (multipart/form-data, RFC 7578): read piece by piece, kept in a file, encoded
+again.
 
 Knows no HTTP and no shapes of requests. Invariants: a file passes through memory a piece at a time;
-the file on the disk has no name, so that no exit of the process, a kill included, leaves it there;
-what a client wrote as a name cannot end a header or a part of the form that is written.
+the file on the disk has no name, so that it disappears with the process, even after a kill; a
+client's file name cannot end a header or a part of the encoded form.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class Form:
-    """A form that arrives. Memory holds its fields, which have `fields_bytes_max` bytes at most."""
+    """The parser of an arriving form. Memory holds its fields, `fields_bytes_max` bytes at most."""
 
     def __init__(self, boundary: bytes, fields_bytes_max: int) -> None:
         self.fields: list[tuple[str, str]] = []
@@ -67,7 +67,7 @@ class Form:
             raise _bad_form(str(error)) from None
 
     def read(self, data: bytes) -> list[tuple[FormPart, bytes]]:
-        """The pieces of files in the next bytes of the body, each with its part. Raises BadRequest."""
+        """Parse the next bytes; returns the pieces of files, each with its part. Raises BadRequest."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -76,7 +76,7 @@ class Form:
         return pieces
 
     def check(self) -> None:
-        """Raises BadRequest if the form is not complete."""
+        """Raise BadRequest unless the form is complete."""
         if not self._is_complete:
             raise _bad_form("it ends before its last part does")
 
@@ -145,7 +145,7 @@ def _bad_form(why: str) -> BadRequest:
 
 
 class Parcel:
-    """Bytes on the disk in `folder`, in a file without a name: closing it removes them."""
+    """Bytes on the disk in `folder`, in an unnamed file; closing it frees them."""
 
     def __init__(self, folder: Path) -> None:
         self.size = 0
@@ -155,7 +155,7 @@ class Parcel:
         self._using = threading.Lock()  # a descriptor that is closed under a thread may be another file's next
 
     async def write(self, data: bytes) -> None:
-        """Raises StorageFull."""
+        """Append `data`. Raises StorageFull."""
         try:
             await asyncio.to_thread(self._write, data)
         except OSError as error:
@@ -172,7 +172,7 @@ class Parcel:
             self.size += len(data)
 
     async def read(self, start: int, size: int) -> AsyncIterator[bytes]:
-        """`size` bytes from `start` on, in pieces. Raises OSError where they are not there."""
+        """Yield `size` bytes from `start` on, in pieces. Raises OSError if bytes are missing."""
         while size > 0:
             piece = await asyncio.to_thread(self._read, start, min(size, _PIECE_BYTES))
             start, size = start + len(piece), size - len(piece)
@@ -186,7 +186,7 @@ class Parcel:
         return piece
 
     def close(self) -> None:
-        """Remove the bytes, once a thread that still uses them, for a piece at most, is done."""
+        """Free the bytes, after a thread that uses them is done with its piece."""
         with self._using:
             self._is_closed = True
             if self._file is not None:
@@ -195,9 +195,9 @@ class Parcel:
 
 
 class FormFiles:
-    """The files of a form, kept in a `Parcel`. `add` takes the pieces of `Form.read`.
+    """The files of a form, stored in a `Parcel`. `add` takes the pieces of `Form.read`.
 
-    `media` is the type of a body that is one file without a form.
+    `media` is the content type of a body that is a single file without a form.
     """
 
     def __init__(self, folder: Path, media: str = "") -> None:
@@ -209,7 +209,7 @@ class FormFiles:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Remove the files where the block raised."""
+        """Close the files if the block raised."""
         if error is not None:
             self.parcel.close()
 
@@ -223,7 +223,9 @@ class FormFiles:
             await self.parcel.write(piece)
 
     def body(self, form: Form) -> dict[str, Any]:
-        """The form as the body of a request: a repeated field is a list, a file its name, type and digest."""
+        """The form as a request's body: repeated fields are lists, files are name, type, size and
+        digest.
+        """
         body: dict[str, Any] = {}
         for name, value in [*form.fields, *((part.name, _described(part)) for part in self.files)]:
             if name.endswith("[]"):
@@ -235,9 +237,10 @@ class FormFiles:
         return body
 
     def written(self, body: dict[str, Any]) -> "tuple[str, int, AsyncIterator[bytes]]":
-        """The content type, the size and the pieces of a new form with these files and the fields of `body`.
+        """The content type, size and pieces of a new form with these files and the fields of
+        `body`.
 
-        A body that is one file without a form stays as it is.
+        A body that is a single file without a form stays unchanged.
         """
         if self._media:
             return self._media, self.parcel.size, self.parcel.read(0, self.parcel.size)
@@ -273,6 +276,9 @@ def _described(part: FormPart) -> dict[str, Any]:
 
 
 def _disposition(name: str, filename: str | None = None) -> str:
-    """Source: HTML standard, "Multipart form data": the three characters that are escaped in names."""
+    """The header of a part, with three characters of names escaped.
+
+    Source: HTML standard, "Multipart form data".
+    """
     name, quoted = (one.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A") for one in (name, filename or ""))
     return f'Content-Disposition: form-data; name="{name}"' + ("" if filename is None else f'; filename="{quoted}"')

@@ -65,7 +65,7 @@ class _PlainRequest(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
-        """The size of a request, and the capability that a deployment needs for it. Raises BadRequest."""
+        """The size of a request, and the capability that its deployment needs. Raises BadRequest."""
         extent = self.extent()
         marks, reserved = _MARKS * len(extent.inputs), reserved_names(body) - self.unreserved
         return Demand(
@@ -92,7 +92,7 @@ class Extent(NamedTuple):
 
 
 def _size(given: Any) -> tuple[float, int]:
-    """The expected tokens of an input and the most, because a token has at least one byte."""
+    """The expected tokens of an input and the most, since a token has at least one byte."""
     if isinstance(given, list):
         return len(given), len(given)
     if isinstance(given, dict) and given.get("type") == "image_url":
@@ -127,7 +127,7 @@ def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
 
 
 class RerankRequest(_PlainRequest, kw_only=True):
-    """The known fields of a request to rank `documents` by how well they answer `query`."""
+    """The known fields of a request to rank `documents` by their relevance to `query`."""
 
     stream: Literal[False] | None = None
     query: Annotated[str, Meta(min_length=1)]
@@ -141,7 +141,7 @@ class RerankRequest(_PlainRequest, kw_only=True):
 
 
 class ModerationRequest(_PlainRequest, kw_only=True):
-    """The known fields of a request to judge texts and images by a provider's policy."""
+    """The known fields of a request to classify texts and images by a provider's policy."""
 
     model: Annotated[str, Meta(min_length=1)] = "omni-moderation-latest"  # defaults as at OpenAI
     stream: Literal[False] | None = None
@@ -152,7 +152,7 @@ class ModerationRequest(_PlainRequest, kw_only=True):
 
 
 class ImageRequest(_PlainRequest, kw_only=True):
-    """The known fields of a request for images of what `prompt` describes."""
+    """The known fields of a request for images that `prompt` describes."""
 
     model: Annotated[str, Meta(min_length=1)] = "gpt-image-1.5"
     prompt: Annotated[str, Meta(min_length=1)]
@@ -174,7 +174,9 @@ class ImageRequest(_PlainRequest, kw_only=True):
 
 
 class ImageEditRequest(ImageRequest, kw_only=True):
-    """The same with images to edit: `image`, `image[]` or JSON's `images`, and `mask`."""
+    """The fields of `ImageRequest`, with images to edit: `image`, `image[]` or JSON's `images`, and
+    `mask`.
+    """
 
     image: Any = None
     images: list[Any] | None = None
@@ -194,14 +196,14 @@ class ImageEditRequest(ImageRequest, kw_only=True):
 
 
 class VariationRequest(ImageEditRequest, kw_only=True):
-    """The same for other images like `image`."""
+    """The known fields of a request for variations of `image`."""
 
     model: Annotated[str, Meta(min_length=1)] = "dall-e-2"
     prompt: str = ""
 
 
 class SpeechRequest(_PlainRequest, kw_only=True):
-    """The known fields of a request to speak `input`."""
+    """The known fields of a request to speak the text `input`."""
 
     input: Annotated[str, Meta(min_length=1)]
     voice: Any
@@ -214,13 +216,13 @@ class SpeechRequest(_PlainRequest, kw_only=True):
 
 
 class _Sound(msgspec.Struct):
-    """A file of a form, as the body names it; see `gateway.wire.forms`."""
+    """The body's description of a form's file; see `gateway.wire.forms`."""
 
     bytes: Annotated[int, Meta(ge=0)]
 
 
 class TranscriptionRequest(_PlainRequest, kw_only=True):
-    """The known fields of a request to write down or translate what is said in `file`."""
+    """The known fields of a request to transcribe or translate the speech in `file`."""
 
     file: _Sound
     prompt: str | None = None
@@ -232,7 +234,7 @@ class TranscriptionRequest(_PlainRequest, kw_only=True):
 
 
 class TranslationRequest(TranscriptionRequest, kw_only=True):
-    """The same in English."""
+    """The known fields of a request to translate the speech in `file` to English."""
 
 
 class _Options(msgspec.Struct):
@@ -240,7 +242,9 @@ class _Options(msgspec.Struct):
 
 
 class PassedResponseRequest(_PlainRequest, kw_only=True):
-    """The known fields of a request to a provider's Responses API, with all that it continues."""
+    """The known fields of a request to a provider's Responses API, with all items that it
+    continues.
+    """
 
     stream_options: _Options | None = None  # type: ignore[assignment]  # the others are never streamed with any
     input: list[dict[str, Any]]
@@ -320,7 +324,7 @@ def _type_of(item: Any) -> Any:
 
 
 def _is_search(item: Any) -> bool:
-    """Whether an item of a response is a search that its provider charges, and not the reading of a page."""
+    """Whether an item of a response is a search that its provider charges; opening a page is not."""
     if _type_of(item) != "web_search_call":
         return False
     action = item.get("action")
@@ -328,8 +332,9 @@ def _is_search(item: Any) -> bool:
 
 
 class Counted:
-    """Counts the tokens and units that the parts of a plain answer report. A later part replaces an
-    earlier one's values.
+    """Counts the tokens and units that the parts of a plain answer report.
+
+    A later part's values replace an earlier part's.
     """
 
     def __init__(self) -> None:
@@ -365,7 +370,7 @@ class Counted:
 
     @property
     def usage(self) -> Usage | None:
-        """The counted usage; None if no part reported any."""
+        """The counted usage; None if no part reported usage."""
         given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
         if "input_tokens" in self._usage and not _ANTHROPICS.isdisjoint(self._usage):
             given = from_anthropic(self._usage)

@@ -73,9 +73,8 @@ class _Request(msgspec.Struct, kw_only=True):
 
     @property
     def candidates(self) -> int:
-        """The number of answers generated for a prompt, `n` of which are returned.
-
-        Raises BadRequest.
+        """The number of answers generated for a prompt; `n` of them are returned. Raises
+        BadRequest.
         """
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise BadRequest("`best_of` must be at least `n`", param="best_of", code="invalid_value")
@@ -96,7 +95,7 @@ class ChatRequest(_Request, kw_only=True):
     response_format: _ResponseFormat | None = None
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
-        """The capabilities that a deployment needs for it. Raises BadRequest."""
+        """The tokens and capabilities that the request demands of a deployment. Raises BadRequest."""
         messages, size = self.messages, len(raw)
         needs = set[str]() if _ASKING.isdisjoint(body) else set(self._asked(body))
         beyond = len(messages) - list(map(_audio_of, messages)).count(None)
@@ -137,7 +136,7 @@ class ChatRequest(_Request, kw_only=True):
             yield "audio"
 
     def check_contents(self, body: dict[str, Any]) -> None:
-        """Raises BadRequest for a message that needs content and has none."""
+        """Raise BadRequest for a message without the content that its role requires."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role in SPEAKERS:
                 raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
@@ -160,7 +159,7 @@ def prompt_tokens_max(size_bytes: int, messages: int, media: int) -> int:
 
 
 def has_long_writes(raw: bytes) -> bool:
-    """Whether a body may mark its prompt for an hour in a provider's cache."""
+    """Whether a body may ask a provider to cache its prompt for an hour."""
     return raw.find(b'"1h"') >= 0 or (raw.find(b"\\u00") >= 0 and _LONG.search(raw) is not None)
 
 
@@ -178,7 +177,7 @@ class CompletionRequest(_Request, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
-        """The capabilities that a deployment needs for it. Raises BadRequest."""
+        """The tokens and capabilities that the request demands of a deployment. Raises BadRequest."""
         if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) != 1:
             message = "`prompt` must be a text, token ids, or a list of texts or of token ids, and not empty"
             raise BadRequest(message, param="prompt", code="invalid_type" if self.prompt else "invalid_value")
@@ -215,8 +214,8 @@ def _demand(
 ) -> Demand:
     """The demand of a request.
 
-    `bounds` are those of its prompt's tokens; `output_tokens_max` is the longest allowed answer, if
-    set.
+    `bounds` are the fewest and the most tokens of its prompt; `output_tokens` is the longest
+    allowed answer, if set.
     """
     reserved = reserved_names(body)
     return Demand(
@@ -245,7 +244,7 @@ def _without_content(param: str, is_null: bool) -> BadRequest:
 
 
 def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
-    """The JSON object in `raw`, with `model` in place of its own if given. Raises BadRequest."""
+    """The JSON object in `raw`; `model`, if given, replaces its field. Raises BadRequest."""
     try:
         body = msgspec.json.decode(raw.removeprefix(BOM))
     except RecursionError:
@@ -266,7 +265,7 @@ _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def decode_strictly(raw: bytes) -> dict[str, Any]:
-    """Decode as `decode_object` does, and refuse an object that names a field twice. Raises BadRequest."""
+    """Decode like `decode_object`, but refuse an object with a duplicate field. Raises BadRequest."""
     body = decode_object(raw)
     try:
         json.loads(raw.removeprefix(BOM), object_pairs_hook=_refuse_twins)
@@ -286,8 +285,9 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
 
 
 def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_strict: bool = True) -> Any:
-    """`body` as a struct; unless `is_strict`, its numbers may be texts. Raises BadRequest with the
-    path of the first invalid field.
+    """`body` as a struct; unless `is_strict`, its numbers may be texts.
+
+    Raises BadRequest with the path of the first invalid field.
     """
     try:
         return msgspec.convert(body, shape, strict=is_strict)
@@ -310,7 +310,7 @@ BOM = b"\xef\xbb\xbf"  # .NET sends it; RFC 8259, section 8.1 lets a parser igno
 
 
 def _media(parts: list[dict[str, Any]]) -> list[str]:
-    """The capabilities needed for parts that are not text."""
+    """The capabilities that parts other than text need."""
     return [_PART_NEEDS[kind] for part in parts if isinstance(kind := part.get("type"), str) and kind in _PART_NEEDS]
 
 
@@ -330,7 +330,7 @@ _PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}
 
 
 def in_json_words(message: str) -> str:
-    """A message of msgspec's or pydantic's with JSON's names of types, and not Python's."""
+    """A message of msgspec or pydantic with JSON's type names instead of Python's."""
     named = _QUOTED_TYPES.sub(lambda found: _PYTHON_TYPE.sub(lambda one: _JSON_TYPES[one[0]], found[0]), message)
     return _PYDANTICS.sub(lambda one: _JSON_TYPES[one[0]], named)
 

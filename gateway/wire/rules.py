@@ -1,8 +1,8 @@
 """The rules that OpenAI checks beyond types and ranges: which fields of a request need one another.
 
-Managed servers check them; a local engine would answer as if the field had not been sent. Sources:
-OpenAI API reference, "Create chat completion" and "Create completion", and the errors that the API
-answers with, whose `param` and `code` these have. Pure. Knows no deployments.
+Managed servers check them; a local engine would ignore such a field. Sources: OpenAI API reference,
+"Create chat completion" and "Create completion", and the API's own errors, whose `param` and `code`
+these errors have. Pure. Knows no deployments.
 """
 
 from typing import Annotated, Any, Literal, NamedTuple
@@ -130,7 +130,7 @@ def _check_choice(choice: dict[str, Any], names: set[str], types: list[Any]) -> 
 
 
 def _name_of(owner: dict[str, Any], where: str) -> str:
-    """The name of a function in `owner`, a tool or the choice of one."""
+    """The name of a function in `owner`, a tool or a `tool_choice`."""
     name: str = _checked(owner.get("function"), _FunctionName, where).name
     return name
 
@@ -147,7 +147,7 @@ def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Check that each call of a tool has its answer in the messages after it, and each answer its call."""
+    """Check that each tool call has its answer in the messages after it, and each answer its call."""
     calls, unanswered = set[str](), set[str]()
     for index, message in enumerate(messages):
         role = message["role"]

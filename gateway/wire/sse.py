@@ -2,7 +2,7 @@
 
 Format: WHATWG HTML, section 9.2.6 "Interpreting an event stream". Knows no JSON and no OpenAI. The
 splitter keeps only `data` and drops event names, ids, retry hints and comments. Invariant: the
-payloads do not depend on how the bytes are cut.
+payloads do not depend on where the bytes are split.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class Splitter(msgspec.Struct):
         return [payload for event in data[:-2].split(b"\n\n") if (payload := self._payload(event)) is not None]
 
     def end(self) -> bytes | None:
-        """The payload of an event without its blank line.
+        """The payload of a last event without its blank line, or None.
 
         The standard drops such an event, but some servers end their streams with one.
         """

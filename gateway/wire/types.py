@@ -1,7 +1,7 @@
 """Values that all rooms of the gateway share: a piece of an answer, a request's kind.
 
-Shapes: OpenAI API reference, "Create chat completion" and "Create completion". It contains no
-services and no sockets.
+Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Contains no services
+and no sockets.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,8 @@ from policies import Usage
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain answer.
+    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain
+    answer.
 
     A plain answer (`is_plain`) has no choices and is passed on unchanged: JSON, text, bytes or
     events. A deployment needs the capability of the kind's `name`.
@@ -76,7 +77,8 @@ def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:
 
 
 def opened(body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Split off a last message that has `prefix`: `body` without it, and its text, with which the answer begins.
+    """Split off a last message with `prefix`: `body` without it, and its text, which begins the
+    answer.
 
     Source: DeepSeek's and Mistral's API references, "Chat prefix completion".
     """
@@ -93,7 +95,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     `data` is the JSON of a `chat.completion.chunk` or of a whole `chat.completion`; for a
     completion both are a `text_completion`. A plain answer is a whole, or bytes of the type
     `media`. Chunks that arrived together and differ only in their text are one piece: `count` of
-    them, each on a line of `data`. The other fields are the results of a light parse, so that no
+    them, each on a line of `data`. The other fields are the results of a partial parse, so that no
     later step parses `data` again.
     """
 
@@ -117,5 +119,5 @@ _data_of = attrgetter("data")
 
 
 def size_of(chunks: Iterable[Chunk]) -> int:
-    """The bytes of `chunks`."""
+    """The bytes of `chunks` together."""
     return sum(map(len, map(_data_of, chunks)))

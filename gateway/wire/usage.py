@@ -2,11 +2,11 @@
 
 Sources: OpenAI's API reference ("The chat completion object", `usage`), DeepSeek's and OpenRouter's
 (`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), Anthropic's ("Compaction", `iterations`),
-litellm's form of it and of Bedrock's (`cache_creation_input_tokens`,
+litellm's form of Anthropic's and Bedrock's (`cache_creation_input_tokens`,
 `cache_creation_token_details`, `server_tool_use`), and Gemini's OpenAI-compatible endpoint, which
-counts thoughts in `total_tokens` alone. Knows no prices.
-Invariants: a usage that cannot be read is no usage, and costs no answer; no part of a prompt or of
-a completion is counted twice, and the parts are at most the whole.
+counts thoughts in `total_tokens` alone. Knows no prices. Invariants: an unreadable usage counts as
+missing, and its answer is kept; no part of a prompt or of a completion is counted twice, and the
+parts are at most the whole.
 """
 
 import math
@@ -56,7 +56,7 @@ _Money = Annotated[float, msgspec.Meta(ge=0, le=COST_USD_MAX)] | None
 
 
 class _Reported(msgspec.Struct, gc=False):
-    """The fields of all providers."""
+    """The usage fields of all providers."""
 
     prompt_tokens: _Count = None
     completion_tokens: _Count = None
@@ -85,7 +85,7 @@ _PARTS = frozenset(
 
 
 def usage_of(raw: bytes) -> Usage | None:
-    """The tokens in the JSON of a `usage`; None if it has no readable counts."""
+    """The tokens in the JSON of a `usage`; None without readable counts."""
     try:
         try:
             reported = _decode(raw)
@@ -130,7 +130,8 @@ def usage_of(raw: bytes) -> Usage | None:
 
 
 def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
-    """A chat completion's usage. Its prompt includes the parts that Anthropic counts beside the prompt.
+    """A chat completion's usage from Anthropic's. Its prompt includes the parts that Anthropic
+    counts apart.
 
     Iterations other than messages, such as compactions, are billed beside the whole. `rounds`: how
     often the provider's tools made it read the prompt again.
@@ -160,7 +161,9 @@ def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
 
 
 def usage_at_start(chunk: bytes) -> Usage | None:
-    """The tokens that Anthropic reports before a stream's text, in its first chunk; None without them."""
+    """The tokens that Anthropic reports before a stream's text, in its first chunk; None if
+    missing.
+    """
     if b'"usage_at_start"' not in chunk:
         return None
     try:
@@ -170,7 +173,7 @@ def usage_at_start(chunk: bytes) -> Usage | None:
 
 
 def without_usage_at_start(chunk: bytes) -> bytes:
-    """A chunk without the early count of tokens, which is for bills and messages only."""
+    """A chunk without the early count of tokens, which only bills and messages use."""
     if b'"usage_at_start"' not in chunk:
         return chunk
     return msgspec.json.encode({k: v for k, v in msgspec.json.decode(chunk).items() if k != "usage_at_start"})
@@ -191,13 +194,13 @@ def _cleaned(given: Any) -> dict[str, Any]:
 
 
 def count_of(value: Any) -> int | None:
-    """A provider's count of tokens, also a fraction, which is rounded up, or in a text; None for anything else."""
+    """A provider's count of tokens; fractions are rounded up, texts parsed. None for anything else."""
     number = _number(value)
     return None if number is None else math.ceil(min(number, TOKENS_MAX))
 
 
 def _number(value: Any) -> float | None:
-    """A positive number, also in a text; None for anything else."""
+    """A positive number, also from a text; None for anything else."""
     if isinstance(value, str):
         try:
             value = float(value)
