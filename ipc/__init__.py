@@ -1,13 +1,14 @@
-"""One RPC for the host's own processes: calls, streams of replies and the server's state on a unix socket.
+"""One RPC for the host's own processes: calls, streams of replies and the server's state on a unix
+socket.
 
 The cache worker and the engine serve with it, the gateway workers call with it, and both processes
 read their command lines with it. A message is a msgspec struct in msgpack; its frame is a length
 and the bytes. Knows no caches, models or HTTP, and imports nothing heavy. The established libraries
-of this kind (gRPC, ZeroMQ, RPyC) lack one of these: typed msgspec messages, a caller that learns of
-the other process' end at once, cancellation, no threads of their own. Read `client.py` first.
+of this kind (gRPC, ZeroMQ, RPyC) lack one of: typed msgspec messages, immediate notice of the other
+process' end, cancellation, working without threads of their own. Read `client.py` first.
 
-Invariants: each call has at most one last reply; a call whose caller has gone is cancelled in the
-server; bytes that are no message end their own connection and nothing else.
+Invariants: each call has at most one last reply; the server cancels a call whose caller has gone;
+bytes that are not a message end only their own connection.
 """
 
 from ipc.client import ReplyStream, RpcClient

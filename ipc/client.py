@@ -1,8 +1,9 @@
-"""The calling end of a socket: it keeps itself connected, and multiplexes all calls over one connection.
+"""The client end of a socket: keeps itself connected, and multiplexes all calls over one
+connection.
 
-Runs on one event loop. Knows no messages but their frames. Invariants: a call that was begun ends
-with its last reply, with an error, or by being cancelled in the server; ids are used once, so that
-no call gets a reply of another connection.
+Runs on one event loop. Knows frames and not their messages. Invariants: a started call ends with
+its last reply, with an error, or by cancellation in the server; ids are used once, so that no call
+gets a reply of another connection.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _SILENT_LOOKS_MAX = 10  # a server that works sends its state every second
 class ReplyStream(Generic[ReplyT]):
     """The replies to one call: iterate to read them, `aclose` to cancel the call.
 
-    It is no async generator: one that was never started runs no `finally`, and its call would go
-    on. `__anext__` raises the call's error after the replies that came before it; later calls of it
-    raise StopAsyncIteration.
+    It is not an async generator, which runs no `finally` if it was never started: its call would
+    continue. `__anext__` raises the call's error after the replies that came before it; after that
+    it raises StopAsyncIteration.
     """
 
     def __init__(self, cancel: Callable[[], object] = lambda: None) -> None:
@@ -57,7 +58,7 @@ class ReplyStream(Generic[ReplyT]):
         return self._replies.pop(0)
 
     async def only(self, timeout_s: float | None = None) -> ReplyT:
-        """Return the first reply and cancel the rest. Raises the call's error, or TimeoutError."""
+        """Return the first reply and cancel the call. Raises the call's error, or TimeoutError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await anext(self)
@@ -65,8 +66,8 @@ class ReplyStream(Generic[ReplyT]):
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel the call in the server, unless it has ended. It can be called at any time, and
-        again.
+        """Cancel the call in the server, unless it has ended. May be called at any time, and
+        repeatedly.
         """
         if not self._is_over:
             self._cancel()
@@ -86,7 +87,7 @@ class ReplyStream(Generic[ReplyT]):
         self._notify()
 
     def end(self, error: Exception | None = None) -> None:
-        """End the iteration after the replies so far, by `error` if there is one."""
+        """End the iteration after the replies so far, with `error` if given."""
         if not self._is_over:
             self._error, self._is_over = error, True
         self._notify()
@@ -100,7 +101,7 @@ class RpcClient(Generic[CallT, ReplyT]):
     """Calls the server at `socket_path`. It keeps itself connected from `start` to `aclose`.
 
     `on_state` gets each state that the server sends, and None when a connection ends or cannot be
-    opened. `lost` makes the error of a call without a connection; its argument says what happened.
+    opened. `lost` makes the error of a call without a connection; its argument is the reason.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class RpcClient(Generic[CallT, ReplyT]):
         lost: Callable[[str], Exception],
         look_s: float = 1.0,
     ) -> None:
-        """The client looks every `look_s` seconds for bytes from the server. After 10 looks without
-        any it closes the connection.
+        """`look_s` is the interval in seconds between checks for bytes from the server.
+
+        After 10 checks without bytes the client closes the connection.
         """
         self.socket_path = str(socket_path)
         self._wire = wire
@@ -131,7 +133,7 @@ class RpcClient(Generic[CallT, ReplyT]):
             self._task = asyncio.create_task(self._keep_connected(), name=f"connection to {self.socket_path}")
 
     async def aclose(self) -> None:
-        """Disconnect. Running calls fail by `lost`, and the server cancels them."""
+        """Disconnect. Running calls fail with the error of `lost`, and the server cancels them."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -142,8 +144,9 @@ class RpcClient(Generic[CallT, ReplyT]):
         return self._connection is not None and not self._connection.transport.is_closing()
 
     def call(self, body: CallT) -> ReplyStream[ReplyT]:
-        """Begin a call. Without a connection its stream fails by `lost`; where the message does not
-        fit in a frame, by the wire's `unsendable`.
+        """Begin a call. Without a connection its stream raises the error of `lost`.
+
+        If the message does not fit in a frame, the stream raises the wire's `unsendable`.
         """
         id = next(self._ids)
         stream: ReplyStream[ReplyT] = ReplyStream(lambda: self._cancel(id))
@@ -198,7 +201,7 @@ class RpcClient(Generic[CallT, ReplyT]):
     async def _read(self, connection: FrameProtocol[ReplyFrame[ReplyT]]) -> None:
         """Wait until the connection ends or the server falls silent, then fail the running calls.
 
-        Looks are counted, not seconds: while this process was stopped, the server was not silent.
+        Checks are counted, not seconds: while this process was stopped, the server was not silent.
         """
         self._connection = connection
         how, silent = "was left", 0

@@ -1,7 +1,7 @@
-"""One end of a connection: frames cut from its bytes, and frames written.
+"""One end of a connection: cuts its bytes into frames, and writes frames.
 
 A frame is a 4-byte big-endian length and one message in msgpack. Knows no calls. Invariant: a frame
-over the limit, or one that is no message, ends the connection.
+over the limit, or with bytes that are not a message, ends the connection.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class CallFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
-    """Client to server: a call under an id that the client chose. A frame without a body cancels
-    the call.
+    """Client to server: a call under an id that the client chose. Without a body it cancels the
+    call.
     """
 
     id: int
@@ -41,7 +41,7 @@ class ErrorFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
-    """Server to client: a reply to the call `id`, or the server's state where `id` is 0."""
+    """Server to client: a reply to the call `id`, or the server's state if `id` is 0."""
 
     id: int
     body: T | None = None
@@ -53,8 +53,8 @@ class ReplyFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
 class Wire(Generic[CallT, ReplyT]):
     """The messages, errors and limits that both ends of a socket agree on.
 
-    `errors` are the classes of errors that can end a call; the first replaces all others.
-    `unsendable` is the error of a message that fits in no frame.
+    `errors` are the classes of errors that can end a call; the first replaces any other class.
+    `unsendable` is the error for a message too large for a frame.
     """
 
     calls: msgspec.msgpack.Decoder[CallFrame[CallT]]
@@ -74,7 +74,9 @@ class Wire(Generic[CallT, ReplyT]):
         return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
     def error_frame(self, error: Exception) -> ErrorFrame:
-        """Return an error as it is sent. An error of no class in `errors` is a bug, and is logged."""
+        """Return the frame of an error. An error of a class outside `errors` is a bug, and is
+        logged.
+        """
         if not isinstance(error, self.errors):
             _log.error("a call failed", exc_info=error)
             error = self.errors[0](f"{type(error).__name__}: {error}")
@@ -131,7 +133,7 @@ class FrameProtocol(asyncio.Protocol, Generic[T]):
             self.closed.set_result(None)
 
     def send(self, frame: bytes) -> bool:
-        """Write a frame. Returns False where the connection has ended.
+        """Write a frame. Returns False if the connection has ended.
 
         The transport knows the end before `connection_lost` is called, and uvloop's raises for a
         write after it.

@@ -1,8 +1,8 @@
-"""A process' command line from a dataclass, and the dataclass from its command line.
+"""Converts a dataclass to a process' command line, and back.
 
 A field `kv_size_mb: Annotated[int | None, "memory for KV"] = None` is the option `--kv-size-mb`,
-whose help is the annotation; a bool `is_audited` is `--audited` and `--no-audited`; a Literal has its
-values as choices. Knows no process.
+whose help is the annotation; a bool `is_audited` is `--audited` and `--no-audited`; a Literal has
+its values as choices. Knows no process.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
 
 def options_from(kind: type[T], arguments: argparse.Namespace) -> T:
-    """Build the dataclass `kind` from a parsed command line. Raises what its constructor raises."""
+    """Build the dataclass `kind` from a parsed command line. Raises its constructor's errors."""
     return kind(**{field.name: getattr(arguments, field.name) for field, _ in _flags(kind)})
 
 
 def argv_of(options: Any) -> list[str]:
-    """Return the command line of a dataclass. Fields that have their default are left out."""
+    """Return the command line of a dataclass. Fields with their default are left out."""
     argv = []
     for field, flag in _flags(type(options)):
         value = getattr(options, field.name)

@@ -1,7 +1,7 @@
-"""The serving end of a socket: calls in, replies and the server's state out.
+"""The server end of a socket: calls in, replies and the server's state out.
 
-Knows no messages but their frames. Invariants: a call is answered on its own connection, and not
-after it ended there; of a client that does not read, only the connection is lost.
+Knows frames and not their messages. Invariants: a call is answered on its own connection, and not
+after it ended there; a client that does not read loses only its connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class IncomingCall(Generic[CallT]):
 
 
 class RpcServer(Generic[CallT]):
-    """Gives each call to `on_call`, and each open call that its client cancels or leaves to
+    """Passes each call to `on_call`, and each open call that its client cancels or leaves to
     `on_cancel`.
 
     `on_call` may return a coroutine that answers the call; an error that it raises ends the call.
@@ -80,8 +80,8 @@ class RpcServer(Generic[CallT]):
     async def serve(self, socket_path: Path, is_over: Callable[[], bool], period_s: float) -> None:
         """Listen on a new unix socket that only this user can open. Raises OSError.
 
-        It ends when `is_over()`, which is called every `period_s`, returns true, or when the parent
-        process has ended. Then it sends what was written, and closes all connections.
+        Returns when `is_over()`, which is called every `period_s`, is true, or when the parent
+        process has ended. Before, it sends the pending replies, and closes all connections.
         """
         parent = os.getppid()
         socket_path.unlink(missing_ok=True)

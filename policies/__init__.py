@@ -1,8 +1,8 @@
 """Decides whether a request may run and where: prices, routing, breakers, budgets and rate limits.
 
 Must not import the gateway, the cache, the engine, an HTTP library or torch; never sees a prompt's
-text. Clients, clocks and randomness are arguments. Read `routing` first, then `budgets`;
-`prices` has the price of every kind of token.
+text. Clients, clocks and randomness are arguments. Read `routing` first, then `budgets`; `prices`
+has the price of every kind of token.
 """
 
 from policies.breaker import Health

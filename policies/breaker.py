@@ -1,16 +1,16 @@
-"""Health by evidence: who may call what, after which outcomes of whose calls.
+"""Circuit breakers of a deployment: whether a caller may call it, decided by the outcomes of calls.
 
 `Health` has a circuit breaker for each operation and model, which all callers share, and one for
-each caller whose calls failed there. Three of one caller's requests that fail in a row rest what
-they have in common, for that caller; requests of three callers that fail, with no success between
-them, rest it for all. So no caller's requests alone take anything from another caller, and what is
-really dead is left after three requests. A denial (a key, credit, a model that is refused) is a
-failure with a longer rest.
+each caller whose calls failed there. Three consecutive failed requests of one caller open that
+caller's breaker for the shape that they have in common; failed requests of three callers, without a
+success between them, open the shared breaker. So one caller's requests never block another caller,
+and a dead deployment is left after three requests. A denial (a key, credit or model that is
+refused) is a failure with a longer rest.
 
 Knows no HTTP and no deployments; each process has its own. Invariants: a request counts once,
 however often it is tried; a breaker that is open for a caller grants it at most one call in
-`probe_s`, and the next one at the latest `open_s_max` after it, with the jitter, also where that
-call hangs; a caller who has failed never prolongs the rest of all.
+`probe_s`, and the next at most `open_s_max` later, plus jitter, even if that call hangs; a caller
+who has failed never prolongs the rest of all callers.
 
 Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with
 jitter as in Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
@@ -42,8 +42,8 @@ class BreakerLimits:
     It opens after `failures_max` failures in a row, and stays open for `open_s`, doubled after each
     failed probe up to `open_s_max` and spread by +-`jitter`; after a probe this counts from the
     probe's beginning. A probe has `probe_s` to report. A deployment's own retry-after replaces
-    `open_s`, up to `retry_after_s_max`, and up to `alone_s_max` for a call that has nowhere else to
-    go. A denial opens it for `denied_s`, doubled likewise up to `denied_s_max`.
+    `open_s`, up to `retry_after_s_max`, and up to `alone_s_max` for a call without another
+    deployment. A denial opens it for `denied_s`, doubled likewise up to `denied_s_max`.
     """
 
     failures_max: int = 3
@@ -58,8 +58,9 @@ class BreakerLimits:
 
 
 class Asker(msgspec.Struct, frozen=True):
-    """Whose call it is: `scope` is an operation and a model, as `chat:gpt-5`; `shape` is what the
-    request needs beside. No text has spaces or bars.
+    """The caller and kind of a call: `scope` is an operation and a model, as `chat:gpt-5`.
+
+    `shape` names the request's further needs. The texts have no spaces or bars.
     """
 
     scope: str
@@ -71,11 +72,11 @@ class Asker(msgspec.Struct, frozen=True):
 class News(msgspec.Struct, frozen=True, array_like=True):
     """The changes of one breaker since its last exchange with other processes.
 
-    `row` are the failures in a row since the last success, if there was one (`has_succeeded`), or
-    all; of a state, `has_succeeded` says that there ever was one. `rests` says that it has opened
-    or closed since it knew the state with the number `version`; then the next fields are its new
-    state. Durations are in seconds from now, 0 where it is closed. `covers` is the shape that
-    rests. `is_taken`: the state is the one just sent.
+    `row` are the failures since the last success, if there was one (`has_succeeded`), or all; in a
+    shared state, `has_succeeded` means that there ever was a success. `rests`: it has opened or
+    closed since it knew the state with the number `version`; the next fields are then its new
+    state. Durations are in seconds from now, 0 if it is closed. `covers` is the shape that rests.
+    `is_taken`: the state is the sent one.
     """
 
     version: int = 0
@@ -92,10 +93,10 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Breaker:
-    """Ask with `allows`, which changes nothing; act with `begin`; report each begun call exactly
-    once.
+    """One circuit breaker. `allows` changes nothing; `begin` begins a call, which is reported
+    exactly once.
 
-    `unit` is what counts once in a row: a request, or a caller where it is one `of_all`. `clock`
+    `unit` counts once in a row: a request, or in the shared breaker (`of_all`) a caller. `clock`
     gives seconds that never decrease, `random` floats in [0, 1).
     """
 
@@ -129,27 +130,27 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether its next call is a probe."""
+        """Whether the next call is a probe."""
         return self._open_until is not None
 
     @property
     def is_failing(self) -> bool:
-        """Whether its last outcome was a failure, or it still rests after some."""
+        """Whether the last outcome was a failure, or the breaker is still open."""
         return self.is_open or bool(self._row)
 
     @property
     def is_to_be_sent(self) -> bool:
-        """Whether others may not know its state."""
+        """Whether other processes may lack its state."""
         return self.has_news or self._has_succeeded or self.is_open
 
     @property
     def has_news(self) -> bool:
-        """Whether it has failed, opened or closed since its last exchange with others."""
+        """Whether it has failed, opened or closed since its last exchange with other processes."""
         return self._has_changed or bool(self._row_since)
 
     @property
     def is_probed(self) -> bool:
-        """Whether it is open for all calls but one that is running."""
+        """Whether a running probe holds back all other calls."""
         return self._probe_until is not None and not self.allows()
 
     @property
@@ -173,14 +174,11 @@ class Breaker:
         return self._probe_until is not None and self._prober == unit
 
     def rests_for(self, shape: str) -> bool:
-        """Whether it is open for calls of `shape`, which then are probes."""
+        """Whether it is open for calls of `shape`, which makes them probes."""
         return self._open_until is not None and self._covers in (_ANY, shape)
 
     def allows(self, unit: str = "", shape: str = _ANY, *, is_alone: bool = False) -> bool:
-        """Whether a call may begin now.
-
-        `is_alone`: no other deployment can take the call.
-        """
+        """Whether a call may begin now. `is_alone`: no other deployment can take the call."""
         if self._open_until is None or not (shape == _ANY or self.rests_for(shape)):
             return True
         now = self._clock()
@@ -189,7 +187,7 @@ class Breaker:
         return self._has_failed(unit) or self._probe_until is None or now >= self._probe_until
 
     def begin(self, unit: str, shape: str = "") -> None:
-        """Begin a call that it allows; a half-open breaker grants it as its one probe."""
+        """Begin an allowed call; in a half-open breaker it is the one probe."""
         if self.rests_for(shape) and not self._has_failed(unit):
             self._probe_until = self._clock() + self._limits.probe_s
             self._prober = unit
@@ -197,8 +195,8 @@ class Breaker:
     def record_success(self, unit: str, shape: str = "") -> None:
         """Report a success.
 
-        It closes an open breaker, even if the call began before the opening, but not before a
-        denial.
+        It closes an open breaker, also if the call began before the opening; only a call that began
+        after a denial ends that denial.
         """
         self._has_succeeded = self.was_good = True
         if not self.is_failing:
@@ -220,8 +218,9 @@ class Breaker:
     ) -> None:
         """Report a failure of the deployment.
 
-        `retry_after_s` is the delay that the deployment asked for; `denial`, the cause as text for
-        people, says that it refused the call; `is_probe`: the call was one beyond this breaker.
+        `retry_after_s` is the delay that the deployment requested. A `denial`, the cause as text
+        for people, means that it refused the call. `is_probe`: the call was a probe of another
+        breaker.
         """
         is_probe = is_probe or self.is_probe(unit)
         limits, entry = self._limits, f"{unit}|{shape}"
@@ -242,7 +241,9 @@ class Breaker:
             self._back_off(what.format(in_a_row), denial)
 
     def rest(self, rest_s: float, why: str) -> None:
-        """Rest for so long, and shorter where no other deployment can answer; `why` is text for people."""
+        """Open for `rest_s` seconds, shorter if no other deployment can answer; `why` is text for
+        people.
+        """
         limits, now = self._limits, self._clock()
         until = now + min(rest_s, limits.retry_after_s_max)
         self._rest(until, why, min(until, now + limits.alone_s_max))
@@ -278,16 +279,16 @@ class Breaker:
         return news
 
     def put_back(self, news: News) -> None:
-        """Keep `news`, which reached no other process, for the next exchange."""
+        """Keep `news`, which did not reach another process, for the next exchange."""
         if not self._has_succeeded:
             self._row_since = [*news.row, *self._row_since]
         self._has_succeeded = self._has_succeeded or news.has_succeeded
         self._has_changed = self._has_changed or news.rests
 
     def adopt(self, state: News) -> None:
-        """Take the state that all processes share.
+        """Adopt the state that all processes share.
 
-        What happened here since then stays, and is the next news.
+        Local changes since then stay, and are the next news.
         """
         self.was_good = self.was_good or state.has_succeeded
         if not self._has_succeeded:
@@ -310,12 +311,12 @@ class Breaker:
 
     @property
     def _common_shape(self) -> str:
-        """The shape that all failures in the row have."""
+        """The shape that all failures in the row share, else the wildcard."""
         shapes = {entry.partition("|")[2] for entry in self._row}
         return shapes.pop() if len(shapes) == 1 else _ANY
 
     def _has_failed(self, unit: str) -> bool:
-        """Whether a caller's next call says nothing new to all: its own breaker judges it."""
+        """Whether the caller `unit` has failed, so that only its own breaker judges its next call."""
         return self._of_all and f"{unit}|" in self._row
 
     def _proves(self, unit: str) -> bool:
@@ -352,8 +353,10 @@ class Breaker:
 
 
 class Health:
-    """The breakers of one deployment: one of all callers for each operation and model, and one for
-    each caller who failed there. Ask and report as a `Breaker`'s.
+    """The breakers of one deployment: a shared breaker for each operation and model, and one for
+    each caller who failed there.
+
+    Its methods are those of a `Breaker`, by the call's asker.
     """
 
     def __init__(
@@ -368,7 +371,7 @@ class Health:
         self.breakers: dict[str, Breaker] = {}  # by scope, or by scope and caller
 
     def breaker(self, path: str) -> Breaker:
-        """The breaker of a scope, or of `scope caller`. The first call makes it."""
+        """The breaker at `path`, a scope or `scope caller`; the first call creates it."""
         breaker = self.breakers.get(path)
         if breaker is None:
             if len(self.breakers) >= _NODES_MAX:
@@ -380,7 +383,7 @@ class Health:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it rests for anyone."""
+        """Whether any of its breakers is open."""
         return any(map(_is_open, self.breakers.values()))
 
     def allows(self, asker: Asker, *, is_alone: bool = False) -> bool:
@@ -402,7 +405,7 @@ class Health:
         return self.is_resting and any(breaker.rests_for(shape) for breaker, _, shape in self._of(asker))
 
     def probed(self, asker: Asker) -> Iterator[str]:
-        """A name for each breaker whose probe this call is, in its present state."""
+        """A name for each breaker that this call probes, in its present state."""
         for path in (asker.scope, f"{asker.scope} {asker.caller}"):
             breaker = self.breakers.get(path)
             if breaker is not None and breaker.is_probe(asker.request if " " in path else asker.caller):
@@ -414,7 +417,7 @@ class Health:
         return (resting[0].reason, bool(resting[0].denial) and not resting[0].is_probed) if resting else ("", False)
 
     def succeeded(self, asker: Asker) -> None:
-        """Report a success. Where it ends an outage of all, it ends that of each caller."""
+        """Report a success. If it closes the shared breaker, it resets each caller's breaker."""
         of_all = self.breaker(asker.scope)
         was_open = of_all.is_open
         for breaker, unit, shape in self._of(asker):
@@ -425,7 +428,7 @@ class Health:
                     breaker.reset()
 
     def accepted(self, asker: Asker) -> None:
-        """Report that a call which is still running was accepted: it ends a denial."""
+        """Report that the deployment accepted a still running call, which ends a denial."""
         if any(breaker.denial for breaker, _, _ in self._of(asker)):
             self.succeeded(asker)
 
@@ -438,7 +441,7 @@ class Health:
         of_all.record_failure(asker.caller, "", retry_after_s, denial)
 
     def rest(self, asker: Asker, rest_s: float, why: str) -> None:
-        """Rest for all callers of its scope, whoever asked."""
+        """Open the shared breaker of the asker's scope."""
         self.breaker(asker.scope).rest(rest_s, why)
 
     def cancelled(self, asker: Asker) -> None:
@@ -453,10 +456,10 @@ class Health:
 
     @property
     def is_well(self) -> bool | None:
-        """Whether what happened last was good; None: it was never asked.
+        """Whether the latest outcome was good; None before the first call.
 
-        An operation is well if one of its models is. It is not well if it fails in an operation
-        that it once did, or in all that it was asked for.
+        An operation is well if one of its models is. The deployment is unwell if an operation fails
+        that once succeeded, or if all its operations fail.
         """
         by_operation: dict[str, list[Breaker]] = {}
         for path, breaker in self.breakers.items():
@@ -471,14 +474,12 @@ class Health:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """Why it was left, as text for people, and the cause of its denial; empty where it was not,
-        or has succeeded since.
-        """
+        """Why calls avoid it, as text for people, and its denial's cause; empty if it is available."""
         left = [(one.reason, one.denial) for one in self.breakers.values() if one.is_open and not self.is_well]
         return max(left, key=lambda one: bool(one[1]), default=("", ""))
 
     def _of(self, asker: Asker) -> list[tuple[Breaker, str, str]]:
-        """The breakers of a call, each with its unit and its shape there."""
+        """The breakers of a call, each with the call's unit and shape there."""
         of_all, own = self.breakers.get(asker.scope), self.breakers.get(f"{asker.scope} {asker.caller}")
         breakers = [] if of_all is None else [(of_all, asker.caller, "")]
         return breakers if own is None else [*breakers, (own, asker.request, asker.shape)]

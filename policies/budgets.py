@@ -1,19 +1,18 @@
 """Budgets: reserve the worst case before a generation, settle or release it once after.
 
 Knows no HTTP, models or SQL. Redis counts spend per team in all five windows, with or without a
-budget on them. A budget on a team's money is only a limit on such a count, so a change in the
-middle of a window takes effect at once; other budgets have counts of their own
-(`policies/counters.py`). Invariants:
+budget. A budget on a team's money only limits such a count, so a change in the middle of a window
+takes effect at once; other budgets have separate counts (`policies/counters.py`). Invariants:
 
-- a reserve succeeds only if spent + held + amount <= limit for every hard budget that applies, all of
-  them in one script; where a budget allows overdraft, the amount is that of a usual answer;
+- one script checks all hard budgets that apply: a reserve succeeds only if spent + held + amount <=
+  limit for each; if a budget allows overdraft, the amount is a usual answer's;
 - a hold is settled or released at most once, even if the call is repeated, and expires with its
   lease;
 - one script writes the spend and its ledger entry: sum(ledger, drained or not) == spent.
 
-A hold belongs to the moment it was taken (`at_ms`, the worker's clock). Its spend and its ledger
-row carry that moment: a settle in a later window counts in the hold's window, and rows alone are
-enough to sum the ledger. Leases use Redis's clock, which all hosts share, so hosts with skewed
+A hold belongs to the time at which it was taken (`at_ms`, the worker's clock). Its spend and its
+ledger row have that time: a settle in a later window counts in the hold's window, and the rows
+suffice to sum the ledger. Leases use Redis's clock, which all hosts share, so hosts with skewed
 clocks cannot expire each other's holds. A settle after its hold expired still counts. A repeated
 settle changes nothing for `SETTLED_KEPT_S`; after that the ledger's unique row id and `restate`
 correct a double count.
@@ -74,7 +73,7 @@ class LockLost(Exception):
 class Refused:
     """A hard budget has no room for `amount`, in its unit; nothing was held.
 
-    Of several such budgets `state` is of the one that has room last. `resets_in_s` is None where
+    If several budgets refuse, `state` is of the budget that has room last. `resets_in_s` is None if
     the window never ends.
     """
 
@@ -94,7 +93,7 @@ class DrainedSpend:
 
 
 class OwnSpend(msgspec.Struct, frozen=True):
-    """What the ledger's rows in SQL add to a count that budgets have of their own."""
+    """The ledger's sum in SQL for a budget's separate count."""
 
     name: str
     field: str
@@ -103,7 +102,9 @@ class OwnSpend(msgspec.Struct, frozen=True):
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """A hold that may be taken at `at_ms`, of `counters`; none for a request that no budget limits."""
+    """A hold that may be taken at `at_ms`, of `counters`, which are empty if no budget limits the
+    request.
+    """
 
     hold_id: str
     team_id: int
@@ -112,11 +113,11 @@ class Intent(msgspec.Struct, frozen=True):
 
     @property
     def is_hard(self) -> bool:
-        """Whether a hard budget limits it."""
+        """Whether a hard budget limits the request."""
         return any(budget.is_hard for counter in self.counters for budget in counter.budgets)
 
     def whole(self) -> Hold:
-        """All that could be taken, so that releasing it releases all that was."""
+        """A hold of every amount that could be taken, so that its release frees whatever was taken."""
         taken = tuple(
             counter.taken(self.hold_id, amount, is_other=is_other)
             for counter in self.counters
@@ -128,8 +129,9 @@ class Intent(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Restated:
-    """How many counts `restate` corrected, and the sum of the corrections; both 0 unless Redis lost
-    data.
+    """The number of counts that `restate` corrected, and the sum of the corrections.
+
+    Both are 0 unless Redis lost data.
     """
 
     windows: int
@@ -165,11 +167,12 @@ class Budgets:
     async def reserve(
         self, hold_id: str, team_id: int, budgets: Sequence[Budget], need: Need | MicroUSD, lease_s: float
     ) -> Hold | Refused:
-        """Hold what `need` says (or so many µUSD) against all of `budgets` that apply (one team's),
-        or none of them. A repeated call holds once.
+        """Hold `need`, or an amount in µUSD, against all of one team's `budgets` that apply, or
+        none.
 
-        A request that no budget limits gets an empty hold, without a round trip. Raises NotReady,
-        HoldClosed, and ValueError for an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
+        A repeated call holds once. A request that no budget limits gets an empty hold, without a
+        round trip. Raises NotReady, HoldClosed, and ValueError for an amount outside [0,
+        MICROUSD_MAX] or a hold id with a `|`.
         """
         return await self.hold(self.intended(hold_id, team_id, budgets, need), lease_s)
 
@@ -239,7 +242,9 @@ class Budgets:
         return max(refusals, key=lambda one: float("inf") if one.resets_in_s is None else one.resets_in_s)
 
     async def _frees_at_ms(self, budget: Budget, name: str, over: int, at_ms: int) -> int:
-        """When so much of a rolling window's spend has left it; its length from now at the latest."""
+        """The time, unix ms, by which `over` of a rolling window's spend has expired; at most its
+        length ahead.
+        """
         fields = await self._redis.execute_command("HGETALL", keys_of.count_keys(name)[0])
         flat = list(fields.items()) if isinstance(fields, dict) else list(zip(fields[::2], fields[1::2], strict=True))
         length_ms = budget.rolling_s * 1000
@@ -250,18 +255,19 @@ class Budgets:
         return at_ms + length_ms
 
     def unreserved(self, hold_id: str, team_id: int) -> Hold:
-        """An empty hold taken now: for a team without budgets, or where the gateway may serve
-        without Redis.
+        """An empty hold taken now: for a team without budgets, or if the gateway may serve without
+        Redis.
         """
         return Hold(hold_id, team_id, self._now_ms())
 
     async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge] = ()) -> bool:
-        """End `hold`, count `spend_microusd` in all windows of its moment, and append `row` to the
-        ledger's stream. `charges` are what it adds to the counts of budgets.
+        """End `hold`, count `spend_microusd` in all windows of its time, and append `row` to the
+        stream.
 
-        Returns False if the hold was settled or released before. The spend may exceed the hold.
-        `row` is opaque here; it must carry the hold's id, team and moment, the same spend and the
-        charges. Raises ValueError for a spend outside [0, MICROUSD_MAX].
+        `charges` are the amounts for the counts of budgets. Returns False if the hold was settled
+        or released before. The spend may exceed the hold. `row` is opaque here; it must carry the
+        hold's id, team and time, the same spend and the charges. Raises ValueError for a spend
+        outside [0, MICROUSD_MAX].
         """
         if not 0 <= spend_microusd <= MICROUSD_MAX:
             raise ValueError(f"spend_microusd must be in [0, {MICROUSD_MAX}], not {spend_microusd}")
@@ -281,8 +287,8 @@ class Budgets:
     async def renew(self, holds: Sequence[Hold], lease_s: float) -> None:
         """Extend the leases of running generations, from now; call it a few times per lease.
 
-        Takes a hold again that expired or that Redis lost, without checking the limits: its
-        generation is running. Does not take again a hold that was settled or released.
+        Takes an expired or lost hold again, without a check of the limits: its generation is
+        running. A settled or released hold is not taken again.
         """
         await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.is_held))
 
@@ -294,8 +300,10 @@ class Budgets:
         await self._redis.eval(scripts.RENEW, len(keys), *keys, *arguments)
 
     async def spent(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
-        """The amounts that count against each of `budgets` now, or at `at_ms`, in their order; they
-        may belong to several teams. Of a budget on each value it is that of the fullest.
+        """The amounts that count against each of `budgets` now, or at `at_ms`, in their order.
+
+        The budgets may belong to several teams. For an each-value budget it is the fullest value's
+        amount.
         """
         fullest: dict[int, BudgetState] = {}
         for index, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms):
@@ -305,11 +313,11 @@ class Budgets:
         return tuple(fullest[index] for index in range(len(budgets)))
 
     async def states(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
-        """As `spent`, with a state of each value that has a count."""
+        """Like `spent`, with a state for each value that has a count."""
         return tuple(state for _, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms))
 
     async def _states(self, budgets: Sequence[Budget], at_ms: int) -> list[tuple[int, BudgetState]]:
-        """Each state with the index of its budget. A budget on each value has one state at least."""
+        """Each state with the index of its budget. An each-value budget has at least one state."""
         counters: list[tuple[int, Budget, str, Counter]] = []
         for index, budget in enumerate(budgets):
             counter = counter_of(budget, budget.team_id, budget.value or "", at_ms)
@@ -343,7 +351,7 @@ class Budgets:
         return bool(await self._redis.execute_command("EXISTS", READY_KEY))
 
     async def ledger_times(self) -> tuple[int, int | None]:
-        """Redis's present time, and that of the oldest row that waits for SQL (None without any), ms."""
+        """Redis's present time, and the time of the oldest row that waits for SQL (or None), in ms."""
         now_ms, oldest = await self._redis.eval(scripts.LEDGER_TIMES, 1, LEDGER_STREAM, self._lease_now())
         return int(now_ms), int(oldest.split(b"-")[0]) if oldest else None
 
@@ -372,8 +380,9 @@ class Budgets:
         return Restated(windows, drift)
 
     async def restate_own(self, drained: Sequence[OwnSpend], lock_token: str) -> int:
-        """As `restate`, for the counts that budgets have of their own and the sets of their values.
-        Returns how many counts it corrected.
+        """Do `restate` for the budgets' separate counts and the sets of their values.
+
+        Returns the number of corrected counts.
         """
         corrected = 0
         for start in range(0, len(drained), _READ_BATCH):
@@ -402,8 +411,9 @@ class Budgets:
 
 
 def _taken(intent: Intent, are_others: Sequence[int], *, is_cut: bool) -> Hold:
-    """The hold as it was taken, with 1 for each count that further values share. Equal amounts of
-    the team's own windows are kept as their kinds.
+    """The hold as it was taken; `are_others` has 1 for each count that further values share.
+
+    Equal amounts of the team's own windows are kept as window kinds.
     """
     held: list[WindowKind] = []
     more: list[Taken] = []
@@ -427,7 +437,7 @@ def _taken(intent: Intent, are_others: Sequence[int], *, is_cut: bool) -> Hold:
 
 
 def _all_of(hold: Hold) -> list[Taken]:
-    """All that a hold takes, of its team's windows too."""
+    """All counts that a hold draws on, including its team's windows."""
     taken = list(hold.more)
     if hold.held:
         hour = keys_of.hour_at(hold.team_id, hold.at_ms)

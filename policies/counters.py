@@ -1,10 +1,10 @@
-"""Which counts a request draws on, for the budgets of its team.
+"""Maps a request to the counts that it draws on, for the budgets of its team.
 
-Calls no Redis. A budget on a team's money over a calendar window limits the count that the team has
-anyway; any other budget has a count of its own for each value, which begins when the budget is
-made. Invariants: a count's name is a digest of bounded length, whatever a client sends; a request
-without a value draws on a count like any other; texts that differ only in their Unicode form or in
-spaces at the ends are one value.
+Calls no Redis. A budget on a team's money over a calendar window limits the count that every team
+has; any other budget has a separate count for each value, which begins when the budget is made.
+Invariants: a count's name is a digest of bounded length, whatever a client sends; a request without
+a value draws on a separate count; texts that differ only in their Unicode form or in spaces at the
+ends are one value.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DIGEST_BYTES = 16
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a request may use at most, and the values that budgets go by, by axis.
+    """The most that a request may use, and its values by axis, which select budgets.
 
-    `usual_microusd` and `usual_tokens` are those of an answer of the usual length; None: not known.
-    A deployment that is not chosen yet has no value.
+    `usual_microusd` and `usual_tokens` are for an answer of the usual length; None: unknown. A
+    deployment that is not chosen yet has no value.
     """
 
     microusd: int
@@ -42,20 +42,20 @@ class Need(msgspec.Struct, frozen=True):
     values: Mapping[str, str] = {}
 
     def most(self, unit: Unit) -> int:
-        """The most of `unit` that it may use."""
+        """The most of `unit` that the request may use."""
         amount = self.microusd if unit is _MONEY else self.tokens if unit is Unit.TOKENS else self.requests
         return amount if amount < MICROUSD_MAX else MICROUSD_MAX
 
     def usual(self, unit: Unit) -> int | None:
-        """What an answer of the usual length uses; None, where that is not known."""
+        """The amount of `unit` for an answer of the usual length; None if unknown."""
         return self.usual_microusd if unit is _MONEY else self.usual_tokens if unit is Unit.TOKENS else None
 
 
 class Counter(msgspec.Struct):
     """A count that a request would draw on, with the budgets that limit it.
 
-    `most` and `usual` are the amounts to hold. `values` names the set of values that have a count
-    of their own, empty if every value has one; `digest` and `shown` are this value's.
+    `most` and `usual` are the amounts to hold. `values` names the set of values with separate
+    counts, empty if every value has one; `digest` and `shown` are this value's.
     """
 
     name: str
@@ -92,12 +92,12 @@ def _is_about(budget: Budget, values: Mapping[str, str]) -> bool:
 
 
 def value_of(text: str) -> str:
-    """A value as budgets compare it: in Unicode's form NFKC, without spaces at its ends."""
+    """The form in which budgets compare a value: NFKC, without spaces at its ends."""
     return text if text.isascii() and text == text.strip() else unicodedata.normalize("NFKC", text).strip()
 
 
 def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int) -> list[Counter]:
-    """The counts that those of `budgets` which limit such a request limit at `at_ms`, unix milliseconds."""
+    """The counts that `budgets` limit for such a request at `at_ms`, unix milliseconds."""
     counters: dict[str, Counter] = {}
     for budget in budgets:
         most = need.most(budget.unit)
@@ -117,7 +117,7 @@ def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int)
 
 
 def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
-    """The count of one value of a budget at `at_ms`, unix milliseconds, with no amount."""
+    """The count of one value of a budget at `at_ms`, unix milliseconds, without an amount."""
     window = budget.window_at(at_ms)
     if budget.is_shared:
         return Counter(
@@ -141,8 +141,9 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
 
 
 def place_of(name: str, field: str) -> tuple[str, str]:
-    """The set of values that has the value of a count, and the value's digest; both empty where the
-    count belongs to no value of its own.
+    """The set of values that contains the value of a count, and the value's digest.
+
+    Both are empty if the count belongs to no single value.
     """
     whole, digest, period = name.split(":", 2)
     if len(digest) != 2 * _DIGEST_BYTES:

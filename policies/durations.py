@@ -24,7 +24,7 @@ def duration_s(seconds: float, units: int = 2) -> str:
 
 
 def duration_ms(milliseconds: float) -> str:
-    """`duration_s` of milliseconds."""
+    """Like `duration_s`, for milliseconds."""
     return duration_s(milliseconds / 1_000)
 
 

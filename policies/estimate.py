@@ -1,9 +1,8 @@
 """A deployment's recent speed: TTFT as a line in the prompt's length, TPOT, and a time-out for the
 first token.
 
-Knows no deployments' names and no requests, only figures. Invariant: always has an estimate, from
-priors before the first call; forgets by count and by age, so a deployment that was slow is tried
-again.
+Knows figures only, neither deployments nor requests. Invariant: always has an estimate, from priors
+before the first call; forgets by count and by age, so a deployment that was slow is tried again.
 
 TTFT is `a + b * prompt tokens` by weighted least squares under exponential forgetting (Ljung,
 "System Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form). A ridge
@@ -41,10 +40,10 @@ class EstimatePrior:
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """An estimate at one moment.
+    """An estimate at one time.
 
     `weight` is the number of recent calls behind it. A first token times out after `timeout_ratio`
-    times its prediction; `p95_ratio` times it is exceeded by one call in twenty.
+    times its prediction; one call in twenty exceeds `p95_ratio` times it.
     """
 
     weight: float
@@ -55,7 +54,7 @@ class Figures(msgspec.Struct, frozen=True):
     p95_ratio: float = math.inf
 
     def ttft_ms(self, prompt_tokens: int) -> float:
-        """Predicted TTFT for a prompt without warm tokens."""
+        """The predicted TTFT in ms for a prompt without warm tokens."""
         ttft_ms = self.base_ms + self.prefill_ms_per_token * prompt_tokens
         return ttft_ms if ttft_ms > 1.0 else 1.0  # a call of `max` costs six times as much
 
@@ -123,7 +122,9 @@ class Estimate:
         return min(max(figures.ttft_ms(prompt_tokens) * figures.timeout_ratio, floor_ms), ceiling_ms)
 
     def ttft_p95_ms(self, prompt_tokens: int) -> float | None:
-        """The time to the first token that one call in twenty exceeds; None while it is not learned."""
+        """The time to the first token in ms that one call in twenty exceeds; None until it is
+        learned.
+        """
         figures = self.figures()
         learned = figures.weight >= _CALLS_BEFORE_TIMEOUT
         return figures.ttft_ms(prompt_tokens) * figures.p95_ratio if learned else None
@@ -131,7 +132,7 @@ class Estimate:
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
         """Add one finished call. Negative and non-finite figures are ignored.
 
-        `prompt_tokens` are those it prefilled, without cached ones; `tpot_ms` is None for fewer
+        `prompt_tokens` are the prefilled tokens, without cached ones; `tpot_ms` is None for fewer
         than two tokens.
         """
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
@@ -165,18 +166,18 @@ class Estimate:
         self.observe(max(waited_ms, self.figures().ttft_ms(prompt_tokens)), None, prompt_tokens)
 
     def sums(self) -> tuple[float, ...]:
-        """The sums that it has learned, faded to now: those of several processes add up."""
+        """The learned sums, faded to now; the sums of several processes add up."""
         kept = self._kept(self._clock())
         return tuple(map(mul, self._sums, repeat(kept)))
 
     def restore(self, sums: tuple[float, ...]) -> None:
-        """Replace all that it has learned by `sums`, as of now."""
+        """Replace all learned sums with `sums`, as of now."""
         self._sums = sums
         self._seen_at = self._clock()
         self._figured_until_s = -math.inf
 
     def _line(self, sums: tuple[float, ...], belief: float) -> tuple[float, float]:
-        """Base in ms and slope in ms per token of the fitted line, neither below 0."""
+        """The base in ms and the slope in ms per token of the fitted line, both at least 0."""
         prior, (weight, x, y, xx, xy) = self._prior, sums
         weight += belief
         x_mean = x / weight
@@ -194,7 +195,7 @@ class Estimate:
 
 
 def _ratios(calls: float, log_sum: float, log_squares: float) -> tuple[float, float]:
-    """The ratios of a time-out and of the 95% quantile to the prediction."""
+    """The ratios of the time-out and of the 95% quantile to the prediction."""
     mean = log_sum / (calls + 1.0)
     squares = (log_squares + _LOG_SPREAD_PRIOR**2) / (calls + 1.0)
     spread = math.sqrt(max(squares - mean * mean, 0.01))
@@ -208,9 +209,10 @@ _LENGTHS_SHARE = 0.95
 
 
 class Lengths:
-    """The tokens of the latest answers of an alias, each of one choice.
+    """The tokens of an alias's latest answers, each with one choice.
 
-    Until enough answers were seen there is no usual length: a budget then holds the longest answer.
+    Until enough answers are counted there is no usual length: a budget then holds the longest
+    answer.
     """
 
     def __init__(self) -> None:
@@ -221,7 +223,7 @@ class Lengths:
         self._latest.append(tokens)
 
     def usual(self) -> int | None:
-        """The 95% quantile, rounded up to an answer that was seen; None for fewer than 20 answers."""
+        """The 95% quantile, rounded up to an observed length; None for fewer than 20 answers."""
         if len(self._latest) < _LENGTHS_LEAST:
             return None
         ordered = sorted(self._latest)

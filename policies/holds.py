@@ -1,5 +1,5 @@
-"""A hold's value, and the keys of money in Redis: one slot (`{money}`), so that one script can move
-all of it.
+"""A hold's value, and the keys of money in Redis, all in one slot (`{money}`), so that one script
+can change them all.
 
     {money}:spend:COUNT         hash    `held`, and `spent` or what each bucket of a rolling window has
     {money}:holds:COUNT         zset    `id|amount` of each hold by the end of its lease, ms
@@ -8,8 +8,8 @@ all of it.
     {money}:ledger              stream  rows on their way to SQL
     {money}:ready               string  exists once the ledger is counted
 
-A count is named `TEAM:WINDOW`, or `bBUDGET.EPOCH:DIGEST:WINDOW` for a budget of its own. Does not
-call Redis. Invariant: a key contains its window's id, so no key is ever reset.
+A count is named `TEAM:WINDOW`, or `bBUDGET.EPOCH:DIGEST:WINDOW` if it belongs to one budget. Does
+not call Redis. Invariant: a key contains its window's id, so no key is ever reset.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WINDOW_KEPT_S = 2 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class BudgetState:
-    """A budget, and the amounts that counted against it when Redis was asked, in its unit.
+    """A budget, and the amounts that counted against it when Redis was read, in its unit.
 
-    `value` is the value that they belong to: `=` and a text, `-` for requests without one, `*` for
-    those that share a count, `#` and a digest until a request names a value again that Redis lost;
-    empty where the budget has one count. `digest` is that of the whole value, where it has a count
-    of its own. `frees_at_ms` is when a rolling window has the room that was asked for.
+    `value` is the value that they belong to: `=` and a text; `-` for requests without a value; `*`
+    for values that share a count; `#` and a digest until a request names a value that Redis lost
+    again; empty if the budget has one count. `digest` is the value's, if it has a separate count.
+    `frees_at_ms` is when a rolling window has the requested room.
     """
 
     budget: Budget
@@ -57,13 +57,15 @@ class BudgetState:
     digest: str = ""
 
     def resets_in_s(self, now_s: float) -> float | None:
-        """Seconds until the window ends, or has room; None where it never does."""
+        """The seconds until the window ends, or has room; None if it never does."""
         end_ms = self.window.end_ms if self.frees_at_ms is None else self.frees_at_ms
         return None if end_ms is None else max(0.0, end_ms / 1000 - now_s)
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a hold takes of one count. `field` gets the spend; empty: the count gets it otherwise."""
+    """The amount that a hold takes of one count. `field` gets the spend; if empty, `SETTLE` counts
+    it.
+    """
 
     name: str
     member: str
@@ -74,7 +76,7 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class Charge(msgspec.Struct, frozen=True, array_like=True):
-    """What a row of the ledger adds to a count of a budget."""
+    """The amount that a row of the ledger adds to a count of a budget."""
 
     name: str
     field: str
@@ -85,9 +87,9 @@ class Charge(msgspec.Struct, frozen=True, array_like=True):
 class Hold(msgspec.Struct, frozen=True):
     """Money reserved for one generation that began at `at_ms`, unix milliseconds.
 
-    A team without budgets gets `amount_microusd` 0 and no `held` windows. `more` is what it takes
-    of other counts, or of these in other amounts. `is_cut`: it has room for an answer of the usual
-    length only.
+    For a team without budgets `amount_microusd` is 0 and `held` is empty. `more` are the amounts of
+    other counts, or other amounts of these counts. `is_cut`: it has room only for an answer of the
+    usual length.
     """
 
     id: str
@@ -106,7 +108,7 @@ class Hold(msgspec.Struct, frozen=True):
 
     @property
     def is_held(self) -> bool:
-        """Whether something is held."""
+        """Whether it holds any amount."""
         return bool(self.held or self.more)
 
 
@@ -152,12 +154,12 @@ def done_key(hold_id: str) -> str:
 
 
 def member(hold_id: str, amount_microusd: MicroUSD) -> str:
-    """The sorted set's member for a hold. Raises ValueError where it could not be parsed again."""
+    """The sorted set's member for a hold. Raises ValueError if it could not be parsed again."""
     if "|" in hold_id or not 0 <= amount_microusd <= MICROUSD_MAX:
         raise ValueError(f"not a hold: {hold_id!r} over {amount_microusd} µUSD")
     return f"{hold_id}|{amount_microusd}"
 
 
 def keep_until(window: Window) -> int:
-    """When to expire the keys of `window`, unix milliseconds; 0 for never."""
+    """The expiry time of the keys of `window`, unix milliseconds; 0 for never."""
     return 0 if window.end_ms is None else window.end_ms + WINDOW_KEPT_S * 1000

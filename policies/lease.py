@@ -1,8 +1,7 @@
-"""A lease in Redis: of many workers that may do a work, one has it at a time, and the next one once
-it expires.
+"""A lease in Redis: of many workers, one at a time has it, and the next once it expires.
 
 Knows no work. Invariant: only the holder renews or ends a lease. A holder that pauses for longer
-than the lease's life finds that out at its next `take`; what it does meanwhile must be harmless.
+than the lease's life learns it at its next `take`; its actions meanwhile must be harmless.
 """
 
 from __future__ import annotations
@@ -38,16 +37,20 @@ class Lease:
         self._life_ms = life_ms
 
     async def take(self, *, is_new: bool = True) -> bool:
-        """Whether this worker has the lease now; without `is_new` it is only renewed."""
+        """Take or renew the lease, without `is_new` only renew it; returns whether this worker has
+        it now.
+        """
         return bool(await self._redis.eval(_TAKE, 1, self._key, self._token, self._life_ms, int(is_new)))
 
     async def drop(self) -> None:
-        """Let another worker have the lease at once."""
+        """Release the lease, so that another worker can take it at once."""
         with contextlib.suppress(RedisError):  # its life ends it anyway
             await self._redis.eval(_DROP, 1, self._key, self._token)
 
     async def keep(self, step: Callable[[], Awaitable[float]]) -> None:
-        """Call `step`, which returns the seconds until its next call, until cancelled; drop the lease then."""
+        """Call `step`, which returns the seconds until its next call, until cancelled; then drop
+        the lease.
+        """
         try:
             while True:
                 wait_s = await step()

@@ -1,14 +1,14 @@
-"""Rate limits without a round trip: leases from Redis's limits, and limits of one process for when
+"""Rate limits without a round trip: leases from Redis's limits, and per-process limits for when
 Redis is away.
 
 Knows no HTTP, keys or teams. A process leases a five-hundredth of a limit (`_SHARES`) from Redis
 and charges most requests to its lease in memory. Invariants: Redis was charged before a lease is
 used; each process holds at most two five-hundredths unused, so no minute exceeds or misses a limit
 by more than that per process; the remaining room shown is at most a second old. A limit too small
-for leases asks Redis each time.
+for leases is charged in Redis each time.
 
-`LocalRateLimits` uses no Redis: a subject gets at most its limit from each process, which is
-bounded; failing open would not be.
+`LocalRateLimits` uses no Redis: a subject gets at most its limit from each process, which bounds
+it; failing open would not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUBJECTS_MAX = 10_000
 class _Lease:
     """This process's lease of one limit.
 
-    A negative `left` is a debt: requests used more than was expected.
+    A negative `left` is a debt: requests used more than expected.
     """
 
     __slots__ = ("is_asking", "is_tokens", "lead_us", "left", "per_min", "quantum", "subject", "synced_at_s", "unit")
@@ -55,7 +55,7 @@ class _Lease:
 class Limited(msgspec.Struct, frozen=True):
     """The limits that one kind of request counts against, with this process's leases.
 
-    Made by `limited`.
+    Created by `limited`.
     """
 
     scope: str
@@ -65,7 +65,7 @@ class Limited(msgspec.Struct, frozen=True):
 class LeasedRateLimits:
     """Charges leases of `shared`. `clock` gives seconds that never jump.
 
-    Costs are by unit: None skips the limits of that unit, 0 asks without charging.
+    Costs are by unit: None skips the limits of that unit, 0 checks without charging.
     """
 
     def __init__(self, shared: RateLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +103,7 @@ class LeasedRateLimits:
         return LimitDecision(True, 0.0, tuple([lease.state(now_s) for lease in leases]))
 
     async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> LimitDecision:
-        """Charge as `RateLimits.take` does, and lease a quantum of each limit that has room for it."""
+        """Charge as `RateLimits.take` does, and lease a quantum of each limit with room for it."""
         charges: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
         for lease in limited.leases:
             cost = tokens if lease.is_tokens else requests
@@ -149,7 +149,7 @@ class LeasedRateLimits:
         return self._charge(limited.scope, charges) if charges else None
 
     async def _charge(self, scope: str, charges: Sequence[tuple[_Lease, int]]) -> None:
-        """Charge or return these amounts in Redis, which evens the leases."""
+        """Charge these amounts in Redis, or return negative ones, and level the leases by them."""
         for lease, amount in charges:
             lease.left += amount
             lease.lead_us += (
@@ -172,7 +172,7 @@ class LocalRateLimits:
         self._prune_at = _SUBJECTS_MAX
 
     def take(self, scope: str, limits: Sequence[RateLimit]) -> LimitDecision:
-        """Charge every limit its cost, or none if one has no room."""
+        """Charge every limit its cost, or none if a limit has no room."""
         now_us = self._clock() * 1e6
         leads_us = [self._lead_us(scope, limit, now_us) for limit in limits]
         steps_us = [limit.cost * MINUTE_US / limit.per_min for limit in limits]

@@ -1,7 +1,6 @@
-"""How fast a budget is being used, and when it is used up at that rate.
+"""How fast a budget is used, and when it will be used up at that rate.
 
-A pure function of a budget's state. Invariant: where too little of the window has passed, there is
-no projection.
+A pure function of a budget's state. Invariant: too early in a window there is no projection.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _PASSED_MIN_MS = 3_600_000  # of a budget without an end
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`per_day` is the use of a day, in the budget's unit; None where it is not known.
+    """The rate of a budget's use. `per_day` is in the budget's unit; None if unknown.
 
-    `used_up_at_ms` is when the limit is reached; None where the window ends before, or never.
+    `used_up_at_ms` is when the limit is reached; None if the window ends before, or never.
     """
 
     per_day: float | None = None
@@ -28,7 +27,7 @@ class Pace:
 
 
 def pace_of(state: BudgetState, at_ms: int) -> Pace:
-    """The pace of a budget at `at_ms`, unix milliseconds: its spend over the time that has passed."""
+    """The pace of a budget at `at_ms`, unix milliseconds: its spend over the elapsed time."""
     budget, window = state.budget, state.window
     if budget.window is WindowKind.ROLLING:
         return Pace(state.spent * _DAY_MS / (budget.rolling_s * 1000))

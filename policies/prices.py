@@ -26,15 +26,13 @@ def dollars(microusd: MicroUSD) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A deployment's price in µUSD per million tokens, plus flat amounts per request and per call
-    of a tool that the provider runs.
+    """A deployment's price in µUSD per million tokens, plus flat amounts per request and per
+    provider-run tool call.
 
-    `units` are prices in µUSD for a million of what is not billed in tokens: `characters`,
-    `seconds`, `images`, and images of a quality or a size, such as `images/hd/1024x1024`.
-
-    A price that is None is that of `input` or `output`, and of cached sounds the dearer one of
-    cached tokens and of sounds; calls of tools without one are free.
-    Raises ValueError for a negative price.
+    `units` are prices in µUSD per million units other than tokens: `characters`, `seconds`,
+    `images`, and images of a quality or a size, such as `images/hd/1024x1024`. A price of None
+    falls back to `input` or `output`; cached audio falls back to the dearer of cached tokens and
+    audio; tool calls without a price are free. Raises ValueError for a negative price.
     """
 
     input_microusd_per_mtok: MicroUSD
@@ -70,7 +68,7 @@ class Price:
     def cost(self, usage: Usage) -> MicroUSD:
         """The cost of `usage`, rounded up to a whole µUSD once, after the sum.
 
-        Raises ValueError for a sum or a part below 0, and for parts above their whole.
+        Raises ValueError for a negative sum or part, and for parts above their whole.
         """
         plain, answer = self.input_microusd_per_mtok, self.output_microusd_per_mtok
         scaled, calls = usage.prompt_tokens * plain + usage.completion_tokens * answer, 0
@@ -105,8 +103,8 @@ class Price:
     ) -> MicroUSD:
         """The highest possible cost of a request of these sizes, for any kinds of tokens.
 
-        `has_audio`: sounds may be among them; `has_long_writes`: the request asks the provider to
-        keep a prefix for an hour.
+        `has_audio`: audio may be among them; `has_long_writes`: the request asks the provider to
+        cache a prefix for an hour.
         """
         dearest_input, dearest_output = self._dearest
         if has_long_writes:
@@ -122,8 +120,8 @@ class Price:
         """The price of a million units of `measure`: `characters`, `seconds`, or
         `images/QUALITY/SIZE`.
 
-        Images without a price of their own have that of their size, of their quality, or of images;
-        otherwise the dearest one. None where units of this kind have no price.
+        Images without an exact price have the price of their size, of their quality, or of images;
+        else the dearest price. None if units of this kind have no price.
         """
         kind, _, detail = measure.partition("/")
         quality, _, size = detail.partition("/")

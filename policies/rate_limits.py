@@ -6,7 +6,7 @@ The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, an
 scheduling). Each limit has one number, the theoretical arrival time. A request moves it ahead by
 cost / rate; it may lead the present by at most a minute. So an idle subject may spend a minute's
 worth at once; after that the rate applies. The number gives both the remaining room and the time
-until all of it is free. Redis's clock serves all hosts.
+until the limit is full again. Redis's clock serves all hosts.
 
 Token charges are estimates at first; `charge` moves the arrival time by the difference. A request
 that used more than the room delays the following requests.
@@ -80,8 +80,8 @@ return 1
 class RateLimit(msgspec.Struct, frozen=True):
     """`per_min` of `unit` ("requests", "tokens") for `subject` ("key:5", "team:2").
 
-    This request costs `cost`. `lease` more are taken for later requests, if all of them fit.
-    Raises ValueError for a rate below 1 and for a negative cost or lease.
+    This request costs `cost`. `lease` more are taken for later requests, if all of them fit. Raises
+    ValueError for a rate below 1 and for a negative cost or lease.
     """
 
     subject: str
@@ -96,7 +96,7 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class LimitState(msgspec.Struct, frozen=True):
-    """A limit after a decision: `remaining` can be taken now, all of it in `reset_s` seconds.
+    """A limit after a decision: `remaining` can be taken now, the whole limit in `reset_s` seconds.
 
     `leased` is the additional amount that this decision took.
     """
@@ -144,7 +144,7 @@ class RateLimits:
         self._clock_us = clock_us
 
     async def take(self, scope: str, limits: Sequence[RateLimit]) -> LimitDecision:
-        """Charge every limit its cost, or none if one has no room.
+        """Charge every limit its cost, or none if a limit has no room.
 
         Without limits: allowed, without a round trip.
         """
@@ -155,7 +155,7 @@ class RateLimits:
         return decision_of(limits, [int(lead) for lead in reply[1::2]], is_allowed=reply[0] == 1, granted=granted)
 
     async def charge(self, scope: str, amounts: Sequence[tuple[RateLimit, int]]) -> None:
-        """Charge each amount, or return it where it is negative; refuses nothing."""
+        """Charge each amount, or return it if negative; refuses nothing."""
         limits = [limit for limit, _ in amounts]
         charges = [value for limit, amount in amounts for value in (amount, limit.per_min)]
         await self._redis.eval(_CHARGE, len(limits), *_keys(scope, limits), self._now(), *charges)

@@ -1,4 +1,4 @@
-"""The two methods this package needs of a Redis client.
+"""The two methods that this package needs from a Redis client.
 
 Knows no client library: redis-py's `redis.asyncio.Redis` with decode_responses off fits, and so
 does a link that shares pipelines and bounds every call by a time-out. Errors of a call pass through

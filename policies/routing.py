@@ -4,8 +4,8 @@ Knows no HTTP, no prompts' text and no clocks; never awaits. Invariant: the same
 give the same route, and every candidate appears in it exactly once, ranked or rejected with a
 reason.
 
-The cost model covers money and time, cold or warm. With `w` the prompt tokens that a deployment is
-known to hold warm (0 if unknown), `p` the prompt tokens, `o` the output tokens expected:
+The cost model covers money and time, cold or warm. `w` are the prompt tokens that a deployment is
+known to hold warm (0 if unknown), `p` the prompt tokens, `o` the expected output tokens:
 
     cost     = price of (p - w) tokens + w at the cached price + o output tokens for each choice;
                without a price of tokens that of the units; of a line of a batch, its share
@@ -18,11 +18,11 @@ known to hold warm (0 if unknown), `p` the prompt tokens, `o` the output tokens 
 
 the weighted product model of multi-criteria decisions (Bridgman 1922; Triantaphyllou,
 "Multi-Criteria Decision Making Methods", 2000, section 2.2) with equal weights: twice the price
-weighs as much as twice the wait, whatever the scale of either, so the formula needs no exchange
-rate between dollars and seconds. The two constants keep free and instant finite; below them
-differences do not matter: a hundredth of a cent, and the 100 ms under which an answer feels
-immediate (Miller 1968). A score depends only on its own candidate, so adding or removing one never
-swaps two others.
+weighs as much as twice the wait, on any scale, so the formula needs no exchange rate between
+dollars and seconds. The two constants keep zero cost and zero time finite; below them differences
+do not matter: a hundredth of a cent, and the 100 ms under which an answer feels immediate (Miller
+1968). A score depends only on its own candidate, so adding or removing a candidate never swaps two
+others.
 
 A deployment without estimates counts as fast as the median of those with estimates, and is never
 rejected for time.
@@ -52,24 +52,25 @@ _FOUND_TOKENS_MAX = 50_000  # in one round
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The needs of one request, as routing compares them with deployments.
+    """The needs of one request, which routing compares with deployments.
 
     `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
     with a lower bound is rejected; otherwise the bound shrinks to the deployment's. `warm` maps a
-    deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
-    `choices` answers are generated side by side: each costs its own output, together they take the
-    time of one. Output tokens are those of one choice. `prompt_tokens` is the expected length of
-    the prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that
-    certainly does not fit is rejected, because the deployment counts exactly. No route depends on
+    deployment's name to the prompt tokens that it read last; `excluded` are the names already
+    tried. `choices` answers are generated in parallel: each costs its own output, and they take the
+    time of one. Output tokens are counted per choice. `prompt_tokens` is the expected length of the
+    prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that certainly
+    does not fit is rejected, because the deployment counts exactly. No route depends on
     `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
-    `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
-    `reserved` are the parts of the request that only a deployment that allows them may get. For the
-    cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked;
-    `is_batch`, a line of one; the `units` that a price of each request is charged for, or the most
-    images, characters or seconds where a `measure` names them as `Price.unit` does; the most `calls`
-    of tools that the provider runs; `compacts`: it reads the prompt once more before. `prefers` are
-    capabilities that rank a deployment before all without them, and that none needs. A deployment's
-    health is asked for an `operation` and a `caller`. `may_name_urls`: the request may name
+    `ttft_deadline_ms` is the time left until the first token; None without a deadline. `reserved`
+    are the parts of the request that only a deployment that allows them may get.
+
+    For the cost: `has_audio`, in or out; `has_long_writes` to a provider's prompt cache; the
+    requested `tier`; `is_batch`, a line of a batch; `units`, for each of which the price of a
+    request is charged, or the most images, characters or seconds if `measure` names them as for
+    `Price.unit`; `calls`, the most provider-run tool calls; `compacts`: it reads the prompt once
+    more before. `prefers` are capabilities that rank a deployment first without being needed.
+    `operation` and `caller` select a deployment's health. `may_name_urls`: the request may name
     addresses that a server would fetch.
     """
 
@@ -105,7 +106,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens_read(self) -> int:
-        """The most prompt tokens of all rounds, each with what the provider's tools have found."""
+        """The most prompt tokens of all rounds, each with the text that the provider's tools found."""
         return self.prompt_tokens_max + self.rounds * (self.prompt_tokens_max + _FOUND_TOKENS_MAX)
 
 
@@ -129,10 +130,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
-    `allowed` are the reserved parts of a request that it may get. `resting` is set for one that gets
-    no request now: HEALTH, or DENIED where it refuses every request until an operator mends it. `use`
-    says of one that an operator took out of use what it is: drained or disabled. `full_at` is the number of requests
-    that it may run, where as many run; else 0. A line of a batch costs `batch_factor` millionths of
+    `allowed` are the reserved parts of a request that it may get. `resting` is set if it gets no
+    request now: HEALTH, or DENIED if it refuses every request until an operator mends it. `use` is
+    `drained` or `disabled` if an operator took it out of use. `full_at` is the number of requests
+    that it may run, if that many run; else 0. A line of a batch costs `batch_factor` millionths of
     the price.
     """
 
@@ -201,8 +202,8 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> Cause | None:
-        """The cause of the candidate that passed the most checks; None if the ranking or the fleet
-        is not empty.
+        """The cause of the candidate that passed the most checks; None if a candidate is ranked or
+        none exists.
         """
         if self.ranked or not self.rejected:
             return None
@@ -210,7 +211,7 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def refusal(self) -> str:
-        """An empty ranking explained in one sentence; empty if a candidate can serve."""
+        """The reasons for an empty ranking in one sentence; empty if a candidate can serve."""
         if self.ranked:
             return ""
         if not self.rejected:
@@ -224,7 +225,7 @@ _CAUSES = tuple(Cause)
 def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy) -> Route:
     """Rank `candidates` for `demand` under `policy`.
 
-    Raises ValueError for two candidates of one name.
+    Raises ValueError for two candidates with the same name.
     """
     if len(candidates) > 1 and len({c.name for c in candidates}) != len(candidates):
         raise ValueError("candidates must have different names")
@@ -265,7 +266,7 @@ def _median(values: Iterable[float | None], prior: float) -> float:
 def _forecast(
     demand: Demand, candidate: Candidate, kind: PolicyKind, ttft_prior_ms: float, tpot_prior_ms: float
 ) -> Ranked:
-    """The figures of a candidate by the cost model, in words too."""
+    """The figures of a candidate by the cost model, also in words."""
     warm = max(0, min(demand.warm.get(candidate.name, 0), demand.prompt_tokens)) if demand.warm else 0
     room = demand.output_tokens_max
     if not demand.is_output_asked:
@@ -296,7 +297,7 @@ def _forecast(
 
 
 def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
-    """The rejection of a candidate that cannot serve under any policy, if any."""
+    """The rejection of a candidate that cannot serve under any policy, or None."""
     name = candidate.name
     if name in demand.excluded:
         return Rejected(name, Cause.TRIED, "was already tried")
@@ -325,7 +326,7 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
 
 
 def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, ranked: Ranked) -> Rejected | None:
-    """The rejection of a candidate beyond the caller's deadline or the policy's limits, if any."""
+    """The rejection of a candidate beyond the caller's deadline or the policy's limits, or None."""
     name = candidate.name
     if (
         demand.ttft_deadline_ms is not None

@@ -1,13 +1,12 @@
-"""The Lua scripts that move money. Each is one atomic step in Redis and touches only the keys it is
-given.
+"""The Lua scripts that change money. Each is one atomic step in Redis and touches only its KEYS.
 
-They know no windows in time and no SQL. Invariant, for every spend key: `held` is the sum of the
-amounts of its holds, and `spent` the sum of what the ledger rows that draw on the count add to it.
-A rolling window's key has a field for each bucket of time instead of `spent`.
+They know no calendar and no SQL. Invariant, for every spend key: `held` is the sum of its holds'
+amounts, and `spent` the sum of the amounts of its ledger rows. A rolling window's key has a field
+for each bucket of time instead of `spent`.
 
 A hold is a member `id|amount` of a sorted set beside each spend key, scored by the end of its lease
-(ms). The member contains all that a script needs to expire the hold, so no script needs a key that
-it was not given. Amounts stay below 2**53, where Lua's numbers are exact. `_NOW` reads Redis's
+(ms). The member contains all that a script needs to expire the hold, so no script needs a key
+outside its KEYS. Amounts stay below 2**53, where Lua's numbers are exact. `_NOW` reads Redis's
 clock unless the caller gave a time (tests do).
 """
 

@@ -1,7 +1,7 @@
 """Gathers settlements and sends them in one script call, which updates each team's windows once.
 
 Knows no budgets. Invariants: a settlement is sent even if its caller was cancelled; each caller
-gets its own part of the reply, and every caller of the call gets its failure.
+gets its own part of the reply, and all callers get the failure of the call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SettleBatch:
         return settled
 
     def _send(self) -> None:
-        """Send all that wait, grouped by team, hour and set of held windows."""
+        """Send all waiting settlements, grouped by team, hour and set of held windows."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return  # a full batch was sent before the deferred call
@@ -108,7 +108,7 @@ def _windows(team_id: int, hour: int, held: tuple[WindowKind, ...]) -> tuple[tup
 
 
 def _add_further(keys: list[str], arguments: list[Any], hold: Hold, charges: Sequence[Charge]) -> None:
-    """Add the keys and the arguments of the counts other than the five."""
+    """Add the keys and the arguments of the counts other than the five windows."""
     for taken in hold.more:
         keys += count_keys(taken.name)
         arguments += (taken.member, taken.amount, 0, "", 0)

@@ -1,7 +1,7 @@
 """The tokens of one generation, as its backend counted them and as its provider bills them.
 
-Knows no prices. Invariant: what `within` returns has no count below 0, and no parts above their
-whole.
+Knows no prices. Invariant: `within` returns non-negative counts, and parts at most as large as
+their whole.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ COUNT_MAX = 1_000_000_000
 class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens of one generation, as its backend counted them.
 
-    Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
-    for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
-    images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
-    by source. `units`: the images, seconds or searches that a provider counts instead of tokens.
-    `cached_audio_tokens`: those of `cached_tokens` that are sounds. `rounds`: how often it read the
-    prompt again, each time with what its tools had found.
+    Parts of the prompt, each counted once: read from the provider's prompt cache, written to it for
+    its usual life or for an hour, audio, images. Parts of the completion: reasoning, audio, images.
+    `tool_calls`: calls of tools that the provider ran. A local engine counts its drafted tokens by
+    source. `units`: the images, seconds or searches that a provider counts instead of tokens.
+    `cached_audio_tokens`: the audio part of `cached_tokens`. `rounds`: how often the provider read
+    the prompt again, each time with the text that its tools had found.
     """
 
     prompt_tokens: int = 0
@@ -46,12 +46,12 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has nothing beside its prompt and its completion."""
+        """Whether only the prompt and the completion are set."""
         return astuple(self)[2:] == _NO_PARTS
 
     @property
     def is_sound(self) -> bool:
-        """Whether no count is below 0, and the parts are at most their wholes."""
+        """Whether every count is at least 0, and the parts are at most their wholes."""
         if self.is_plain:
             return self.prompt_tokens >= 0 <= self.completion_tokens
         written = self.cache_write_tokens + self.cache_write_1h_tokens
@@ -64,14 +64,17 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         )
 
     def parts(self) -> dict[str, Any]:
-        """The fields beside the prompt, the completion, units and rounds by name; empty where none is set."""
+        """The fields other than prompt, completion, units and rounds, by name; empty if none is
+        set.
+        """
         return {} if self.is_plain else dict(zip(_PARTS, astuple(self)[2:-2], strict=True))
 
     def within(
         self, prompt_tokens: int, completion_tokens: int, tool_calls: int = COUNT_MAX, units: int = COUNT_MAX
     ) -> Usage:
-        """A copy whose counts are at most the given ones; each part is cut to what is left of its
-        whole. Returns this usage itself if no count is above them.
+        """A copy with counts up to the given ones; each part is cut to the remainder of its whole.
+
+        Returns this usage itself if no count exceeds them.
         """
         is_within = self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens
         if is_within and self.is_sound and self.tool_calls <= tool_calls and self.units <= units:
@@ -88,7 +91,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return msgspec.structs.replace(self, rounds=max(0, self.rounds), **cut)
 
     def unread(self) -> Usage:
-        """This usage with the cached tokens counted as ordinary ones."""
+        """This usage with the cached tokens counted as ordinary tokens."""
         sounds = self.audio_prompt_tokens + self.cached_audio_tokens
         return msgspec.structs.replace(self, cached_tokens=0, cached_audio_tokens=0, audio_prompt_tokens=sounds)
 

@@ -1,10 +1,10 @@
-"""Budgets and the windows of time they count over.
+"""Budgets, and the time windows over which they count.
 
 Knows no Redis. Calendar windows are in UTC or in a budget's time zone; a week is an ISO week, and a
-day has 23 or 25 hours where the clocks change. A rolling window is counted in 48ths of its length.
-Invariants: every moment lies in exactly one calendar window of each kind, and a window's id never
-names another, so no count is reset when a window ends; a rolling count never leaves spend out that
-lies in the window.
+day has 23 or 25 hours if the clocks change. A rolling window is counted in 48ths of its length.
+Invariants: every time lies in exactly one calendar window of each kind, and a window's id never
+names another, so no count is reset when a window ends; a rolling count includes all spend in the
+window.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ PLACES = {kind: place for place, kind in enumerate(CALENDAR)}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` is None for the window that
-    never ends. A rolling window's `end_ms` is when all that it holds has left it.
+    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` None: it never ends.
+
+    A rolling window's `end_ms` is when all of its present spend has expired.
     """
 
     kind: WindowKind
@@ -64,11 +65,11 @@ class Unit(StrEnum):
 
 
 class Overdraft(StrEnum):
-    """What a hard budget does about an answer that may be longer than it has room for.
+    """How a hard budget treats an answer that may be longer than its room.
 
-    `refuse` holds the longest answer, else refuses the request. `truncate` does so, and where only
-    that is too much holds an answer of the usual length, which is cut there. `allow` holds the
-    usual length and lets a longer answer pass the limit.
+    `refuse` holds the longest answer, or refuses the request. `truncate` holds the longest answer,
+    or else an answer of the usual length, at which the answer is cut. `allow` holds the usual
+    length and lets a longer answer exceed the limit.
     """
 
     REFUSE = "refuse"
@@ -82,15 +83,15 @@ TEAM, KEY, USER, ALIAS, DEPLOYMENT, TAG = "team", "key", "user", "alias", "deplo
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A limit on what the requests of a team may use in a window.
+    """A limit on the use of a team's requests in a window.
 
-    A hard budget refuses requests that could exceed it; a soft one warns. `limit` is in `unit`. On
-    an axis other than the team it limits `value` alone, or with None each value for itself; the
-    value of a request without one is empty. `rolling_s` is the length of a rolling window.
-    `raised_by` is added to the limit before `raised_until_ms`. Each reset raises `epoch`. Times are
-    unix milliseconds. `is_shared`: it limits a count that every team has, with or without a budget.
-    `may_cut`: an answer may be cut where there is no room for the longest.
-    `_is_utc`: its windows are those of UTC; hours and the total are, in any zone.
+    A hard budget refuses requests that could exceed it; a soft budget warns. `limit` is in `unit`.
+    On an axis other than the team it limits `value` alone, or with None each value separately; a
+    request without a value has an empty one. `rolling_s` is the length of a rolling window.
+    `raised_by` is added to the limit before `raised_until_ms`. Each reset increments `epoch`. Times
+    are unix milliseconds. `is_shared`: it limits a count that every team has, with or without a
+    budget. `may_cut`: an answer may be cut if the longest does not fit. `_is_utc`: its windows are
+    UTC's, as hours and the total are in any zone.
     """
 
     id: int
@@ -120,7 +121,7 @@ class Budget:
         object.__setattr__(self, "is_shared", is_plain and not self.epoch and is_utc)
 
     def limit_at(self, at_ms: int) -> int:
-        """The limit at a moment, with a raise that is in force."""
+        """The limit at `at_ms`, including an active raise."""
         return self.limit + self.raised_by if at_ms < self.raised_until_ms else self.limit
 
     def window_at(self, at_ms: int) -> Window:
@@ -133,7 +134,7 @@ class Budget:
         return _zoned(self.window, at_ms // _QUARTER_MS, self.time_zone)
 
     def bucket_at(self, at_ms: int) -> int:
-        """The number of the part of time in which a rolling window counts `at_ms`."""
+        """The number of the rolling window's bucket that contains `at_ms`."""
         return at_ms * BUCKETS // (self.rolling_s * 1000)
 
 
@@ -143,16 +144,17 @@ def window_at(kind: WindowKind, at_ms: int) -> Window:
 
 
 def windows_at(at_ms: int) -> tuple[Window, ...]:
-    """The windows of all kinds that contain `at_ms`, unix milliseconds, in the order of
-    `WindowKind`.
+    """The calendar windows of all kinds that contain `at_ms`, unix milliseconds, in `CALENDAR`'s
+    order.
     """
     return _windows_of_hour(at_ms // HOUR_MS)
 
 
 @lru_cache(maxsize=64)
 def _windows_of_hour(hour: int) -> tuple[Window, ...]:
-    """The windows of an hour, counted since 1970: every window begins with an hour, so an hour has
-    one of each.
+    """The windows of an hour, counted since 1970.
+
+    Every window begins with an hour, so an hour lies in one window of each kind.
     """
     start = datetime.fromtimestamp(hour * 3600, UTC)
     midnight = start.replace(hour=0)
@@ -174,9 +176,9 @@ def _window(kind: WindowKind, name: str, start: datetime, end: datetime) -> Wind
 
 @lru_cache(maxsize=1024)
 def _zoned(kind: WindowKind, quarter: int, zone: str) -> Window:
-    """The calendar window of a time zone that contains a quarter of an hour, counted since 1970.
+    """A time zone's calendar window that contains a quarter of an hour, counted since 1970.
 
-    It begins with the first moment of a local date, also where midnight is skipped or comes twice.
+    It begins with the first moment of a local date, also if midnight is skipped or repeated.
     """
     at_s = quarter * _QUARTER_MS // 1000
     today = datetime.fromtimestamp(at_s, ZoneInfo(zone)).date()
