@@ -1,4 +1,5 @@
-"""Is there already an answer? An exact cache in Redis and a semantic cache in a worker process.
+"""Finds answers that exist already: an exact cache in Redis and a semantic cache in a worker
+process.
 
 Must not import the gateway, the policies, the engine or an HTTP library. Importing this imports no
 torch, FAISS or transformers: `cache.semantic` and `cache.encoder` are for the worker and for tests.

@@ -1,9 +1,9 @@
-"""What a caller asked of the cache, and which answers may be kept. Pure values and pure functions.
+"""A caller's cache controls, and the rules that decide which answers are stored. Pure.
 
 Knows no HTTP: the gateway parses `Cache-Control` and the body's `cache` object into `Controls`, and
-tells how a generation ended in an `Outcome`. Invariants: only complete, successful generations of
-the asked model are stored, and each refusal has one reason; an answer that a length limit cut is
-stored only where the limit is the request's own, which is part of its key.
+describes the end of a generation in an `Outcome`. Invariants: only complete, successful generations
+of the requested model are stored, and each refusal has one reason; an answer that a length limit
+cut is stored only if the limit is the request's own, which is part of its key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import msgspec
 
 
 class Controls(msgspec.Struct, frozen=True):
-    """One request's wishes. Ages and TTLs are seconds; `error_max` may only tighten the configured
-    bound.
+    """One request's cache controls.
+
+    Ages and TTLs are seconds; `error_max` may only tighten the configured bound.
     """
 
     no_cache: bool = False
@@ -29,9 +30,11 @@ class Controls(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The end of a generation. `finish_reasons` has one word for each choice; `size_bytes` is what
-    an entry would take. `is_length_asked`: the length at which it ends is the caller's own.
-    `is_servable`: some lookup could find the entry. `is_rescued`: two deployments made it.
+    """The end of a generation.
+
+    `finish_reasons` has one word for each choice; `size_bytes` is an entry's size.
+    `is_length_asked`: the length at which it ends is the caller's own. `is_servable`: a lookup
+    could find the entry. `is_rescued`: two deployments made it.
     """
 
     is_complete: bool
@@ -70,9 +73,8 @@ _FINISHED = frozenset(("stop", CUT, "tool_calls", "function_call"))
 def is_cut_as_asked(reasons: Sequence[str], choices: int, limit: int | None, tokens: int | None) -> bool:
     """Whether each of an answer's `choices` has exactly as many tokens as the request allows.
 
-    `reasons` are their finish reasons. `limit` is the request's own bound of a choice's tokens,
-    None where it has none; `tokens` is how many all choices have, None where the deployment did not
-    count them.
+    `reasons` are their finish reasons. `limit` is the request's own bound of a choice's tokens, or
+    None; `tokens` counts the tokens of all choices, None if the deployment did not count them.
     """
     if limit is None or tokens is None or len(reasons) != choices:
         return False
@@ -81,8 +83,9 @@ def is_cut_as_asked(reasons: Sequence[str], choices: int, limit: int | None, tok
 
 
 def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) -> Refusal | None:
-    """Why this answer must not be stored, or None where it may be. The first reason that applies,
-    the caller's wish first.
+    """Why this answer must not be stored, or None if it may be.
+
+    It is the first reason that applies, the caller's control first.
     """
     reasons = outcome.finish_reasons
     if controls.no_store:

@@ -1,8 +1,8 @@
-"""What the cache keeps of one answer, and how an answer is found: plain values, encoded as msgpack.
+"""A cached answer, its facts and its purges: plain values, encoded as msgpack.
 
 Knows no Redis, no HTTP and no meaning of a chunk: `Recorded.data` is opaque bytes, `labels` are the
-caller's. Invariant: an entry carries the partition and compat it was made under, so that they can
-be checked again before it is served.
+caller's. Invariant: an entry carries its partition and compat, so that they can be checked again
+before it is served.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ ASKED = "asked"  # the label with the digest of a prompt whose text is not kept
 
 
 class CacheError(Exception):
-    """The cache could not do what was asked. Lookups never raise it: for them a failure is a
-    miss.
-    """
+    """The cache could not do its work. Lookups never raise it: for them a failure is a miss."""
 
 
 class CacheUnavailable(CacheError):
@@ -35,8 +33,9 @@ class CacheWorkerUnavailable(CacheError):
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One piece of a generation as it came. `is_whole`: the data is a whole reply, not deltas of a
-    stream; of those it holds `count`.
+    """One piece of a generation, as received.
+
+    `is_whole`: the data is a whole reply, else `count` deltas of a stream.
     """
 
     data: bytes
@@ -45,9 +44,10 @@ class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
-    """One complete answer. `created_at` is unix seconds; `text` is None where the prompt is not
-    eligible for meaning; `saves` is what a hit saves, in units of the caller's own (one is added,
-    so that an answer that saved nothing is worth keeping too).
+    """One complete answer. `created_at` is unix seconds.
+
+    `text` is None if the prompt is not eligible for meaning. `saves` is the saving of a hit, in the
+    caller's units; one is added, so that an answer that saved nothing is worth keeping, too.
     """
 
     partition: Partition
@@ -67,7 +67,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
     @property
     def expires_at(self) -> float:
-        """Unix seconds. A hit does not move it."""
+        """The expiry in unix seconds, which a hit does not change."""
         return self.created_at + self.ttl_s
 
     @property
@@ -88,7 +88,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
     @staticmethod
     def decode(data: bytes) -> Entry:
-        """Raises msgspec.DecodeError (ValidationError included) for anything but an entry of this
+        """Decode an entry. Raises msgspec.DecodeError (or ValidationError) for any other value or
         version.
         """
         return _read(data)
@@ -106,7 +106,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
 
 class About(msgspec.Struct, frozen=True, array_like=True, tag="a1"):
-    """An entry without its chunks, as Redis keeps it beside them."""
+    """An entry without its chunks, stored beside them in Redis."""
 
     compat: bytes
     text: str | None
@@ -121,11 +121,10 @@ _read = reader(msgspec.msgpack.Decoder(Entry))
 
 
 class Purge(msgspec.Struct, frozen=True, array_like=True):
-    """Which entries to remove: those that match every given condition. One without any condition
-    matches everything.
+    """Selects the entries to remove: those that match every given condition.
 
-    `text` matches whatever its case and spacing; `labels` are keys and their values; `older_than_s`
-    counts from creation.
+    Without a condition it matches everything. `text` matches whatever its case and spacing;
+    `labels` are keys and their values; `older_than_s` counts from creation.
     """
 
     partition: Partition | None = None
@@ -153,7 +152,9 @@ class Purge(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_of(text: str) -> str:
-    """By which a purge finds an entry that keeps no text, whatever the text's case and spacing."""
+    """The digest by which a purge finds an entry without its text, whatever the text's case and
+    spacing.
+    """
     return hashlib.blake2b(_loose(text).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

@@ -1,13 +1,12 @@
-"""The processes' event loop: uvloop's, with lookups of names that hold up no other connection.
+"""The processes' event loop: uvloop's, with name lookups that do not delay other connections.
 
-uvloop looks up each address that a socket connects to, literal ones too, in libuv's few threads,
-where a resolver that does not answer holds up every connection. Here a literal address needs no
-thread, and a name's lookup has a thread of its own, which all callers share. Every library of a
-process connects through its loop.
+uvloop looks up every address, even a literal one, in libuv's few threads, where a resolver that
+does not answer delays every connection. Here a literal address needs no thread, and a name's lookup
+has its own thread, which all callers share. Every library of a process connects through its loop.
 
 Knows no protocols and no servers. Sources: RFC 8305 (happy eyeballs, through aiohappyeyeballs), RFC
 8767 (stale addresses). Invariants: a name has one lookup at a time; a known address is used until
-the resolver gives another answer; a call that ends while the resolver is silent says so in its
+the resolver gives another answer; a call that ends while the resolver is silent has that as its
 cause.
 """
 
@@ -36,8 +35,10 @@ _WANTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, err
 
 
 def is_own_want(error: BaseException | None) -> bool:
-    """Whether a connection failed because this host lacks descriptors, ports, memory or an answer of
-    its resolver: by `error`, its cause or its context.
+    """Whether a connection failed because this host lacks descriptors, ports, memory or a
+    resolver's answer.
+
+    Reads `error`, its cause and its context.
     """
     while error is not None:
         if isinstance(error, socket.gaierror):
@@ -66,7 +67,7 @@ class Loop(uvloop.Loop):
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
     ) -> list[Any]:
-        """Look a host up as `socket.getaddrinfo` does; the addresses of a name take turns."""
+        """Look a host up as `socket.getaddrinfo` does; the addresses of a name are rotated."""
         try:
             return socket.getaddrinfo(host, port, family, type, proto, flags | socket.AI_NUMERICHOST)
         except socket.gaierror as error:
@@ -84,8 +85,9 @@ class Loop(uvloop.Loop):
     async def create_connection(
         self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any
     ) -> tuple[Any, Any]:
-        """As asyncio's. The addresses of `host` are tried at short intervals, and looked up anew
-        after a failure.
+        """Do as asyncio's method, but try the addresses of `host` at short intervals.
+
+        After a failure the addresses are looked up again.
         """
         if host is None or options.get("local_addr") is not None:
             return await super().create_connection(protocol_factory, host, port, **options)
@@ -104,8 +106,10 @@ class Loop(uvloop.Loop):
             raise
 
     async def _refresh(self, key: tuple[Any, ...], name: _Name) -> None:
-        """Wait for the resolver; where an address is known, or no answer has come for long, only for
-        a moment. Raises OSError where no address is known then.
+        """Wait for the resolver, or only for a moment if an address is known or the resolver is
+        silent.
+
+        Raises OSError if then no address is known.
         """
         lookup, now = name.lookup or self._look_up(key, name), self.time()
         is_silent = name.asked_since is not None and now - name.asked_since > _SILENT_AFTER_S
@@ -120,7 +124,7 @@ class Loop(uvloop.Loop):
             raise type(error)(*error.args)
 
     def _look_up(self, key: tuple[Any, ...], name: _Name) -> asyncio.Future[list[Any]]:
-        """Begin a lookup, which fails at once where there are too many."""
+        """Begin a lookup, which fails at once if too many run."""
         count = sum(one.lookup is not None for one in self._names.values())
         while len(self._names) > _NAMES_MAX:
             self._names.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Records of the log that all semantic indexes follow, encoded as msgpack.
+"""Records of the log that all semantic indexes read, encoded as msgpack.
 
 Knows no Redis and no entries. Invariant: the records hold digests and no prompt, so a purge leaves
 no text in the log.
@@ -12,14 +12,14 @@ from cache.fingerprint import Partition
 
 
 class EntryAdded(msgspec.Struct, frozen=True, array_like=True, tag="+"):
-    """A log record: this entry is there and can be found by meaning."""
+    """A log record: an entry was stored and can be found by meaning."""
 
     partition: Partition
     exact: bytes
 
 
 class EntriesDropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
-    """A log record: these entries of a partition are gone."""
+    """A log record: these entries of a partition were removed."""
 
     partition: Partition
     exacts: tuple[bytes, ...]
@@ -33,9 +33,7 @@ class AnswersSketched(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 
 class VerdictAdded(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """A log record: this partition's stream of verdicts has something new
-    (`cache.verdicts.store`).
-    """
+    """A log record: this partition's stream of verdicts has a new record (`cache.verdicts.store`)."""
 
     partition: Partition
 

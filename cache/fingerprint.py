@@ -1,9 +1,9 @@
-"""Which requests are the same, and which differ only in the last user's words.
+"""Digests that tell which requests are equal, and which differ only in the last user text.
 
 Pure functions from a request's JSON to digests. Knows no Redis, no HTTP and no model. Invariants:
-an unknown field changes the key (`FIELDS` is a deny-list); the encoding is canonical (map order but
-a schema's, 1 or 1.0, null or absent do not matter) and prefix-free (two different requests never
-encode to the same bytes); the partition is part of every digest.
+an unknown field changes the key (`FIELDS` is a deny-list); the encoding is canonical (the order of
+a map other than a schema's, 1 or 1.0, null or absent do not matter) and prefix-free (two different
+requests never encode to the same bytes); the partition is part of every digest.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """The digests of a request, 16 bytes each.
 
     `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a
-    prefix of the chain of its continuation. `compat` is equal for two requests iff they differ in
-    nothing but the last user's text. `text` is that text, or None where the last turn is not a
-    user's or has not exactly one text.
+    prefix of the chain of its continuation. Two requests have an equal `compat` iff they differ
+    only in the last user text. `text` is that text, or None unless the last turn is a user's with
+    exactly one text.
 
-    A relaxed one (`cache.context.relax`) has a compat that leaves `left_out` of the request's
-    context out; `beside` are the texts that stay. `kept` says what may be all that differs from
-    cached prompts: `volatile` spans or `history`. `context` is the text of the turns before the
-    last, where it is short enough to compare questions by where in it they point.
+    A relaxed fingerprint (`cache.context.relax`) has a compat without the parts `left_out` of the
+    context; `beside` are the texts that stay. `kept` names the only difference that cached prompts
+    may have: `volatile` spans or `history`. `context` is the text of the turns before the last, if
+    it is short enough to compare where in it questions point.
     """
 
     partition: Partition
@@ -112,8 +112,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 def partition(secret: bytes, scope: str) -> Partition:
-    """The partition of an authenticated scope such as `team:17`, keyed so that scopes can't be
-    guessed from digests.
+    """The partition of an authenticated scope such as `team:17`, keyed so that digests reveal no
+    scope.
 
     Raises ValueError for an empty secret.
     """
@@ -128,9 +128,9 @@ def fingerprint(
 ) -> Fingerprint:
     """Fingerprint the JSON of a request.
 
-    `namespace` is the caller's own division of its partition; `keyed` names fields of delivery that
-    are part of the key all the same; `apart` is JSON beside the body that is. Raises ValueError for
-    what JSON can't say (a NaN, bytes, a key that is no string, a lone surrogate).
+    `namespace` is the caller's own division of its partition; `keyed` names delivery fields that
+    are nevertheless part of the key; `apart` is further JSON that is. Raises ValueError for values
+    that JSON lacks (a NaN, bytes, a key that is not a string, a lone surrogate).
     """
     messages = body.get("messages")
     # a completion has no turns: it goes on with the very words of its `prompt`, not with their
@@ -165,8 +165,9 @@ def fingerprint(
 
 
 def _split_text(turn: Any) -> tuple[str | None, Any]:
-    """The user's text in a turn, and the turn with 0 in its place (a number no text can be), or
-    (None, None).
+    """The user's text in a turn, and the turn with 0, which no text equals, in its place.
+
+    Returns (None, None) for any other turn.
     """
     if not isinstance(turn, dict) or turn.get("role") != "user":
         return None, None
@@ -212,14 +213,14 @@ _TEXTS = {str}
 
 
 def _in_order(value: Any) -> Any:
-    """A map as a list, whose order is kept; and a list as a map, which is what no map becomes."""
+    """A map as a list, which keeps its order; a list as a map, so that both stay distinct."""
     if isinstance(value, dict):
         return [[name, item] for name, item in value.items()]
     return {"": value} if isinstance(value, list) else value
 
 
 def _canonical(value: Any) -> Any:
-    """The value with every number in its one form. Raises TypeError for what is not JSON."""
+    """The value with every number in its one form. Raises TypeError for values outside JSON."""
     kind = type(value)
     if kind is float and value - value == 0 and not value.is_integer():
         return value

@@ -1,5 +1,4 @@
-"""The Redis that the cache needs: the part of a client that it uses, and a redis-py client from a
-URL.
+"""The methods of a Redis client that the cache uses, and a redis-py client from a URL.
 
 Knows no keys. Nothing is sent until a client is used.
 """
@@ -17,8 +16,8 @@ REDIS_FAILURES = (RedisError, OSError, TimeoutError)
 
 
 class Redis(Protocol):
-    """The part of redis.asyncio.Redis (decode_responses=False) that the cache uses, or of a client
-    that batches.
+    """The methods of redis.asyncio.Redis (decode_responses=False), or of a batching client, that
+    the cache uses.
 
     Replies are as redis-py parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict.
     """
@@ -28,7 +27,7 @@ class Redis(Protocol):
 
 
 class Subscription(Protocol):
-    """The part of redis-py's PubSub that is used: messages are dicts with `type` and `data`."""
+    """The part of redis-py's PubSub that the cache uses: messages are dicts with `type` and `data`."""
 
     def listen(self) -> AsyncIterator[dict[str, Any]]: ...
 
@@ -38,8 +37,9 @@ Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
 
 def connect(url: str, timeout_s: float) -> Any:
     """A client for `redis://`, `rediss://`, `unix://`, `redis+cluster://host:port` or
-    `redis+sentinel://host:port,host:port/service[/db]`. It does not retry; its callers decide about
-    that. Replies are bytes. `timeout_s` is in seconds.
+    `redis+sentinel://host:port,host:port/service[/db]`.
+
+    It does not retry; its callers decide about that. Replies are bytes. `timeout_s` is in seconds.
     """
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry

@@ -57,7 +57,7 @@ class Pending(msgspec.Struct):
 
 
 class RedisWire(asyncio.Protocol):
-    """A connection.
+    """One connection to a Redis server.
 
     Calls `on_lost(error, unanswered)` once, if the connection is lost, and `on_refused` for each
     error reply.
@@ -84,7 +84,7 @@ class RedisWire(asyncio.Protocol):
     def serve(self, on_lost: Callable[[RedisError, list[Pending]], None]) -> None:
         """Replace the callback after the greeting.
 
-        Raises ConnectionError if the connection is lost already.
+        Raises ConnectionError if the connection is already lost.
         """
         if self._on_lost is None:
             raise RedisConnectionError("the connection was lost at once")
@@ -147,7 +147,7 @@ class RedisWire(asyncio.Protocol):
         self.end(RedisConnectionError(f"the connection was lost: {error or 'closed by Redis'}"))
 
     def end(self, error: RedisError) -> None:
-        """Close the connection, with the callback if it is not closed yet."""
+        """Close the connection, and call the callback if that was not done."""
         on_lost, self._on_lost = self._on_lost, None
         unanswered = list(self._unanswered)
         self._unanswered.clear()
@@ -160,7 +160,7 @@ class RedisWire(asyncio.Protocol):
             on_lost(error, unanswered)
 
     def close(self) -> None:
-        """Close the connection without the callback; what waits for a reply fails."""
+        """Close the connection without the callback; unanswered commands fail."""
         if self._on_lost is not None:
             self._on_lost = _fail_all
         self.end(RedisConnectionError("the connection was closed"))

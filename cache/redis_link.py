@@ -5,8 +5,8 @@ servers are reached through `redis_connection`, Sentinel and Cluster through red
 `tests/transport/test_redis_link.py` compares the replies of both with redis-py's.
 
 Knows no keys or values. Commands run in the order in which they were issued. Invariants: no call
-takes longer than two time-outs; from a failure until a probe of the link's own was answered, every
-call fails at once. So an unreachable Redis costs a request milliseconds, not its deadline.
+takes longer than two time-outs; from a failure until the answer to a probe, every call fails at
+once. So an unreachable Redis costs a request milliseconds, not its deadline.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ _PROBE: Command = ("EVAL", "return 1", 0)
 
 
 class RedisLink:
-    """`execute_command` and `eval` with redis-py's results, batched. `client` is redis-py's, for
-    subscriptions and scans.
+    """`execute_command` and `eval` with redis-py's results, batched.
 
-    `timeout_s` bounds a connection attempt and a reply. Calls raise redis.exceptions.RedisError:
-    ConnectionError and TimeoutError while Redis is away, ResponseError for a bad command.
+    `client` is redis-py's, for subscriptions and scans. `timeout_s` bounds a connection attempt and
+    a reply. Calls raise redis.exceptions.RedisError: ConnectionError and TimeoutError while Redis
+    is away, ResponseError for a bad command.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -68,12 +68,12 @@ class RedisLink:
 
     @property
     def is_up(self) -> bool:
-        """False from a failure until a probe was answered."""
+        """False from a failure until the answer to a probe."""
         return self._is_up
 
     @property
     def denied(self) -> str:
-        """What Redis said where its user lacked a permission in the last minute; empty: it lacks none."""
+        """Redis' error about a permission that its user lacked in the last minute; else empty."""
         words, until = self._denied
         return words if asyncio.get_running_loop().time() < until else ""
 
@@ -101,7 +101,7 @@ class RedisLink:
     def _enqueue(self, pending: Pending) -> "asyncio.Future[Any]":
         """Queue a command for the end of the tick.
 
-        Makes no task: one would cost more than the command.
+        Creates no task, which would cost more than the command.
         """
         future = pending.future
         if not self._is_up:
@@ -114,8 +114,8 @@ class RedisLink:
         return future
 
     def defer(self, leave: Callable[[], None]) -> None:
-        """Call `leave` in about 2 ms, together with other deferred callbacks: their commands share
-        one round trip.
+        """Call `leave` in about 2 ms with other deferred callbacks, so that their commands share a
+        round trip.
         """
         self._leaving.append(leave)
         if len(self._leaving) == 1:
@@ -128,7 +128,9 @@ class RedisLink:
 
     def _refused(self, pending: Pending, error: RedisError) -> None:
         """Handle an error reply: an unknown script is sent whole, any other error goes to the
-        caller. A replica is left: it would refuse writes for good, and another server may be the
+        caller.
+
+        The link leaves a replica: it would refuse writes for good, and another server may be the
         primary at this address by now.
         """
         if isinstance(error, NoScriptError) and pending.script is not None:
@@ -148,7 +150,7 @@ class RedisLink:
     def _flush(self) -> None:
         """Send the commands of this tick, or begin to connect.
 
-        A command whose caller was cancelled is sent too: it may be a settlement.
+        A command with a cancelled caller is sent, too: it may be a settlement.
         """
         self._is_scheduled = False
         if not self._waiting:
@@ -171,14 +173,14 @@ class RedisLink:
             self._flush()
 
     async def _open(self) -> RedisWire:
-        """The connection; opens it where there is none."""
+        """Return the connection, opened if necessary."""
         if self._wire is None:
             self._wire = await open_connection(self.url, self._timeout_s, self._lost, self._refused)
         return self._wire
 
     def _lost(self, error: RedisError, unanswered: list[Pending]) -> None:
-        """Repeat unanswered commands once, on a new connection; scripts that move money are
-        idempotent by the hold's id.
+        """Repeat unanswered commands once, on a new connection; scripts that change money are
+        idempotent.
 
         After a time-out nothing is repeated: Redis hangs.
         """
@@ -198,8 +200,9 @@ class RedisLink:
             asyncio.get_running_loop().call_soon(self._flush)
 
     async def _send_pooled(self) -> None:
-        """Send through redis-py: one pipeline at a time, with the commands that were issued during
-        the last one.
+        """Send through redis-py, one pipeline at a time.
+
+        Each pipeline has the commands issued during the last one.
         """
         while self._waiting:
             batch, self._waiting = self._waiting, []
@@ -237,7 +240,7 @@ class RedisLink:
             self._prober = asyncio.create_task(self._probe_until_up())
 
     async def _probe_until_up(self) -> None:
-        """Ask Redis, after growing pauses, until it answers. Only this task waits for a probe."""
+        """Probe Redis, after growing pauses, until it answers. Only this task waits for a probe."""
         for pause_s in chain(_PROBE_AFTER_S, repeat(_PROBE_AFTER_S[-1])):
             await asyncio.sleep(pause_s)
             try:
@@ -249,7 +252,7 @@ class RedisLink:
             return
 
     async def _probe(self) -> None:
-        """Raises an error if Redis does not answer; an error reply is an answer."""
+        """Raise an error if Redis does not answer; an error reply is an answer."""
         if not self.is_direct:
             (reply,) = await self._pipeline([_PROBE])
             if isinstance(reply, RedisConnectionError):  # it is loading its data
@@ -277,7 +280,7 @@ class RedisLink:
             await client.aclose()
 
     async def aclose(self) -> None:
-        """Wait for outstanding replies, for two time-outs at most, then close."""
+        """Wait for outstanding replies, at most two time-outs, then close."""
         self._end_patience()
         if self._prober is not None:
             self._prober.cancel()

@@ -1,8 +1,8 @@
-"""Bytes from Redis or a socket, read as values.
+"""Decodes values from Redis or a socket.
 
-Another version, another process or a fault of the medium may have written them. Invariant: what is
-no value of the expected type raises msgspec.DecodeError and nothing else, so that a reader has one
-error to expect: msgspec itself raises another one for a text that is no UTF-8.
+Another version, another process or a fault of the medium may have written the bytes. Invariant:
+bytes of any other type raise only msgspec.DecodeError; msgspec itself raises another error for a
+text that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def reader(decoder: msgspec.msgpack.Decoder[T]) -> Callable[[bytes], T]:
-    """A function that reads values by `decoder`. It raises msgspec.DecodeError."""
+    """A function that decodes values with `decoder`. It raises msgspec.DecodeError."""
     decode = decoder.decode
 
     def read(data: bytes) -> T:

@@ -3,7 +3,7 @@
 The only file that imports openvino. It runs sentence-transformers folders of the plain kind:
 BertModel, mean or CLS pooling, unit length (all-MiniLM, BGE, GTE); `read_plan` recognises them.
 Vectors equal torch's to within 1e-6 in float32 (Devlin et al. 2019, arXiv:1810.04805); in bfloat16,
-where the processor multiplies it, cosines move by 0.0006 in the mean. Texts are packed end to end
+on processors that multiply it, cosines change by 0.0006 in the mean. Texts are packed end to end
 into one row of tokens, and an attention mask keeps them apart, so a batch of mixed lengths computes
 hardly any padding. Knows no cache. Invariant: no text is truncated.
 """
@@ -37,8 +37,10 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class BertPlan:
-    """The settings of a model's folder. `is_mean`: the vector is the mean over all tokens, else the
-    first token's. `tokens_max` counts special tokens.
+    """The settings of a model's folder.
+
+    `is_mean`: the vector is the mean over all tokens, else the first token's. `tokens_max` counts
+    special tokens.
     """
 
     folder: Path
@@ -51,8 +53,9 @@ class BertPlan:
 
 
 def read_plan(folder: Path) -> BertPlan | None:
-    """Return how to run the model in `folder`. Returns None if it is no plain BERT, or is not
-    stored as safetensors in float32.
+    """Read the plan of the model in `folder`.
+
+    Returns None unless it is a plain BERT, stored as safetensors in float32.
     """
     settings = _read(folder / "config.json")
     modules = _read(folder / "modules.json")
@@ -91,12 +94,15 @@ def read_plan(folder: Path) -> BertPlan | None:
 
 
 class BertEmbedder:
-    """The loaded model of a plan; loading takes a fraction of a second. `name` is for people. With
-    `is_bfloat16` products are in bfloat16, and the name and the key say so.
+    """The loaded model of a plan; loading takes a fraction of a second. `name` is for people.
+
+    With `is_bfloat16` products are in bfloat16, which the name and the key include.
     """
 
     def __init__(self, plan: BertPlan, name: str, threads: int = 1, *, is_bfloat16: bool = False) -> None:
-        """Raises ImportError without OpenVINO, and KeyError if a weight is missing."""
+        """Load the weights. Raises ImportError without OpenVINO, and KeyError if a weight is
+        missing.
+        """
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
 
@@ -123,9 +129,7 @@ class BertEmbedder:
         self._tensor = _openvino().Tensor
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return vectors and token counts (special tokens included), in order. Safe for several
-        threads.
-        """
+        """Return vectors and token counts (special tokens included), in order. Thread-safe."""
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         counts = np.array([len(row) for row in rows], dtype=np.int32)
         vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
@@ -134,9 +138,7 @@ class BertEmbedder:
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Return vectors of a text's tokens, or None if the text does not fit the window. Safe for
-        several threads.
-        """
+        """Return vectors of a text's tokens, or None if it does not fit the window. Thread-safe."""
         row = self._tokenizer.encode(text)
         if len(row.ids) > self.info.tokens_max:
             return None
@@ -145,7 +147,7 @@ class BertEmbedder:
     def _run(
         self, rows: Sequence[list[int]], counts: NDArray[np.int32], *, is_by_token: bool = False
     ) -> NDArray[np.float32]:
-        """Return a vector for each row of token ids, or for each of their tokens."""
+        """Return a vector for each row of token ids or, with `is_by_token`, for each token."""
         tokens = int(counts.sum())
         kind = next((size for size in _SIZES if tokens <= size), _ANY_SIZE)
         size = tokens if kind == _ANY_SIZE else kind
@@ -180,8 +182,8 @@ class BertEmbedder:
 
 
 def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
-    """Divide texts among passes, by their indexes. The longest come first, so that short ones fill
-    the last pass.
+    """Divide texts among passes, by their indexes, longest first so that short texts fill the last
+    pass.
     """
     packs: list[list[int]] = []
     room = 0
@@ -198,7 +200,9 @@ def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 (AVX512_BF16, AMX). Raises ImportError without OpenVINO."""
+    """Whether this processor multiplies bfloat16 (AVX512_BF16, AMX). Raises ImportError without
+    OpenVINO.
+    """
     return "BF16" in _openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
@@ -212,7 +216,7 @@ def _openvino() -> Any:
 
 
 def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
-    """Build the graph: token ids, positions, attention mask (0 or -inf) and pooling weights to
+    """Build the graph from token ids, positions, attention mask (0 or -inf) and pooling weights to
     pooled vectors.
     """
     openvino = _openvino()
@@ -256,8 +260,9 @@ def _graph(plan: BertPlan, weights: dict[str, NDArray[np.float32]]) -> Any:
 
 
 def _has_weights(path: Path) -> bool:
-    """Whether the file's header describes a bare BertModel in float32
-    (https://huggingface.co/docs/safetensors).
+    """Whether the file's header describes a bare BertModel in float32.
+
+    Format: https://huggingface.co/docs/safetensors.
     """
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -45,12 +45,11 @@ _NO_BFLOAT16 = "no bfloat16: {}; set `cache.precision` to float32 on all hosts t
 
 def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, precision: str = "float32") -> Embedder:
     """Load a sentence-transformers model, by name or path, for the fastest runtime of this machine.
-    `default` is the packaged all-MiniLM-L6-v2.
 
-    It takes half a second, or several with torch. `device` is auto, cpu or cuda. `threads` are for
-    the CPU; more than the idle cores make a short text tens of times slower. `precision` is auto,
-    float32 or bfloat16; auto is bfloat16 where the runtime has it. Raises PrecisionUnavailable, and
-    what the libraries raise for a missing model.
+    `default` is the packaged all-MiniLM-L6-v2. It takes half a second, or several with torch.
+    `device` is auto, cpu or cuda. `threads` are for the CPU; more than the idle cores make a short
+    text tens of times slower. `precision` is auto, float32 or bfloat16; auto is bfloat16 if the
+    runtime supports it. Raises PrecisionUnavailable, and the libraries' errors for a missing model.
     """
     path = packaged_folder() if name == DEFAULT else Path(name).expanduser()
     if path.is_absolute() and not path.exists():
@@ -71,8 +70,9 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, p
 
 
 class SentenceEmbedder:
-    """A model run by sentence-transformers. `path` is a folder or a name that the library knows;
-    `shown` is for people.
+    """A model run by sentence-transformers.
+
+    `path` is a folder or a name that the library knows; `shown` is for people.
     """
 
     def __init__(self, path: Path, shown: str, device: str, threads: int = 1) -> None:
@@ -91,9 +91,7 @@ class SentenceEmbedder:
         self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return vectors and token counts (special tokens included), in order. Safe for several
-        threads.
-        """
+        """Return vectors and token counts (special tokens included), in order. Thread-safe."""
         with self._lock:
             rows = self._ids(texts)
             tokens = np.array([len(row) for row in rows], dtype=np.int32)
@@ -110,7 +108,7 @@ class SentenceEmbedder:
         return Encoded(vectors, tokens, unread_among(rows, self._unknown))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Return None: the library gives vectors of whole texts."""
+        """Return None: the library makes vectors of whole texts alone."""
         return None
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -122,8 +120,8 @@ class SentenceEmbedder:
         return ids
 
     def _unknown_id(self) -> int | None:
-        """Return the id of the unknown token. Returns None if the model has no such token, or uses
-        it for spaces as well.
+        """Return the id of the unknown token; None without such a token, or if it also stands for
+        spaces.
         """
         tokenizer = self._model.tokenizer
         unknown = unknown_id(tokenizer) if hasattr(tokenizer, "encode_batch") else tokenizer.unk_token_id
@@ -131,9 +129,7 @@ class SentenceEmbedder:
 
 
 def packaged_folder() -> Path:
-    """Return the folder of the default model. Raises FileNotFoundError if its package is not
-    installed.
-    """
+    """Return the folder of the default model. Raises FileNotFoundError if its package is missing."""
     try:
         path: Path = importlib.import_module(_DEFAULT_PACKAGE).get_model_path()
     except ModuleNotFoundError:
@@ -145,8 +141,9 @@ def packaged_folder() -> Path:
 
 
 def _weights_key(model: Any) -> bytes:
-    """Return a digest of the modules, their settings and a sample of each parameter. Fine-tuning
-    changes some of the sample.
+    """Return a digest of the modules, their settings and a sample of each parameter.
+
+    Fine-tuning changes some of the sample.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     digest.update(repr([type(module).__name__ for module in model]).encode())
@@ -161,8 +158,9 @@ def _weights_key(model: Any) -> bytes:
 
 
 class Memo:
-    """An embedder that keeps the last `texts_max` vectors, each for its partition. So a text costs
-    a partition the same, whatever another partition has embedded.
+    """An embedder that keeps the last `texts_max` vectors, each for its partition.
+
+    So the time of a text reveals nothing of other partitions' texts.
     """
 
     def __init__(self, embedder: Embedder, texts_max: int = 20_000) -> None:
@@ -179,9 +177,10 @@ class Memo:
         return _text_key(partition, text) in self._known
 
     def encode(self, texts: Sequence[tuple[bytes, str]]) -> Encoded:
-        """Return vectors and token counts of texts, each given with its partition, in order. A text
-        with an unknown token counts as one token over the window: its vector does not tell it from
-        others.
+        """Return vectors and token counts of (partition, text) pairs, in order.
+
+        A text with an unknown token counts as one token over the window: other texts may share its
+        vector.
         """
         keys = [_text_key(partition, text) for partition, text in texts]
         # decision: memos-per-partition
@@ -203,9 +202,7 @@ class Memo:
         return Encoded(vectors, np.array([entries[key][1] for key in keys], dtype=np.int32))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Return vectors of a text's tokens, or None if the model has no such vectors. They are not
-        kept.
-        """
+        """Return vectors of a text's tokens, or None if the model has none; they are not kept."""
         return self._embedder.encode_tokens(text)
 
 

@@ -1,7 +1,7 @@
-"""A GPU, where there is one: whether torch has it, and a flat index on it for machines without
-FAISS' GPU build.
+"""GPU support: whether torch has a GPU, and a flat index on it for machines without FAISS' GPU
+build.
 
-Knows no keys and no namespaces. Imports torch only where the driver's device is there.
+Knows no keys and no namespaces. Imports torch only if the driver's device exists.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def has_cuda() -> bool:
 
 
 class TorchFlat:
-    """Exact search by inner product, as one matrix product and a top-k, on any torch device. It has
-    the methods of FAISS' flat indexes that `cache.semantic.index` uses. Rows are float32; cosines
-    equal those of the CPU to within rounding.
+    """Exact search by inner product, as one matrix product and a top-k, on any torch device.
+
+    It has the methods of FAISS' flat indexes that `cache.semantic.index` uses. Rows are float32;
+    cosines equal the CPU's to within rounding.
     """
 
     def __init__(self, dims: int, device: str = "cuda") -> None:
@@ -46,7 +47,7 @@ class TorchFlat:
         self.ntotal = end
 
     def search(self, queries: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return similarities and row numbers (n, count), the nearest first. `count` is at most
+        """Return similarities and row numbers (n, count), nearest first. `count` is at most
         `ntotal`.
         """
         rows = self._torch.from_numpy(queries).to(self._rows.device)

@@ -1,4 +1,4 @@
-"""What every encoder is and gives: plain values, the seam, and the name of a model's vectors.
+"""The values and the protocol of encoders, and the key of a model's vectors.
 
 Imports no model library.
 """
@@ -23,8 +23,9 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class EmbedderInfo:
-    """A model that makes vectors. `key` (8 bytes) changes with all that can change vectors:
-    weights, pooling, window, precision.
+    """A model that makes vectors.
+
+    `key` (8 bytes) changes with all that can change vectors: weights, pooling, window, precision.
     """
 
     name: str
@@ -34,17 +35,20 @@ class EmbedderInfo:
 
     @property
     def chars_max(self) -> int:
-        """The longest text, in characters, that the tokenizer may read. A word of megabytes is one
-        token for it, after seconds.
+        """The longest text, in characters, that the tokenizer may read.
+
+        It needs seconds for a word of megabytes, which is one token.
         """
         return self.tokens_max * _TOKEN_CHARS
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`vectors` is float32 (n, dims), of unit length; `tokens` is int32 (n,). A text over the
-    window has a vector of zeros. `unread` are the indexes of texts with an unknown token: texts
-    that differ only there can have one vector.
+    """The vectors of n texts. `vectors` is float32 (n, dims), of unit length; `tokens` is int32
+    (n,).
+
+    A text over the window has a vector of zeros. `unread` are the indexes of texts with an unknown
+    token: texts that differ only there can have one vector.
     """
 
     vectors: NDArray[np.float32]
@@ -59,7 +63,9 @@ the tokens in that text.
 
 
 class PrecisionUnavailable(OSError):
-    """This machine cannot run the model in that precision. The message says why and what to do."""
+    """This machine cannot run the model in that precision. The message has the reason and the
+    remedy.
+    """
 
 
 class Embedder(Protocol):
@@ -72,7 +78,7 @@ class Embedder(Protocol):
 
 
 def unknown_id(tokenizer: Any) -> int | None:
-    """Return the id of a `tokenizers.Tokenizer`'s unknown token, or None if it has no such token."""
+    """Return the id of a `tokenizers.Tokenizer`'s unknown token, or None without such a token."""
     id: int | None = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
     return id
 
@@ -83,8 +89,9 @@ def unread_among(rows: Sequence[Sequence[int]], unknown: int | None) -> frozense
 
 
 def folder_key(folder: Path) -> bytes:
-    """Return a digest of a model's files. All runtimes give the same vectors to within float32's
-    rounding.
+    """Return a digest of a model's files.
+
+    All runtimes give the same vectors to within float32's rounding.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_SUFFIXES):

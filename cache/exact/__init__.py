@@ -1,4 +1,4 @@
-"""The exact cache: the answer to this very request, in this process and in Redis.
+"""The exact cache: the answer to an equal request, in this process and in Redis.
 
 Must not import a room that knows meaning (`decision`, `encoder`, `semantic`, `verdicts`). Read
 `cache.py` first.

@@ -1,9 +1,9 @@
-"""Stores on their way to Redis: one script call stores the entries of a moment and one partition.
+"""Batches stores for Redis: one script call stores the entries of one tick and partition.
 
-Knows no keys and no entries, only the script's arguments (`cache.exact.scripts.PUT`). Invariants:
-an entry that was handed over is sent, whether or not its caller still waits; each caller gets its
-own part of the reply, and all of them a failure; a partition is listed before it has an entry,
-because a purge of everything reads the list.
+Knows no keys and no entries, only the script's arguments (`cache.exact.scripts.PUT`). Invariants: a
+submitted entry is sent, even if its caller no longer waits; each caller gets its own part of the
+reply, and all callers get a failure; a partition is listed before it has an entry, because a purge
+of everything reads the list.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class BatchItem(msgspec.Struct):
 
 
 class StoreBatch:
-    """`defer` None: entries gather until the end of the event loop's tick."""
+    """Gathers entries and stores them together. `defer` None: until the end of the event loop's
+    tick.
+    """
 
     def __init__(self, redis: Redis, defer: Defer | None) -> None:
         self._redis = redis
@@ -60,7 +62,7 @@ class StoreBatch:
         self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}
 
     def store(self, terms: BatchTerms, item: BatchItem) -> Awaitable[list[Any]]:
-        """`[was there before, evicted...]`. Raises what the client raises."""
+        """Returns `[1 if it replaced an entry else 0, evicted...]`. Raises the client's errors."""
         _, together = self._waiting.setdefault(terms.keys[0], (terms, []))
         together.append(item)
         if len(together) == _TOGETHER_MAX:
@@ -105,7 +107,7 @@ class StoreBatch:
 
 
 def _failed(together: list[BatchItem], reply: asyncio.Future[Any]) -> bool:
-    """Whether there is no reply. Every waiting caller then has the error."""
+    """Whether the call failed; if so, pass the error to every waiting caller."""
     error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
     if error is None:
         return False

@@ -1,9 +1,9 @@
-"""The exact cache: the answer to this very request, and the deployment that saw its dialogue last.
+"""The exact cache: the answer to an equal request, and the deployment that last saw its dialogue.
 
-Knows no HTTP, teams or models. A lookup asks a bounded in-process L1 and then Redis. Invariants:
-lookups never raise (a failure of Redis is a miss with its reason); an entry is served only under
-the partition it was made under, to its own request or under its compat, before its expiry; no hit
-follows a purge that returned (`cache.exact.purges` keeps the L1 honest).
+Knows no HTTP, teams or models. A lookup reads a bounded in-process L1 and then Redis. Invariants:
+lookups never raise (a failure of Redis is a miss with its reason); an entry is served only in its
+own partition, to its own request or its own compat, before its expiry; no hit follows a purge that
+returned (`cache.exact.purges` keeps the L1 consistent).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAMPLE_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """Limits of the cache. Sizes in Redis are per partition: one tenant can't evict another's
+    """Limits of the cache. Sizes in Redis are per partition: a tenant cannot evict another's
     answers.
     """
 
@@ -60,10 +60,12 @@ class LookupMiss(StrEnum):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns
-    that prefix has. `is_claimed`: other processes wait until the caller has made the entry;
-    `elsewhere_ms` is how long another process has been making it, None if none is. `pointer` led to
-    the entry, where it is another request's.
+    """The result of a lookup. `warm` is the label stored with the longest known earlier prefix, and
+    `warm_depth` that prefix's number of turns.
+
+    `is_claimed`: other processes wait until the caller has made the entry. `elsewhere_ms` is how
+    long another process has been making it, else None. `pointer` led to the entry, if it is another
+    request's.
     """
 
     entry: Entry | None
@@ -76,9 +78,7 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class StoreResult(msgspec.Struct, frozen=True):
-    """`size_bytes` is what the entry counts against the budget; `evicted` entries had to go for
-    it.
-    """
+    """The result of a store. `size_bytes` counts against the budget; `evicted` entries made room."""
 
     refusal: Refusal | None
     size_bytes: int = 0
@@ -87,7 +87,7 @@ class StoreResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PurgeResult:
-    """The entries that a purge removed or, a dry run, would remove. `samples` are the first few."""
+    """The entries that a purge removed or, in a dry run, would remove. `samples` are the first few."""
 
     count: int
     size_bytes: int
@@ -108,9 +108,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What is stored now. Entries that expired count until a store in their partition sweeps
-    them.
-    """
+    """The sizes now. Expired entries count until a store in their partition sweeps them."""
 
     partitions: tuple[PartitionSize, ...]
     l1_entries: int
@@ -126,7 +124,7 @@ class CacheStats:
 
 
 class _NeedsRedis:
-    """A block that raises CacheUnavailable where Redis fails."""
+    """A context manager that raises CacheUnavailable if Redis fails."""
 
     def __enter__(self) -> None: ...
 
@@ -140,7 +138,9 @@ _needs_redis = _NeedsRedis()
 
 class ExactCache:
     """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never
-    jump; stores gather until `defer` calls back (None: the end of the event loop's tick).
+    jump.
+
+    Stores gather until `defer` calls back (None: the end of the event loop's tick).
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class ExactCache:
 
     @property
     def l1_bytes(self) -> int:
-        """What this process' own memory holds of answers."""
+        """The bytes of answers in this process' memory."""
         return self._l1.size_bytes
 
     # --- lookups: never raise
 
     def lookup_local(self, fp: Fingerprint, max_age_s: float | None = None) -> Entry | None:
-        """The entry if this process holds it: no round trip."""
+        """The entry if this process holds it, without a round trip."""
         entry = self._l1.lookup(fp.partition, fp.exact) if self.is_l1_on else None
         if entry is None or self._unfit(entry, fp, max_age_s) is not None:
             return None
@@ -176,15 +176,13 @@ class ExactCache:
         return entry
 
     def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
-        """`make(entry)` of an entry that was looked up: made once for all its hits, if this process
-        holds the entry.
+        """`make(entry)` for a looked-up entry, made once for all its hits if this process holds the
+        entry.
         """
         return self._l1.derived(entry, form, make)
 
     async def lookup(self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True) -> Lookup:
-        """The entry for this very request and, where `wants_warm`, the warm hint, in one round
-        trip.
-        """
+        """The entry for this request and, if `wants_warm`, the warm hint, in one round trip."""
         entry = self.lookup_local(fp, max_age_s)
         return (
             Lookup(entry, None) if entry is not None else await self.lookup_shared(fp, max_age_s, wants_warm=wants_warm)
@@ -199,11 +197,12 @@ class ExactCache:
         claims: bool | None = None,
         words_key: bytes | None = None,
     ) -> Lookup:
-        """The same, past this process' own memory.
+        """Like `lookup`, but without this process' own memory.
 
-        Where there is no entry, and no other process has claimed to make it, the caller claims it
-        if `claims`. None: claims and `words_key` do not matter. `store` or `release` ends a claim.
-        `words_key`, the key of its words, may point at another request's entry, which does not count as used until `use`.
+        If no entry exists, and no other process has claimed to make it, the caller claims it if
+        `claims`. None: claims and `words_key` do not matter. `store` or `release` ends a claim.
+        `words_key`, the digest of its words, may point at another request's entry, which counts as
+        used only after `use`.
         """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before, warm, depth = self._l1.purges, b"", 0
@@ -246,7 +245,7 @@ class ExactCache:
         )
 
     def _looking(self, fp: Fingerprint, claims: bool | None, words_key: bytes | None) -> Awaitable[Any]:
-        """The encoded entry or the reply for `Claims.read`."""
+        """The encoded entry, or the reply for `Claims.read`."""
         if claims is None:
             return self._store.lookup(fp.partition, fp.exact)
         return self._store.look(fp, wants=claims, words_key=words_key)
@@ -254,7 +253,9 @@ class ExactCache:
     def _pointed(
         self, data: bytes, pointing: bytes, fp: Fingerprint, max_age_s: float | None
     ) -> tuple[Entry | None, Pointer | None]:
-        """The entry that a pointer leads to, and the pointer; None where that is not its answer any more."""
+        """The entry at which a pointer points, and the pointer; None if the entry has another
+        answer now.
+        """
         try:
             entry, pointer = Entry.decode(data), Pointer.decode(pointing)
         except msgspec.DecodeError:
@@ -263,12 +264,14 @@ class ExactCache:
         return (entry, pointer) if is_fit else (None, None)
 
     def use(self, entry: Entry) -> None:
-        """A use of an entry that words pointed at."""
+        """Count a use of an entry that was found by its words."""
         self._touch(entry)
 
     async def point(self, fp: Fingerprint, entry: Entry, words_key: bytes, verified: Verified) -> None:
-        """Let the words of `fp`, by their key, find an entry, until it, its answer or its group change. A claim on
-        `fp` ends. Raises CacheUnavailable.
+        """Let the words of `fp`, by `words_key`, find an entry, until it, its answer or its group
+        change.
+
+        Ends a claim on `fp`. Raises CacheUnavailable.
         """
         with _needs_redis:
             claim = self._store.claims.end(fp.exact)
@@ -277,9 +280,10 @@ class ExactCache:
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
     ) -> Lookup:
-        """The entry that a semantic hit for `fp` points at: same partition, same compat, found by
-        meaning. One that is gone is reported to the semantic indexes, so that a stale pointer heals
-        at its first use. Only one that `is_served` is worth more for it.
+        """The entry that a semantic hit for `fp` points at, in the same partition and compat.
+
+        A missing entry is reported to the semantic indexes, so that a stale pointer is removed at
+        its first use. The entry's worth rises only if it `is_served`.
         """
         entry = self._l1.lookup(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and entry.text is not None and self._unfit(entry, fp, max_age_s) is None:
@@ -299,13 +303,15 @@ class ExactCache:
         return Lookup(entry, miss)
 
     async def lookup_about(self, partition: Partition, exact: bytes) -> About | None:
-        """The facts kept about one entry. Raises redis.exceptions.RedisError."""
+        """The stored facts about one entry. Raises redis.exceptions.RedisError."""
         stored = await self._store.lookup_about(partition, exact)
         return stored.about if stored is not None else None
 
     async def lookup_many(self, partition: Partition, compat: bytes, exacts: Sequence[bytes]) -> list[Entry | None]:
-        """Entries to compare with, past the L1; None for what is gone, expired or of another
-        partition or compat. Raises redis.exceptions.RedisError.
+        """Entries to compare with, from Redis; None if missing, expired, or of another partition or
+        compat.
+
+        Raises redis.exceptions.RedisError.
         """
         entries: list[Entry | None] = []
         for data in await self._store.lookup_many(partition, exacts) if exacts else ():
@@ -358,11 +364,12 @@ class ExactCache:
     async def store(
         self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = (), words_key: bytes | None = None
     ) -> StoreResult:
-        """Store an answer and, where `warm` names its deployment, the warm hint for its prefixes in
-        `chain`. `words_key` is the key of its prompt's words, if they may find it.
+        """Store an answer and, if `warm` names its deployment, the warm hint for its prefixes in
+        `chain`.
 
-        An entry over the entry limit is refused; an older answer to the same request is replaced.
-        Raises CacheUnavailable.
+        `words_key` is the digest of its prompt's words, if they may find it. An entry over the
+        entry limit is refused; an older answer to the same request is replaced. Raises
+        CacheUnavailable.
         """
         now = self._clock()
         limits = self.limits
@@ -388,21 +395,23 @@ class ExactCache:
         return StoreResult(None, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
-        """Store which deployment saw this dialogue, without an answer: a claim on `fp` ends. Raises
-        CacheUnavailable.
+        """Store which deployment saw this dialogue, without an answer; ends a claim on `fp`.
+
+        Raises CacheUnavailable.
         """
         warming = self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
         with _needs_redis:
             await asyncio.gather(warming, self._store.claims.release(fp))
 
     async def release(self, fp: Fingerprint) -> None:
-        """End the claim to make an entry that does not come. Raises CacheUnavailable."""
+        """End the claim to an entry that will not be made. Raises CacheUnavailable."""
         with _needs_redis:
             await self._store.claims.release(fp)
 
     async def renew_claims(self) -> None:
-        """Keep the claims of entries that are still being made; call it about once a second. Raises
-        CacheUnavailable.
+        """Renew the claims to entries that are being made; call it about once a second.
+
+        Raises CacheUnavailable.
         """
         with _needs_redis:
             await self._store.claims.renew()
@@ -410,9 +419,10 @@ class ExactCache:
     # --- administration
 
     async def purge(self, purge: Purge, is_dry_run: bool = False) -> PurgeResult:
-        """Remove what matches, here, in Redis and in every other process, or only count it. Raises
-        CacheUnavailable: then some may be gone and the rest is not, and purging again finishes the
-        work.
+        """Remove the matching entries, here, in Redis and in every other process, or only count
+        them.
+
+        Raises CacheUnavailable: then a part may be gone, and purging again finishes the work.
         """
         count = size = 0
         samples: list[Sample] = []
@@ -444,7 +454,7 @@ class ExactCache:
                 yield matching
 
     async def stats(self) -> CacheStats:
-        """Sizes as they are now. Raises CacheUnavailable."""
+        """The present sizes. Raises CacheUnavailable."""
         with _needs_redis:
             sizes = await self._store.sizes()
         return CacheStats(tuple(sizes), len(self._l1), self._l1.size_bytes)
@@ -452,13 +462,13 @@ class ExactCache:
     async def follow_purges(self, subscribe: Subscribe) -> None:
         """Apply every process' purges until cancelled.
 
-        The L1 is off until this runs and receives its own heartbeats, and whenever it does not.
+        The L1 is on only while this runs and receives its own heartbeats.
         """
         await self._purges.follow(subscribe)
 
     @property
     def is_l1_on(self) -> bool:
-        """Whether this process may hold entries: a purge would reach it."""
+        """Whether this process may hold entries, because a purge would reach it."""
         return self._purges.is_on
 
     # --- uses
@@ -485,7 +495,7 @@ class ExactCache:
 
 
 def _earlier_links(chain: Sequence[bytes]) -> list[int]:
-    """Depths (1 is the first turn) of the earlier links to ask for, the longest first."""
+    """The depths (1 is the first turn) of the earlier links to look up, the longest first."""
     depths = list(range(len(chain) - 1, max(0, len(chain) - 1 - _LINKS_MAX), -1))
     return depths if not depths or depths[-1] == 1 else [*depths, 1]
 

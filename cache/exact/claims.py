@@ -1,14 +1,12 @@
-"""Which requests are being answered, among all processes: one answers, the others wait for its
-entry.
+"""Claims to requests that are being answered: one process answers, the others wait for its entry.
 
     sameway:{P}:claim:E   string  `process:since`: the process that makes entry E, and since when, ms
 
-A claim is taken by the look-up that finds no entry, in the same script and so in the same round
-trip; storing the entry, or a pointer from its words, ends it. P is the partition in hex, E the
-entry's exact digest in hex. Knows no generations. Invariants: a process holds a claim only while it
-renews it, so that of one which was killed ends within `LEASE_S`, and any within `HELD_S_MAX`; only
-the process that holds a claim releases it; a Redis that takes no writes gives entries and no
-claims.
+A lookup that finds no entry takes the claim in the same script, and so in the same round trip;
+storing the entry, or a pointer from its words, ends it. P is the partition in hex, E the entry's
+exact digest in hex. Knows no generations. Invariants: a process holds a claim only while it renews
+it, so that a killed process' claim ends within `LEASE_S`, and any claim within `HELD_S_MAX`; only
+the process that holds a claim releases it; a read-only Redis returns entries and no claims.
 """
 
 from __future__ import annotations
@@ -68,7 +66,9 @@ _RELEASE = RELEASED + "release(KEYS[1], ARGV[1]) return 1"
 
 
 class Look(msgspec.Struct, frozen=True):
-    """The encoded entry; without one, whether this caller is to make it, or how long another
+    """The result of a look: the encoded entry, or the state of the claim.
+
+    Without an entry, `is_claimed` tells that this caller makes it, `elsewhere_ms` how long another
     process has been making it. `pointed`: the entry that its words point at, and the pointer,
     encoded.
     """
@@ -92,11 +92,11 @@ class Claims:
     def look(
         self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, stale: bytes = b"", words_key: bytes | None = None
     ) -> Awaitable[Any]:
-        """Look for the entry, then for the one that the words of `words_key` point at; without one, claim it if the
-        caller `wants` that. `keys` are a partition's entries, words, groups, suspended.
+        """Look for the entry, then for the one that `words_key` points at; else claim it if
+        `wants`.
 
-        `stale`: an encoded entry that does not count, unless another one took its place. `read` reads
-        the reply. Raises what the client raises.
+        `keys` are a partition's entries, words, groups, suspended. `stale`: an encoded entry that
+        counts as missing while it is stored. `read` reads the reply. Raises the client's errors.
         """
         terms = self._terms[wants] + (hashlib.sha1(stale, usedforsecurity=False).hexdigest() if stale else "0")
         if words_key is None:
@@ -104,7 +104,7 @@ class Claims:
         return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], _key(fp), *keys[1:], fp.exact, terms, words_key)
 
     def read(self, fp: Fingerprint, reply: Any) -> Look:
-        """The reply to `look`."""
+        """Read the reply to `look`."""
         if isinstance(reply, bytes):
             return Look(reply)
         state, age_ms, *pointed = reply
@@ -117,18 +117,20 @@ class Claims:
         return Look(None, elsewhere_ms=float(age_ms) if state == _ELSEWHERE else None)
 
     def end(self, exact: bytes) -> str:
-        """Give the key of a claim that ends with what is stored; empty if none is held."""
+        """Forget a claim and return its key, which the store ends; empty if this process holds
+        none.
+        """
         held = self._held.pop(exact, None)
         return held[0] if held is not None else ""
 
     async def release(self, fp: Fingerprint) -> None:
-        """End a claim without an entry: a process that waits for it makes it. Raises RedisError."""
+        """End a claim without an entry, so that a waiting process makes it. Raises RedisError."""
         held = self._held.pop(fp.exact, None)
         if held is not None:
             await self._redis.eval(_RELEASE, 1, held[0], self.process)
 
     async def renew(self) -> None:
-        """Renew what is held; call it about once a second. Raises what the client raises.
+        """Renew this process' claims; call it about once a second. Raises the client's errors.
 
         A claim of over `HELD_S_MAX` ends: no request waits that long.
         """

@@ -1,7 +1,6 @@
-"""The answers that this process holds itself: no round trip, bounded in number and bytes, least
-recently used out first.
+"""The answers in this process' memory: no round trip, bounded in number and bytes, LRU.
 
-Knows no Redis and no clock. Whether it may be asked at all is `ExactCache`'s to decide.
+Knows no Redis and no clock. `ExactCache` decides whether it may be read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _LET_GO_MAX = 16_384
 
 
 class _Held(msgspec.Struct):
-    """An entry, what it takes, and what was made of it."""
+    """An entry, its size, and the forms derived from it."""
 
     entry: Entry
     size_bytes: int
@@ -30,7 +29,7 @@ class _Held(msgspec.Struct):
 class L1:
     """Entries by partition and id, with their size.
 
-    `purges` counts purges: an answer that was asked of Redis before a purge must not be put here
+    `purges` counts purges: an answer that was read from Redis before a purge must not be put here
     after it.
     """
 
@@ -46,7 +45,7 @@ class L1:
         return len(self._entries)
 
     def was_here(self, exact: bytes) -> bool:
-        """Whether the entry was let go for want of room: Redis has it, unless it is gone since."""
+        """Whether the entry was evicted for lack of room, so that Redis probably has it."""
         return exact in self._let_go_of
 
     def lookup(self, partition: Partition, exact: bytes) -> Entry | None:
@@ -67,9 +66,7 @@ class L1:
         self._evict()
 
     def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
-        """`make(entry)`, kept and counted beside the entry for as long as this very entry is held,
-        under the name `form`.
-        """
+        """`make(entry)`, kept under the name `form` and counted while this very entry is held."""
         held = self._entries.get((entry.partition, entry.exact))
         if held is None or held.entry is not entry:
             return make(entry)

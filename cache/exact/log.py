@@ -2,9 +2,9 @@
 
     sameway:cache:log       stream   partition and id of each entry that came or went, for the indexes,
                                      and the partitions with new verdicts
-    sameway:cache:epoch     string   random; another one means that Redis lost its data
+    sameway:cache:epoch     string   random; a change means that Redis lost its data
     sameway:cache:purge     channel  purges, for the in-process caches, and their heartbeats
-    sameway:cache:purged:R  string   how many of them have applied the purge with receipt R
+    sameway:cache:purged:R  string   how many caches have applied the purge with receipt R
 
 Knows no entries: the log holds digests, no prompt, so a purge leaves no text in it. Invariant: a
 follower that may have missed records gets `is_lost`.
@@ -34,7 +34,7 @@ _RECEIPT_TTL_S = 60
 
 
 class Announced(msgspec.Struct, frozen=True, array_like=True):
-    """A message on the purge channel. A heartbeat is one without a purge.
+    """A message on the purge channel. Without a purge it is a heartbeat.
 
     `receipt` names the process that waits until all have applied the purge, or the sender of the
     heartbeat.
@@ -46,7 +46,7 @@ class Announced(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """How far a follower has read, and of which life of Redis' data."""
+    """A follower's position: the last record that it read, and the epoch of Redis' data."""
 
     id: bytes
     epoch: bytes
@@ -54,8 +54,8 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class LogRead:
-    """Records after a position. `is_lost`: the position is not in this log any more; rebuild from
-    the entries.
+    """Records after a position. `is_lost`: the log no longer has the position; rebuild from the
+    entries.
     """
 
     records: tuple[LogRecord, ...]
@@ -65,7 +65,7 @@ class LogRead:
 
 
 class EntryLog:
-    """The stream and the channel. Everything raises redis.exceptions.RedisError or OSError while
+    """The stream and the channel. All methods raise redis.exceptions.RedisError or OSError while
     Redis is away.
     """
 
@@ -73,12 +73,12 @@ class EntryLog:
         self._redis = redis
 
     def append(self, record: LogRecord) -> Awaitable[Any]:
-        """Append a record; `RedisLink` sends it also where the result is not awaited."""
+        """Append a record; `RedisLink` sends it even if the result is not awaited."""
         return self._redis.execute_command(*appending(record))
 
     async def end(self, new_epoch: bytes) -> LogPosition:
-        """The position after the last record. `new_epoch` names the life of Redis' data if it has
-        no name yet.
+        """The position after the last record. `new_epoch` names Redis' data if they have no name
+        yet.
         """
         await self._redis.execute_command("SET", _EPOCH, new_epoch, "NX")
         epoch, last = await asyncio.gather(
@@ -88,10 +88,10 @@ class EntryLog:
         return LogPosition(last[0][0] if last else b"0-0", epoch)
 
     def listen(self, position: LogPosition, wait_ms: int = 0) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
-        """Ask for up to a thousand records after `position`. `read` takes the replies.
+        """Request up to a thousand records after `position`. `read` takes the replies.
 
-        The second comes when Redis has a record, or after `wait_ms`; the first once Redis has both
-        commands.
+        The second reply comes when Redis has a record, or after `wait_ms`; the first once Redis has
+        both commands.
         """
         block = ("BLOCK", wait_ms) if wait_ms else ()
         log = ("XREAD", "COUNT", READ_COUNT, *block, "STREAMS", _LOG, position.id)
@@ -99,7 +99,7 @@ class EntryLog:
         return epoch, records
 
     async def read(self, position: LogPosition, epoch: bytes | None, reply: Any) -> LogRead:
-        """The records of the replies to `listen(position)`."""
+        """The records in the replies to `listen(position)`."""
         items = reply[0][1] if reply else ()
         is_full, is_lost = len(items) == READ_COUNT, epoch != position.epoch
         if is_full and not is_lost:
@@ -117,8 +117,10 @@ class EntryLog:
         return LogRead(tuple(records), end, is_lost, is_full)
 
     async def announce(self, purge: Purge | None, receipt: bytes = b"") -> int:
-        """Send a purge, or without one a heartbeat, to every in-process cache; returns how many
-        listen. Each signs the receipt when it has applied the purge.
+        """Send a purge, or without one a heartbeat, to every in-process cache; returns the
+        listeners' number.
+
+        Each signs the receipt when it has applied the purge.
         """
         message = _ENCODER.encode(Announced(purge, receipt))
         listening: int = await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, message)

@@ -1,8 +1,8 @@
 """A pointer from the words of a prompt to the entry that answers it: the value that Redis keeps.
 
-Knows no Redis and no words. A pointer names an answer (an entry and when it was made), so one made
-anew has none. One from another prompt, which a lookup found to mean the same, has the trial of that
-hit, and the group that the answer was in. Invariant: `names` is checked before an entry is served.
+Knows no Redis and no words. A pointer names an answer (an entry and its time), so a regenerated
+answer has none. A pointer from another prompt, which a lookup found to mean the same, has that
+hit's trial, and the answer's group. Invariant: `names` is checked before an entry is served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_GROUP = bytes(_NAME_BYTES)  # of an entry's own words: they hold whatever eq
 
 
 class Verified(msgspec.Struct, frozen=True, array_like=True, tag="w1"):
-    """The hit that found two prompts to mean the same, at `at` (unix seconds) and the bound
+    """The hit that found two prompts equal in meaning, at `at` (unix seconds) with the bound
     `error_max`.
     """
 
@@ -31,23 +31,23 @@ class Verified(msgspec.Struct, frozen=True, array_like=True, tag="w1"):
     at: float
 
     def encode(self) -> bytes:
-        """What follows the names in a pointer; the script puts these before it."""
+        """Encode the part of a pointer after its names, which the script puts before it."""
         return _ENCODER.encode(self)
 
 
 class Pointer(msgspec.Struct, frozen=True):
-    """`answer` names the answer; `verified` is None for the entry's own words."""
+    """A pointer to an answer. `verified` is None for a pointer from the entry's own words."""
 
     answer: bytes
     verified: Verified | None = None
 
     def names(self, entry: Entry) -> bool:
-        """Whether it points at this very answer, and at one that other words may find."""
+        """Whether the pointer names this very answer, and other words may find it."""
         return entry.text is not None and self.answer == _name(entry)
 
     @staticmethod
     def decode(data: bytes) -> Pointer:
-        """Raises msgspec.DecodeError for anything but a pointer of this version."""
+        """Decode a pointer of this version. Raises msgspec.DecodeError for anything else."""
         rest = data[2 * _NAME_BYTES :]
         verified = _read(rest) if rest else None
         if verified is not None and not (0.0 <= verified.trial.chance <= 1.0 and len(verified.trial.features) % 4 == 0):

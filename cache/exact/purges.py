@@ -1,9 +1,9 @@
 """Purges across processes: an L1 serves nothing that a purge would not reach.
 
-Each process listens on one Redis channel and sends on it itself: it trusts its L1 only while it
+Each process listens on one Redis channel and sends heartbeats on it: it trusts its L1 only while it
 receives its own heartbeats. A purge is announced there, and every listener applies and signs it.
-The purge returns when all have signed, or when those that did not must have missed their
-heartbeats. Invariant: once a purge has returned, no process serves an entry that it removed.
+The purge returns when all have signed, or when the others must have missed their heartbeats.
+Invariant: once a purge has returned, no process serves an entry that it removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Purges:
 
     @property
     def is_on(self) -> bool:
-        """Whether the L1 may be used; it is emptied the moment it may not."""
+        """Whether the L1 may be used; once it may not, it is emptied."""
         if self._heartbeat_at is None:
             return False
         if self._monotonic() - self._heartbeat_at <= _HEARTBEAT_MISSED_S:
@@ -49,8 +49,9 @@ class Purges:
         return False
 
     async def announce(self, purge: Purge) -> None:
-        """Return once no L1 can serve what was purged from Redis before. Raises
-        redis.exceptions.RedisError.
+        """Announce a purge; returns once no L1 can serve what was purged from Redis before.
+
+        Raises redis.exceptions.RedisError.
         """
         self._apply(purge)
         receipt = uuid.uuid4().bytes

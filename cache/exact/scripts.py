@@ -1,13 +1,12 @@
-"""The Lua that moves an entry and its accounting together, for Redis 6.2 to 8.
+"""The Lua scripts that change an entry and its accounting together, for Redis 6.2 to 8.
 
-Each script runs alone in Redis, so what it reads is still so when it writes. `cache.exact.store`
-gives the keys and reads the replies. KEYS 1 to 8 are one partition's entries, about, used, expires,
-bytes, vectors, groups, words. Invariants: `bytes` is the sum of the sizes in `about`; a pointer in
-`words` goes with its entry.
+Each script is atomic in Redis. `cache.exact.store` passes the keys and reads the replies. KEYS 1 to
+8 are one partition's entries, about, used, expires, bytes, vectors, groups, words. Invariants:
+`bytes` is the sum of the sizes in `about`; a pointer in `words` is removed with its entry.
 
-A pointer is the name of an answer (16 bytes of its entry and 8 of its time), the name of the group
-that it was in (zeros: does not matter), and what `cache.exact.pointers` keeps. An entry's keys in
-`words` are listed at its id and `p`.
+A pointer is the name of an answer (16 bytes of its entry and 8 of its time), the name of its group
+(zeros: does not matter), and the encoding of `cache.exact.pointers`. An entry's keys in `words` are
+listed at its id and `p`.
 """
 
 # One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10

@@ -9,16 +9,15 @@
                                   embedder's key, its answer's time, sketch of that; by cache workers
     sameway:{P}:groups    hash    which answers are equal, written by `cache.verdicts.store`
     sameway:{P}:words     hash    key of a prompt's words -> pointer to an entry; exact and `p` -> keys
-    sameway:{P}:warm:L    string  the deployment that saw the prefix with digest L last
+    sameway:{P}:warm:L    string  the deployment that last saw the prefix with digest L
     sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
-P is the partition in hex, the hash tag of all its keys; vectors, sketches, groups and words go with
-their entry.
-Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a
-partition's bytes are exact and never above its budget; every key of a script is in KEYS and under
-one hash tag (Redis Cluster); a partition without live entries expires whole, a sixteenth of its
-last entry's lifetime later. Hash fields hold entries (not a key for each) so that eviction needs no
-undeclared keys.
+P is the partition in hex, the hash tag of all its keys; vectors, sketches, groups and words are
+removed with their entry. Knows no policy and no L1. Invariants: one script changes an entry and its
+accounting together, so a partition's bytes are exact and never above its budget; every key of a
+script is in KEYS and under one hash tag (Redis Cluster); a partition without live entries expires
+whole, a sixteenth of its last entry's lifetime later. Hash fields hold entries (not a key for each)
+so that eviction needs no undeclared keys.
 """
 
 from __future__ import annotations
@@ -61,8 +60,10 @@ T = TypeVar("T")
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """An entry as it goes to Redis. `size_bytes` is what it counts against the budget: its data,
-    what is kept about it, its vector, and Redis' overhead. Its sketch is counted once it is there.
+    """An entry in its form for Redis.
+
+    `size_bytes` counts against the budget: its data, its facts, its vector, and Redis' overhead.
+    Its sketch is added once it is stored.
     """
 
     entry: Entry
@@ -80,7 +81,7 @@ class StoreEffect(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EntryListing:
-    """One entry as a scan finds it: without its chunks."""
+    """One entry of a scan, without its chunks."""
 
     exact: bytes
     size_bytes: int
@@ -108,14 +109,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class EntryStore:
-    """Entries in Redis. Everything raises redis.exceptions.RedisError or OSError while Redis is
+    """Entries in Redis. All methods raise redis.exceptions.RedisError or OSError while Redis is
     away.
     """
 
     def __init__(
         self, redis: Redis, defer: Defer | None = None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        """`defer`: when entries that have gathered are to leave; see `cache.exact.batch`."""
+        """`defer` schedules the call that sends gathered entries; see `cache.exact.batch`."""
         self.log = EntryLog(redis)
         self.claims = Claims(redis, monotonic)
         self._redis = redis
@@ -131,22 +132,24 @@ class EntryStore:
         return self.claims.look(fp, (keys[0], keys[7], keys[6], keys[8]), wants=wants, stale=stale, words_key=words_key)
 
     def lookup(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
-        """The encoded entry, perhaps an expired one."""
+        """The encoded entry, which may have expired."""
         return self._redis.execute_command("HGET", _keys(partition)[0], exact)
 
     async def point(self, entry: Entry, words_key: bytes, verified: Verified, size_bytes_max: int, claim: str) -> None:
-        """Let the words of a key point at an entry for as long as it and its answer are there. `claim`: see `store`."""
+        """Let the words of `words_key` point at an entry while it and its answer exist. `claim`:
+        see `store`.
+        """
         keys = (*_keys(entry.partition)[:8], *((claim,) if claim else ()))
         terms = (size_bytes_max, words_key, entry.exact, struct.pack(">d", entry.created_at), verified.encode())
         await self._redis.eval(POINT, len(keys), *keys, *terms, self.claims.process)
 
     async def lookup_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
-        """The encoded entries, None for those that are gone."""
+        """The encoded entries; None for missing ones."""
         data: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[0], *exacts)
         return data
 
     def lookup_warm(self, partition: Partition, links: Sequence[bytes]) -> Awaitable[list[bytes | None]]:
-        """The deployment that saw each prefix last."""
+        """The deployment that last saw each prefix."""
         return self._redis.execute_command("MGET", *(_warm_key(partition, link) for link in links))
 
     async def store(
@@ -160,8 +163,10 @@ class EntryStore:
         claim: str = "",
         words_key: bytes | None = None,
     ) -> StoreEffect:
-        """Store an entry, evicting those of its partition that have been worth least lately until
-        it fits. The key `claim`, if any, goes. `words_key` is the key by which its prompt's words find
+        """Store an entry, evicting the entries of its partition with the least recent worth until
+        it fits.
+
+        The key `claim`, if any, is deleted. `words_key` is the key by which its prompt's words find
         it.
         """
         entry, warm_keys = packed.entry, []
@@ -191,15 +196,13 @@ class EntryStore:
         await asyncio.gather(*commands)
 
     async def touch(self, partition: Partition, now: float, uses: Iterable[tuple[bytes, float]]) -> None:
-        """Record the worth of each entry's uses. Entries that are gone stay gone."""
+        """Record the worth of each entry's uses. Missing entries are ignored."""
         for some in _portions(list(uses), _DROP_COUNT):
             arguments = [argument for use in some for argument in use]
             await self._redis.eval(TOUCH, 1, _keys(partition)[2], _ms(now), _HALF_LIFE_MS, *arguments)
 
     async def purge(self, partition: Partition, exacts: Sequence[bytes]) -> tuple[int, int]:
-        """Remove entries and say so in the log. The answer is how many there were, and their
-        bytes.
-        """
+        """Remove entries, and log their removal. Returns their number and their bytes."""
         keys, count, freed = _keys(partition)[:8], 0, 0
         for portion in _portions(exacts, _DROP_COUNT):
             some = tuple(portion)
@@ -212,12 +215,12 @@ class EntryStore:
     # --- all entries
 
     async def partitions(self) -> list[Partition]:
-        """Every partition that holds entries or did lately, the latest to begin first."""
+        """Every partition that holds entries or lately did, the latest to begin first."""
         members: list[bytes] = await self._redis.execute_command("ZREVRANGE", _PARTITIONS, 0, -1)
         return [Partition(member) for member in members if len(member) == DIGEST_BYTES]
 
     async def sizes(self) -> list[PartitionSize]:
-        """The size of each partition. Empty partitions are forgotten."""
+        """The size of each partition. Empty partitions are removed from the list."""
         reply: list[Any] = await self._redis.execute_command("ZREVRANGE", _PARTITIONS, 0, -1, "WITHSCORES")
         latest = {Partition(member): score for member, score in reply if len(member) == DIGEST_BYTES}
         sizes = []
@@ -229,7 +232,7 @@ class EntryStore:
         return [size for size in sizes if size.entries]
 
     async def scan(self, partition: Partition) -> AsyncIterator[list[EntryListing]]:
-        """Batches of the partition's entries: each that is there all the while at least once."""
+        """Batches of the partition's entries; an entry that stays throughout occurs at least once."""
         cursor, key = 0, _keys(partition)[1]
         while True:
             cursor, values = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", _SCAN_COUNT)
@@ -244,7 +247,7 @@ class EntryStore:
                 return
 
     async def lookup_abouts(self, partition: Partition, exacts: Sequence[bytes]) -> list[About | None]:
-        """What is known about these entries; None for those that are gone."""
+        """The stored facts about these entries; None for missing ones."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[1], *exacts)
         return [_decode_about(value) if value is not None else None for value in values]
 
@@ -265,9 +268,7 @@ class EntryStore:
     async def store_vectors(
         self, partition: Partition, embedder_key: bytes, vectors: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        """Keep vectors (exact, bytes) beside their entries; those whose entry is gone are not
-        kept.
-        """
+        """Store vectors (exact, bytes) beside their entries; vectors without an entry are dropped."""
         keys = _keys(partition)
         for some in _portions(vectors, _DROP_COUNT):
             argv: list[bytes] = []
@@ -278,7 +279,7 @@ class EntryStore:
     async def lookup_vectors(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
     ) -> list[bytes | None]:
-        """The vectors that this embedder made; None where there is none, empty where another one's is."""
+        """The vectors of this embedder; None for a missing vector, empty for another embedder's."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[5], *exacts)
         return [value and (value[len(embedder_key) :] if value.startswith(embedder_key) else b"") for value in values]
 
@@ -287,8 +288,10 @@ class EntryStore:
     async def store_sketches(
         self, partition: Partition, embedder_key: bytes, sketches: Sequence[Sketched], size_bytes_max: int
     ) -> None:
-        """Keep sketches beside their entries, whose sizes they count in. Entries that have been
-        worth least lately go for them; what is gone is not kept. The log says both.
+        """Store sketches beside their entries, and count them in the entries' sizes.
+
+        Entries with the least recent worth are evicted for them; sketches without an entry are
+        dropped. The log records both.
         """
         keys = _keys(partition)[:8]
         for portion in _portions(sketches, _SKETCHED_COUNT):
@@ -303,7 +306,7 @@ class EntryStore:
     async def lookup_sketches(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
     ) -> list[Sketched]:
-        """Read the sketches of the answers of `exacts`; those by another embedder are left out."""
+        """Read the sketches of the answers of `exacts`; another embedder's sketches are left out."""
         sketches = []
         for portion in _portions(exacts, _SKETCHED_COUNT):
             values: list[bytes | None] = await self._redis.execute_command(
@@ -317,7 +320,9 @@ class EntryStore:
 
 
 def pack(entry: Entry, *, has_words: bool = False) -> Packed:
-    """`has_words`: a pointer leads from its prompt's words to it."""
+    """Encode an entry and compute its size. `has_words`: a pointer leads from its prompt's words to
+    it.
+    """
     data, about = entry.encode(), _ENCODER.encode(entry.about())
     size = len(data) + len(about) + _OVERHEAD_BYTES + (_VECTOR_BYTES if entry.text is not None else 0)
     size += _WORDS_BYTES if has_words else 0
@@ -333,7 +338,7 @@ def _keys(partition: Partition) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def terms_of(partition: Partition, size_bytes_max: int, warm_ttl_s: float) -> BatchTerms:
-    """The terms on which entries of a partition are stored. The hints last for `warm_ttl_s` seconds."""
+    """The terms for storing entries of a partition. Warm hints last for `warm_ttl_s` seconds."""
     return BatchTerms(
         keys=_keys(partition)[:8],
         size_max=size_bytes_max,
