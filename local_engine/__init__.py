@@ -1,9 +1,9 @@
 """local_engine: tokens in, tokens out.
 
 A small inference engine (continuous batching, paged KV with prefix reuse, chunked prefill) behind
-two seams: `Engine`, synchronous and inline, and `AsyncEngine`, the same engine in a process of its
-own over a unix socket. Knows no HTTP, teams, money or caches. Importing this package loads no
-torch: `Engine` arrives on first use. Read `engine.py` first.
+two interfaces: `Engine`, synchronous and inline, and `AsyncEngine`, the same engine in a separate
+process over a unix socket. Knows no HTTP, teams, money or caches. Importing this package loads no
+torch: `Engine` is imported on first use. Read `engine.py` first.
 
     from local_engine import Engine, EngineConfig, SamplingParams
 

@@ -50,15 +50,15 @@ def main() -> int:
 
 
 def _show_progress(fraction: float, stage: str) -> None:
-    """Write one line over itself, and erase it when the model is ready. Writes nothing where
-    standard error is not a terminal."""
+    """Rewrite one line of progress, and erase it when the model is ready. Writes nothing unless
+    standard error is a terminal."""
     if sys.stderr.isatty():
         line = "" if fraction == 1.0 else f"{stage} {fraction:.0%}"
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _stream(engine: Engine, start: float) -> int:
-    """Print the answer as it comes, then the figures."""
+    """Print the answer as it arrives, then the figures."""
     first_s = 0.0
     while engine.has_work:
         for step in engine.step():

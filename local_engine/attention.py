@@ -1,14 +1,14 @@
-"""Attention over paged KV: the pools, and torch's and the native kernels' ways over them.
+"""Attention over paged KV: the pools, and attention by torch and by the native kernels.
 
 A layer's pool is [2 * kv_heads (K, then V), blocks, block_tokens, head_dim]: one copy gathers K and
-V of many sequences, each head's tokens in a row. (The native kernels have an order of their own
-within a block: kernels/cpu/pages.h.) Queries that share a KV head are laid out as rows of one query
-matrix (grouped-query attention, arXiv:2305.13245), so K and V are never repeated. Knows no weights
-and no scheduling.
+V of many sequences, each head's tokens in a row. (The native kernels order a block differently:
+kernels/cpu/pages.h.) Queries that share a KV head are laid out as rows of one query matrix
+(grouped-query attention, arXiv:2305.13245), so K and V are never repeated. Knows no weights and no
+scheduling.
 
 Invariants: a layer's KV of this step is written before any of it is read; masked values are finite,
-because 0 * NaN would show through (pools start as zeros, and the engine calls `clear` after a step
-that produced anything else).
+because 0 * NaN is NaN (pools start as zeros, and the engine calls `clear` after a step with other
+values).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows of a step from `start` on: `rows` consecutive tokens of each of several sequences of similar
-    length, which are padded to a common one.
+    """Rows of a step from `start` on: `rows` consecutive tokens of each of several sequences, which
+    are padded to a common length.
 
     `blocks` [sequences, blocks each]; `masks` additive, [sequences, queries per KV head * rows,
-    tokens] (one row alone: [sequences, 1, tokens]), one per window (`KV.windows`).
+    tokens] (for a single row: [sequences, 1, tokens]), one per window (`KV.windows`).
     """
 
     start: int
@@ -51,11 +51,11 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Rows `0 .. stop` of a step for the native kernel, which reads pages where they lie.
+    """Rows `0 .. stop` of a step for the native kernel, which reads pages in place.
 
-    `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`:
-    tokens seen in all. Rows of sequences that share a prefix should be neighbours: the kernel looks
-    at what they share once for all of them.
+    `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`: the
+    attended tokens of all rows. Rows of sequences with a common prefix should be neighbours: the
+    kernel reads the shared part once for all of them.
     """
 
     stop: int
@@ -66,8 +66,8 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are those to
-    predict from.
+    """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are the rows with
+    predictions.
 
     `slots`: where each row's KV goes, counted in tokens from the pool's start. Attention also needs
     `groups` (torch), `paged` (the native kernels) or `tiles` (the GPU's).
@@ -83,8 +83,8 @@ class StepInput:
 
 
 class KV(ABC):
-    """Room for the KV of `blocks` blocks of `block_tokens` tokens in every layer, and attention over
-    it. `windows` are the distinct ones of the model's layers; a block has room for whole tiles of
+    """The KV of `blocks` blocks of `block_tokens` tokens in every layer, and attention over it.
+    `windows` are the distinct windows of the model's layers; a block has room for whole tiles of
     `tile_tokens` tokens."""
 
     tile_tokens = 1
@@ -101,7 +101,7 @@ class KV(ABC):
 
     @classmethod
     def room(cls, block_tokens: int) -> int:
-        """The tokens that a block has room for."""
+        """The tokens for which a block has room."""
         return -(-block_tokens // cls.tile_tokens) * cls.tile_tokens
 
     @property
@@ -115,7 +115,7 @@ class KV(ABC):
             pool.zero_()
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> Angles:
-        """The parts of rotary tables [context, 1, head_dim] that `attend` takes: all, because
+        """The part of rotary tables [context, 1, head_dim] that `attend` needs: all, because
         kernels look positions up."""
         return cos, sin
 
@@ -124,12 +124,12 @@ class KV(ABC):
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
         """Normalise (`qk_norm`) and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim],
-        perhaps in place, store k and v, and attend. Returns [rows, heads * head_dim]. `angles` are
-        those of the layer's tables."""
+        perhaps in place, store k and v, and attend. Returns [rows, heads * head_dim]. `angles` come
+        from the layer's tables."""
 
 
 class NativeKV(KV):
-    """Pools in the order of the native kernels, which read pages where they lie."""
+    """Pools in the order of the native kernels, which read pages in place."""
 
     tile_tokens = TILE
 
@@ -143,7 +143,7 @@ class NativeKV(KV):
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
-        """In two passes over the rows. `qk_norm` is float32."""
+        """Attend in two passes over the rows. `qk_norm` is float32."""
         rows, kind, pool, model = step.paged, kind_of(qkv.dtype), self.pools[layer].data_ptr(), self.model
         assert rows is not None, "the step was not prepared for pages"
         self.native.rotate_write(
@@ -196,7 +196,7 @@ class TorchKV(KV):
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
-        """In torch's steps; qkv stays as it is."""
+        """Attend with torch's operations; qkv stays unchanged."""
         rotated = self._heads + self._kv_heads
         qk = qkv[:, :rotated]
         if qk_norm is not None:
@@ -242,10 +242,9 @@ class TorchKV(KV):
         """Attention as two batched products: [kv_heads, sequences, queries, head_dim], K and V
         [kv_heads, sequences, tokens, head_dim], mask [sequences or none, queries or 1, tokens].
 
-        torch's fused kernel knows no soft cap; and in half precision on CPUs it makes small
-        products per head and pays for each: 2 to 7 times the time of this at one query per
-        sequence. Scores are rounded to the type's precision before the softmax, as in transformers'
-        "eager" attention.
+        torch's fused kernel lacks a soft cap; in half precision on CPUs it multiplies head by head,
+        at 2 to 7 times the cost of this for one query per sequence. Scores are rounded to the
+        type's precision before the softmax, as in transformers' "eager" attention.
         """
         heads, count, rows, size = queries.shape
         scaled = (queries * self.model.attention.scale).reshape(heads * count, rows, size)
@@ -254,8 +253,8 @@ class TorchKV(KV):
         return torch.bmm(weights, values.flatten(0, 1)).view(heads, count, rows, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Copy blocks into the workspace: fresh memory for every layer of every step would cost
-        more than the copy."""
+        """Copy blocks into the workspace: allocating memory for every layer of every step would
+        cost more than the copy."""
         shape = (pool.shape[0], blocks.shape[0], *pool.shape[2:])
         elements = math.prod(shape)
         if self._workspace.numel() < elements:
@@ -264,21 +263,21 @@ class TorchKV(KV):
 
 
 def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The size of a block in all layers together."""
+    """The size of a block in all layers together, in bytes."""
     kind = TorchKV if attention_kernels(model, dtype, device) is None else NativeKV
     return model.layers * sum(model.attention.qkv_rows[1:]) * kind.room(block_tokens) * dtype.itemsize
 
 
 def attention_kernels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The native kernels, where they serve heads of this size."""
+    """The native kernels, or None if they do not support heads of this size."""
     return native_for(device, dtype) if model.attention.head_dim <= 256 else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU from untouched pages, which take no memory until they are written.
 
-    Small pages there: a block lies in as many places as there are heads, and huge pages would make
-    the first few blocks of every layer take hundreds of megabytes.
+    These are small pages: a block lies in as many places as there are heads, and with huge pages
+    the first few blocks of every layer would take hundreds of megabytes.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""The pool of KV blocks: which are held, which can be reused, which is evicted first.
+"""The pool of KV blocks: allocation, reuse and eviction.
 
 Knows token ids and no tensors. A block is free, held (referenced by sequences), or cached (full,
-unreferenced, its KV still good). Full blocks are found again by a chain key, a digest of the
-parent's key and the block's tokens: of 256 bits, so equal keys mean equal content. The chain starts
-at the caller's cache salt: sequences of different salts share nothing.
+unreferenced, its KV still valid). Full blocks are found by a chain key, a 256-bit digest of the
+parent's key and the block's tokens, so equal keys mean equal content. The chain starts at the
+caller's cache salt: sequences of different salts share nothing.
 
 Invariants (`check_integrity`): free + cached + held == total; every registered block's parent is
 registered; a sequence that holds a registered block holds its whole chain, hence references never
@@ -20,8 +20,8 @@ from hashlib import blake2b
 
 @dataclass(slots=True)
 class Block:
-    """One block. `key` is set while it is registered for reuse, and `parent` where its chain does not
-    begin with it."""
+    """One block. `key` is set while it is registered for reuse, `parent` unless it begins its
+    chain."""
 
     id: int
     references: int = 0
@@ -30,14 +30,15 @@ class Block:
 
 
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full block from its parent's key (the root is `root_key`) and its token ids."""
+    """The key of a full block from its parent's key (the first parent is `root_key`) and its token
+    ids."""
     digest = blake2b(parent, digest_size=32)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
 
 
 def root_key(cache_salt: bytes) -> bytes:
-    """The key that stands before the first block: the isolation of salts begins here."""
+    """The key before the first block, which isolates the salts."""
     return blake2b(cache_salt, digest_size=32, person=b"sameway-kv-root").digest()
 
 
@@ -54,21 +55,21 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that could be allocated now: free ones and cached ones."""
+        """The blocks that could be allocated now: free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated without evicting one."""
+        """The blocks that can be allocated without an eviction."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks without a holder that can still be reused."""
+        """The blocks without a holder that can still be reused."""
         return len(self._cached)
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], cache_salt: bytes, blocks: int) -> None:
-        """Grow `keys` in place to the chain keys of the first `blocks` full blocks of `tokens`."""
+        """Extend `keys` in place to the chain keys of the first `blocks` full blocks of `tokens`."""
         size = self.block_tokens
         for index in range(len(keys), blocks):
             parent = keys[-1] if keys else root_key(cache_salt)
@@ -85,12 +86,11 @@ class BlockPool:
         return blocks
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """The number of these blocks that have no holder: holding them takes that many from
-        `available`."""
+        """The number of `blocks` without a holder: holding them takes that many from `available`."""
         return sum(self._blocks[id].references == 0 for id in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each."""
+        """Add a reference to each block."""
         for id in blocks:
             block = self._blocks[id]
             if block.references == 0:
@@ -98,10 +98,10 @@ class BlockPool:
             block.references += 1
 
     def allocate(self) -> int:
-        """A private block with one reference; evicts the least recently used cached leaf when none
-        is free.
+        """A private block with one reference; without a free block, evicts the least recently used
+        cached leaf.
 
-        Raises IndexError when there is none: check `available` first.
+        Raises IndexError if none is available: check `available` first.
         """
         if self._free:
             id = self._free.popleft()
@@ -114,12 +114,12 @@ class BlockPool:
         return id
 
     def register(self, blocks: list[int], index: int, keys: Sequence[bytes], *, is_written: bool) -> bool:
-        """Make `blocks[index]`, a sequence's full block, findable. Returns False where it stays
+        """Make `blocks[index]`, a sequence's full block, findable. Returns False if it stays
         private.
 
-        Where the same content is registered already, `blocks[index]` becomes that block and the
-        duplicate is freed, but only once it `is_written`: a shared block is never written again.
-        The blocks before it must be registered.
+        If the same content is already registered, `blocks[index]` becomes that block and the
+        duplicate is freed, but only if it `is_written`: a shared block is never written again. The
+        blocks before it must be registered.
         """
         block, key = self._blocks[blocks[index]], keys[index]
         if block.key is not None:
@@ -137,7 +137,7 @@ class BlockPool:
         return True
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each. Give a sequence's blocks last first, so that leaves age
+        """Drop one reference to each block. Pass a sequence's last block first, so that leaves age
         before their parents."""
         for id in blocks:
             block = self._blocks[id]
@@ -150,8 +150,7 @@ class BlockPool:
                 self._cached[id] = None
 
     def forget_all(self) -> None:
-        """Make no block findable any more: after a failed step any KV may be wrong. No block may be
-        held."""
+        """Unregister every block: after a failed step any KV may be wrong. No block may be held."""
         for id in self._cached:
             self._forget(self._blocks[id])
             self._free.append(id)
@@ -159,8 +158,8 @@ class BlockPool:
         assert not self._registered, "blocks are still held"
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError where an invariant is broken. `held`: the blocks of every sequence
-        that has not ended."""
+        """Check the pool's invariants. `held`: the blocks of every live sequence. Raises
+        AssertionError."""
         references: Counter[int] = Counter(id for blocks in held for id in blocks)
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

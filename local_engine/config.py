@@ -1,7 +1,7 @@
 """The settings of an engine (EngineConfig) and the shape of a model (ModelConfig).
 
-`checkpoints` reads a ModelConfig from a checkpoint; `read_json` and `require_among` are what its
-readers share. Knows no weights and no torch.
+`checkpoints` reads a ModelConfig from a checkpoint; its readers share `read_json` and
+`require_among`. Knows no weights and no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ _POSITIVE = ("rms_epsilon", "logit_softcap", "embedding_scale", "logit_divisor")
 
 
 class ModelError(Exception):
-    """The model cannot be loaded: missing, broken, or of a kind that is not supported. The message
-    names which."""
+    """The model cannot be loaded: it is missing, broken, or not supported. The message names which."""
 
 
 def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
-    """A JSON object of a checkpoint's; without the file an empty one, unless it `is_needed`. Raises
-    ModelError."""
+    """A JSON object of a checkpoint; {} without the file, unless it `is_needed`. Raises ModelError."""
     try:
         content = json.loads(path.read_bytes()) if is_needed or path.is_file() else {}
     except (OSError, ValueError) as error:
@@ -36,24 +34,23 @@ def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
 
 
 def require_among(value: object, supported: Iterable[object], what: str) -> None:
-    """Raises ModelError with the list of the `supported` values where `value` is not among them.
-    `what` names it."""
+    """Raise ModelError with the `supported` values unless `value` is among them. `what` names it."""
     if value not in supported:
         raise ModelError(f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine, which are its command line's options as well (see `ipc.options`). None
-    means: decided from the machine when the engine starts.
+    """The settings of one engine, which are also its command line's options (see `ipc.options`).
+    None means: decided from the machine when the engine starts.
 
-    `weights`: quantised ones of a checkpoint stay so where a kernel serves them; int8, int4 and fp8
-    are quantised while they are read; with fp8, which is 8-bit floats, inputs are as well.
-    `kv_blocks` overrides `kv_size_mb`. `draft_tokens_max` bounds the guesses that are verified (see
-    `speculation`). `is_batch_invariant`: logits do not depend, not even in their last bits, on what
-    else is in the batch and how a prompt was cut. None: wherever the native kernels do all the work;
-    True: refuse to start where they do not; False: long prompts may be a tenth faster and their last
-    bits differ.
+    `weights`: a checkpoint's quantised weights stay so if a kernel supports them; for int8, int4
+    and fp8 weights are quantised while they are read; fp8, 8-bit floats, also quantises inputs.
+    `kv_blocks` overrides `kv_size_mb`. `draft_tokens_max` bounds the drafted tokens that are
+    verified (see `speculation`). `is_batch_invariant`: logits, to their last bit, do not depend on
+    the rest of the batch or the chunks of a prompt. None: wherever the native kernels do all the
+    work; True: refuse to start where they do not; False: long prompts may be a tenth faster and
+    their last bits differ.
     """
 
     model: Annotated[str | None, "a GGUF file, a checkpoint folder or a hub name; default: the embedded model"] = None
@@ -90,11 +87,11 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding (arXiv:2104.09864). `kind`: default, linear (positions divided by `factor`,
-    arXiv:2306.15595), llama3 (low frequencies rescaled as Llama 3.1 does), yarn (arXiv:2309.00071,
-    with its `beta_*`; `attention_factor` multiplies cos and sin), dynamic (NTK-aware; within the
-    trained context it is the default one) or longrope (arXiv:2402.13753; within the trained context
-    frequencies are divided by `divisors`, one for each), or none: nothing turns. `dims`: of a
-    head's, the first so many turn; None is all."""
+    arXiv:2306.15595), llama3 (low frequencies rescaled as in Llama 3.1), yarn (arXiv:2309.00071,
+    with its `beta_*`; `attention_factor` multiplies cos and sin), dynamic (NTK-aware; default
+    within the trained context), longrope (arXiv:2402.13753; within the trained context frequencies
+    are divided by `divisors`, one for each), or none: no rotation. `dims`: how many dimensions of a
+    head are rotated; None is all."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -110,7 +107,7 @@ class RopeConfig:
     dims: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ModelError for angles that no model has."""
+        """Raise ModelError for angles that no model has."""
         for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_context_tokens", "beta_slow"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ModelError(f"rope: {name} must be above 0, not {getattr(self, name)}")
@@ -120,9 +117,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A sparse mixture in place of the MLP (arXiv:2101.03961): `count` experts of
-    `intermediate_size`, of which each token takes `per_token`. `is_sparse`: of each layer, whether
-    it has one. `normalises`: whether the shares of the chosen experts are scaled to sum to 1."""
+    """A sparse mixture of experts in place of the MLP (arXiv:2101.03961): `count` experts of
+    `intermediate_size`, of which each token takes `per_token`. `is_sparse`: for each layer, whether
+    it has a mixture. `normalises`: whether the weights of the chosen experts are scaled to sum to
+    1."""
 
     count: int
     per_token: int
@@ -131,7 +129,7 @@ class ExpertsConfig:
     is_sparse: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        """Raises ModelError for mixtures that no model has."""
+        """Raise ModelError for mixtures that no model has."""
         if not 1 <= self.per_token <= self.count:
             raise ModelError(f"each token takes {self.per_token} of {self.count} experts; expected 1 to {self.count}")
         if self.intermediate_size < 1:
@@ -141,8 +139,8 @@ class ExpertsConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """The attention of all layers: scores are multiplied by `scale` and bounded as softcap *
-    tanh(score / softcap). `windows`: the number of tokens, itself included, that a token sees in each
-    layer; 0 is all."""
+    tanh(score / softcap). `windows`: the number of tokens, itself included, that a token attends to
+    in each layer; 0 is all."""
 
     heads: int
     kv_heads: int
@@ -153,21 +151,21 @@ class AttentionConfig:
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
-        """The outputs of a layer's q, k and v."""
+        """The output dimensions of a layer's q, k and v."""
         kv_rows = self.kv_heads * self.head_dim
         return self.heads * self.head_dim, kv_rows, kv_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer of the Llama kind, mostly in the words of Hugging Face's
-    config.json.
+    """The shape of a decoder-only transformer of the Llama kind, mostly in the terms of Hugging
+    Face's config.json.
 
-    `ropes`: the rotation of each layer. `norms`: whether attention and MLP are normalised before (what they read),
-    after (what they add), or around, which is both; with `has_wide_qk_norm` a query's and a key's
-    norm is over all heads at once. `norm_offset` is added to every norm's weight, `embedding_scale`
-    multiplies embeddings, `logit_divisor` divides logits, `logit_softcap` bounds them as cap * tanh(x /
-    cap).
+    `ropes`: the rotation of each layer. `norms`: whether attention and MLP are normalised before
+    (their input), after (their output), or around, which is both. With `has_wide_qk_norm` the norm
+    of queries and keys is over all heads at once. `norm_offset` is added to every norm's weight,
+    `embedding_scale` multiplies embeddings, `logit_divisor` divides logits, `logit_softcap` bounds
+    them as cap * tanh(x / cap).
     """
 
     architecture: str
@@ -196,7 +194,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ModelError for sizes that no model has."""
+        """Raise ModelError for sizes that no model has."""
         attention = self.attention
         sizes = [(self, name) for name in ("hidden_size", "layers", "vocabulary_size", "context_tokens")]
         for owner, name in (*sizes, *((attention, name) for name in ("heads", "kv_heads", "head_dim"))):

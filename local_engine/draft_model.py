@@ -1,13 +1,12 @@
-"""DraftModel: a smaller model with the same tokenizer that guesses the large one's next tokens
+"""DraftModel: a smaller model with the same tokenizer that drafts the large model's next tokens
 (arXiv:2211.17192).
 
-Its KV lies in a pool of its own under the large one's block ids, so sharing, eviction and
-preemption are decided once. It falls behind where no guesses are wanted for a while, and catches up
-when they are. Knows sequences and logits, no queue. Invariants: it changes no token and no block
-table, only what lies in its own pool and `Sequence.foreseen`; guesses are drawn with the noise of
-the places they are for, so they are right as often as the two models' distributions allow (see
-`sampler`). A block's KV here may be stale without harm: then guesses are worse, and answers the
-same.
+Its KV lies in a separate pool under the large model's block ids, so sharing, eviction and
+preemption are decided once. It falls behind while no drafts are wanted, and catches up when they
+are. Knows sequences and logits, no queue. Invariants: it changes no token and no block table, only
+its own pool and `Sequence.draft_computed`; drafts are drawn with the noise of their places, so they
+are accepted as often as the two models' distributions allow (see `sampler`). Stale KV in its blocks
+is harmless: drafts are then worse, and answers the same.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from local_engine.text.tokenizer import Tokenizer
 
 
 def check_tokenizers(draft: Tokenizer, main: Tokenizer, draft_name: str, main_name: str) -> None:
-    """Raises ModelError with the first token that differs: guesses in another vocabulary are
-    useless."""
+    """Raise ModelError with the first token that differs: drafts in another vocabulary are useless."""
     for id in range(min(draft.size, main.size)):
         if draft.spell(id) != main.spell(id) or draft.is_special(id) != main.is_special(id):
             raise ModelError(
@@ -39,8 +37,8 @@ def check_tokenizers(draft: Tokenizer, main: Tokenizer, draft_name: str, main_na
 
 
 def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> ModelRunner | None:
-    """The weights of the model that is to draft for `main`, if one is; its pool comes with that of
-    `main`. Raises ModelError."""
+    """The runner of the configured draft model for `main`, without its pool, which comes with
+    `main`'s; None if no draft model is configured. Raises ModelError."""
     if config.draft_model is None:
         return None
     checkpoint = open_checkpoint(config.draft_model)
@@ -52,9 +50,9 @@ def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> Mo
 
 
 class DraftModel:
-    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. It
-    reports the time of its steps to `timing`; `step_tokens_max` bounds the tokens that one step
-    catches up."""
+    """Drafts on a separate runner, whose pool has as many blocks as the large model's. It reports
+    the time of its steps to `timing`; `step_tokens_max` bounds the tokens that it catches up in one
+    step."""
 
     def __init__(self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, timing: StepTiming) -> None:
         self._runner = runner
@@ -65,13 +63,13 @@ class DraftModel:
         self._whole: dict[int, bytes] = {}
 
     def clear(self) -> None:
-        """Forget everything: any KV may be wrong."""
+        """Clear the pool: any KV may be wrong."""
         self._whole.clear()
         self._runner.kv.clear()
 
     def fill(self, chunks: list[TokenChunk]) -> list[TokenChunk]:
-        """The chunks with their guesses. A sequence that the draft model has yet to catch up with
-        gets an empty draft."""
+        """The chunks with their drafts. A sequence that the draft model has not caught up with gets
+        an empty draft."""
         if not any(chunk.wanted for chunk in chunks):
             return chunks
         guesses = self._guess([chunk for chunk in chunks if chunk.wanted])
@@ -80,7 +78,7 @@ class DraftModel:
         ]
 
     def _guess(self, wanting: Many[TokenChunk]) -> dict[int, list[int]]:
-        """Token after token, all sequences at once; each until it has enough guesses or would
+        """Draft token after token, all sequences at once; each until it has enough tokens or would
         end."""
         guesses: dict[int, list[int]] = {}
         wanted = {chunk.sequence.id: chunk.wanted for chunk in wanting}
@@ -105,8 +103,8 @@ class DraftModel:
         return guesses
 
     def _catch_up(self, sequences: Many[Sequence]) -> list[TokenChunk]:
-        """The sequences' tokens that it has not seen yet, as many as one step takes; logits for
-        those that are then even."""
+        """The sequences' tokens that it has not computed yet, as many as one step takes; logits for
+        sequences that are then caught up."""
         chunks = []
         budget = self._step_tokens_max
         for sequence in sequences:
@@ -120,7 +118,7 @@ class DraftModel:
         return chunks
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Skip the KV that another sequence left in its blocks."""
+        """Skip the KV that another sequence left in the sequence's blocks."""
         size = self._runner.kv.block_tokens
         while sequence.draft_computed % size == 0:
             index = sequence.draft_computed // size
@@ -129,7 +127,7 @@ class DraftModel:
             sequence.draft_computed += size
 
     def _note(self, chunk: TokenChunk) -> None:
-        """Note the blocks that a chunk has written."""
+        """Record the blocks that a chunk has written."""
         sequence, size = chunk.sequence, self._runner.kv.block_tokens
         sequence.draft_computed = chunk.end
         for index in range(chunk.start // size, -(-chunk.end // size)):
@@ -139,7 +137,7 @@ class DraftModel:
                 self._whole.pop(sequence.blocks[index], None)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits for the large model's vocabulary: checkpoints pad theirs to different sizes."""
+        """Fit logits to the large model's vocabulary: checkpoints pad theirs to different sizes."""
         missing = self._vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

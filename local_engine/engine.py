@@ -1,9 +1,9 @@
 """Engine: the synchronous core. Submit token ids, step until done; no process, no threads, no
 sockets.
 
-The package's docstring shows it at work. Knows no HTTP, teams, money or caches of answers.
-Invariants: whatever is batched, reused, chunked or preempted, greedy output equals the naive
-single-sequence forward pass; a sequence that ended in any way holds no block.
+The package's docstring has an example. Knows no HTTP, teams, money or caches of answers.
+Invariants: with any batching, reuse, chunking or preemption, greedy output equals the naive
+single-sequence forward pass; an ended sequence holds no block.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Engine:
         entropy: random.Random | None = None,
         is_overlapped: bool | None = None,
     ) -> None:
-        """Load the model; takes seconds. Raises ModelError. Calls `progress` with a fraction 0..1
-        and a stage's name. `is_overlapped`: schedule a step while the one before is computed; by
-        default where that is on a GPU."""
+        """Load the model, in seconds. Raises ModelError. Calls `progress` with a fraction 0..1 and
+        a stage's name. `is_overlapped`: schedule a step while the last one is computed; default:
+        only on a GPU."""
         self.config = config
         self._entropy = entropy or random.SystemRandom()
         progress(0.0, "opening the model")
@@ -110,20 +110,19 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, be it to land a step whose sequences have ended
-        meanwhile: left in flight until the next request, the time in between would count as that
-        step's."""
+        """Whether a step would do anything, even if it only lands a step of ended sequences: left
+        in flight until the next request, the idle time would count as that step's."""
         return self._scheduler.has_work or bool(self._in_flight)
 
     @property
     def step_s_expected(self) -> float:
-        """Seconds of a step of `step_tokens_max` tokens at the latest speed; 0 where nothing is
-        measured."""
+        """The seconds of a step of `step_tokens_max` tokens at the latest speed; 0 before a
+        measurement."""
         pace = self._timing.prefill_tokens_per_s
         return self._scheduler.step_tokens_max / pace if pace else 0.0
 
     def prompt_tokens(self, request: messages.GenerateRequest) -> list[int]:
-        """The token ids a request's prompt stands for. Raises InvalidRequest."""
+        """The token ids of a request's prompt. Raises InvalidRequest."""
         given = [f for f in ("messages", "prompt", "prompt_token_ids") if getattr(request, f) is not None]
         if len(given) != 1:
             raise messages.InvalidRequest(f"give one of messages, prompt, prompt_token_ids, not {given or 'none'}")
@@ -146,12 +145,13 @@ class Engine:
         grammar: Compiled | None = None,
         reads: messages.GenerateRequest | None = None,
     ) -> int:
-        """Queue a prompt; returns its id, as in `step` and `abort`. `reference`: tokens the answer may
-        share passages with. `is_continued`: the prompt ends with the beginning of the answer.
-        `grammar`: one of `grammars`, which alone decides where the answer ends, unless it holds
-        calls in a text. `reads`: the request whose tools and thinking the answer's text is read for.
+        """Queue a prompt; returns its id for `step` and `abort`.
 
-        Raises InvalidRequest, PromptTooLong, Overloaded.
+        `reference`: tokens with which the answer may share passages. `is_continued`: the prompt
+        ends with the beginning of the answer. `grammar`: one of `grammars`, which alone decides
+        where the answer ends, unless it holds calls in a text. `reads`: the request with the tools
+        and the thinking for which the answer's text is parsed. Raises InvalidRequest,
+        PromptTooLong, Overloaded.
         """
         self._check(tokens, params)
         self._scheduler.check_queue(priority, salt, self.config.queue_max)
@@ -190,16 +190,16 @@ class Engine:
         return sequence.id
 
     def abort(self, id: int) -> None:
-        """End a sequence without any more output and free its blocks; unknown and finished ids are
-        fine."""
+        """End a sequence without further output, and free its blocks; unknown and ended ids are
+        ignored."""
         sequence = self._sequences.pop(id, None)
         if sequence is not None:
             self._scheduler.finish(sequence)
 
     def step(self) -> list[StepOutput]:
-        """Advance: schedule, launch, postprocess: this step, or the one before where the device
-        works by itself meanwhile. A failure of the model fails the sequences of its step, nothing
-        more."""
+        """Schedule and launch a step, and process the tokens of a step: this one, or on an
+        asynchronous device the one before. A failure of the model fails only the sequences of its
+        step."""
         began = Moment.now()
         outputs = self._land() if any(step.decides_next for step in self._in_flight) else []
         chunks = self._scheduler.schedule()
@@ -211,7 +211,7 @@ class Engine:
         return outputs
 
     def load(self) -> messages.EngineLoad:
-        """Queue, memory and speed as of the last step."""
+        """The queue, memory and speed after the last step."""
         return messages.EngineLoad(
             is_ready=True,
             is_connected=True,
@@ -237,8 +237,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where an invariant of the pool, the queue or the sequences is
-        broken."""
+        """Check the invariants of the pool, the queue and the sequences. Raises AssertionError."""
         self._scheduler.check_integrity(self._sequences.keys())
 
     def _check(self, tokens: Many[int], params: messages.SamplingParams) -> None:
@@ -259,7 +258,8 @@ class Engine:
             )
 
     def _launch(self, chunks: list[TokenChunk], began: Moment) -> str | None:
-        """Have the device compute the chunks and draw after them; returns why where that failed."""
+        """Launch the computation of the chunks and the draws after them; returns the reason if that
+        failed."""
         try:
             if self.draft_model is not None:
                 chunks = self.draft_model.fill(chunks)
@@ -306,7 +306,7 @@ class Engine:
         return outputs
 
     def _advance(self, chunk: TokenChunk, drawn: Many[Sampled]) -> StepOutput:
-        """Add the drawn tokens as far as the draft was right, and decide whether the answer ends;
+        """Add the drawn tokens up to the draft's first error, and decide whether the answer ends;
         returns the final text."""
         sequence = chunk.sequence
         if sequence.answer_tokens == 0:
@@ -361,8 +361,8 @@ class Engine:
         return StepOutput(sequence.id, messages.Output(finish_reason="abort"), usage=sequence.usage, error=error)
 
     def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
-        """After a failed step any KV may be wrong: end these, recompute all others, forget
-        everything."""
+        """After a failed step any KV may be wrong: end `sequences`, recompute all others, clear the
+        pool."""
         self._in_flight.clear()
         failed = [
             self._fail(s, messages.EngineFailed(why)) for s in sequences if s.status is not SequenceStatus.FINISHED

@@ -1,5 +1,4 @@
-"""Drawing tokens on a GPU: the same race as in `sampler`, in one kernel, without a copy to the host
-in between.
+"""Draws tokens on a GPU: the race of `sampler`, in one kernel, without a copy to the host.
 
 Ids stay on the device for the next step; they and the requested log probabilities are copied to the
 host, and only `read` waits for that. Knows places and their parameters, no text. Invariant: a draw
@@ -23,8 +22,8 @@ from local_engine.sequence import Place, Sampled
 
 @dataclass(frozen=True, slots=True)
 class DeviceDrawn:
-    """Ids on the device, and on their way to the host. `with_logprobs` are the places with log
-    probabilities, `counts` of how many."""
+    """Ids on the device, with copies in flight to the host. `with_logprobs` are the places with log
+    probabilities, `counts` their numbers."""
 
     ids: torch.Tensor
     copies: tuple[torch.Tensor, ...]
@@ -47,7 +46,7 @@ class DeviceDrawn:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place], masks: Masks | None = None) -> DeviceDrawn:
-    """The token at each place from logits[rows[place]]; on the device alone."""
+    """The token at each place from logits[rows[place]], drawn on the device alone."""
     device = logits.device
     params = [drawing.sequence.params for drawing in places]
     row_of = on_device(np.array(rows, np.int64), device)
@@ -80,7 +79,7 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place], masks: Ma
 
 
 def _on_their_way(tensors: Many[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event | None]:
-    """Copies to the host that are complete when the event has happened."""
+    """Copies to the host that are complete once the event has occurred."""
     if tensors[0].device.type != "cuda":
         return tuple(tensors), None
     copies = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors)

@@ -1,9 +1,9 @@
-"""Grammars: what form an answer must have, and so which tokens may come next.
+"""Grammars: the form that an answer must have, which decides the tokens that may come next.
 
 Built on llguidance, which reads JSON schemas, regular expressions and context-free grammars. Knows
 tokens and their spellings; no model, no queue. Invariants: an answer that ends by its grammar
-matches it whole; a grammar that cannot be held exactly is refused before a token is generated; a
-grammar is tried in a process of its own first, so that no schema takes the engine with it.
+matches it whole; a grammar that cannot be enforced exactly is refused before a token is generated;
+a grammar is first compiled in a separate process, so that no schema can crash the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORCED_BYTES = 1 << 9  # made tokens at a time: a literal is read again at each
 
 class GrammarState:
     """The state of one answer in its grammar. `thinks`: it is inside a thinking block, which the
-    grammar leaves alone; `may_think`: it may begin with one."""
+    grammar ignores; `may_think`: it may begin with one."""
 
     def __init__(self, compiled: Compiled, thinking: Thinking | None) -> None:
         self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
@@ -48,12 +48,11 @@ class GrammarState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no token can follow."""
         return not self.thinks and bool(self._matcher.is_stopped())
 
     def take(self, token: int) -> None:
-        """Go on by a token. Raises InvalidRequest where it, or the grammar's size, does not allow
-        that."""
+        """Advance by a token. Raises InvalidRequest if it, or the grammar's size, forbids that."""
         if self.thinks or (self.may_think and token == self._opens):
             self.thinks = token != self._closes
             self.may_think = False
@@ -67,18 +66,18 @@ class GrammarState:
             )
 
     def forced(self) -> tuple[int, ...]:
-        """The next tokens, as far as there is but one way to go on."""
+        """The next tokens while only one is allowed."""
         return () if self.thinks or self.may_think else tuple(self._matcher.compute_ff_tokens())
 
     def part(self, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """The beginning of `draft` that is allowed."""
+        """The allowed beginning of `draft`."""
         if self.thinks:
             return draft[: draft.index(self._closes)] if self._closes in draft else draft
         return () if self.may_think else draft[: self._matcher.validate_tokens(list(draft))]
 
     def fill(self, bits: np.ndarray[Any, Any], draft: tuple[int, ...], eos: Iterable[int]) -> None:
-        """Clear the bits of the tokens that must not come next, and after each of `draft`, in rows
-        of 32-bit words."""
+        """Clear the bits of the forbidden next tokens, and of those after each token of `draft`, in
+        rows of 32-bit words."""
         if self.thinks:
             for token in eos:
                 bits[:, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
@@ -94,8 +93,8 @@ class GrammarState:
 
 
 class Compiled:
-    """A grammar made for one model. `is_spent`: an answer met the bound of its states, which all its
-    answers share."""
+    """A grammar compiled for one model. `is_spent`: an answer reached the limit of its states,
+    which all its answers share."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
@@ -103,8 +102,7 @@ class Compiled:
 
 
 class Grammars:
-    """The compiled grammars of one model. It keeps the latest of each caller's salt. Safe to use
-    from several threads."""
+    """The compiled grammars of one model. It keeps the latest for each caller's salt. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos: frozenset[int]) -> None:
         self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
@@ -116,8 +114,8 @@ class Grammars:
         self._library: LLTokenizer | None = None
 
     def compiled(self, wanted: Grammar, salt: bytes) -> Compiled:
-        """The grammar, compiled now or lately; takes milliseconds, and up to seconds, in which
-        others are compiled too. Raises InvalidRequest where it cannot be held."""
+        """The grammar, compiled now or recently; compiling takes from milliseconds to seconds, and
+        grammars compile in parallel. Raises InvalidRequest if it cannot be enforced."""
         result = self.kept(wanted, salt) or self._made(wanted)
         if len(wanted.text) <= SIZE_MAX_BYTES:
             with self._lock:
@@ -129,13 +127,13 @@ class Grammars:
         return result
 
     def kept(self, wanted: Grammar, salt: bytes) -> Compiled | InvalidRequest | None:
-        """The compiled grammar, or the error that refused it, while it is still kept."""
+        """The compiled grammar, or the error that refused it, while it is kept."""
         with self._lock:
             found = self._kept.get((salt, wanted))
         return None if isinstance(found, Compiled) and found.is_spent else found
 
     def _make_room(self) -> None:
-        """Let the oldest go of the partitions that hold most, and never the latest of all."""
+        """Drop the oldest grammars of the salts that hold most, but never the latest of all."""
         *others, latest = self._kept
         held = Counter[bytes]()
         for salt, grammar in others:
@@ -171,7 +169,7 @@ class Grammars:
         return Compiled(matcher)
 
     def _vocabulary(self) -> LLTokenizer:
-        """Every token's bytes in the library's own form; made once, which takes up to a second."""
+        """Every token's bytes in the library's own form; built once, in up to a second."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         with self._lock:
@@ -185,7 +183,7 @@ _KINDS = {"regex": "regular expression", "json": "schema", "calls": "schema"}
 
 
 class _Spelled:
-    """A tokenizer as the library takes it."""
+    """A tokenizer with the interface of the library."""
 
     bos_token_id = None
 
@@ -218,8 +216,8 @@ Masks = Callable[[], np.ndarray[Any, Any]]
 
 
 class Masker:
-    """Computes masks, in a thread of its own while the model runs where they take longer than the
-    way there."""
+    """Computes masks, in a separate thread during the model's run if they take longer than the
+    hand-over."""
 
     def __init__(self, vocabulary_size: int, eos: frozenset[int]) -> None:
         self._size, self._eos = vocabulary_size, eos
@@ -227,7 +225,8 @@ class Masker:
         self._latest_s = 0.0  # of CPU time
 
     def begin(self, held: Many[tuple[GrammarState, tuple[int, ...]]]) -> Masks | None:
-        """Begin on the places after each answer's last token and after each of its draft."""
+        """Begin the masks for the places after each answer's last token and after each token of its
+        draft."""
         if not held:
             return None
         if self._latest_s > _AT_ONCE_S:

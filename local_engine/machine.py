@@ -1,4 +1,4 @@
-"""A machine's device, number type, threads and memory for an engine. Measured, not guessed.
+"""A machine's device, number type, threads and memory for an engine, as measured.
 
 Knows no model beyond its sizes in bytes.
 """
@@ -19,8 +19,8 @@ _CUDA_SHARE = 0.9
 
 
 def choose_device(name: str) -> torch.device:
-    """The named device, or CUDA where there is one. Raises ModelError for a device that is not
-    there."""
+    """The named device; `auto`: CUDA if available, else the CPU. Raises ModelError for a missing
+    device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -35,8 +35,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere); on a CPU whichever
-    multiplies faster here."""
+    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere); on a CPU the type that
+    multiplies faster."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
@@ -45,7 +45,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _matmul_s(dtype: torch.dtype) -> float:
-    """CPU seconds of a decode-like and a prefill-like product, best of several: other processes
+    """The CPU seconds of a decode-like and a prefill-like product, best of several: other processes
     must not decide."""
     weight = torch.ones(1024, 1024, dtype=dtype)
     best = []
@@ -61,12 +61,12 @@ def _matmul_s(dtype: torch.dtype) -> float:
 
 
 def choose_threads(threads: int | None) -> int:
-    """The named number, or the cores this process may run on."""
+    """The given number of threads, or the number of cores that this process may use."""
     return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
-    """Room for KV after the weights are loaded: on CUDA most of the free memory beyond
+    """The bytes for KV after the weights are loaded: on CUDA most of the free memory beyond
     `reserve_bytes` (activations), on a CPU a quarter of the available memory and at most 1 GiB,
     because other processes need some, too."""
     if device.type == "cuda":
@@ -77,7 +77,7 @@ def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
 
 
 def available_bytes() -> int:
-    """Available memory: the machine's, or the container's where that is less."""
+    """The available memory in bytes: the machine's, or the container's if less."""
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
@@ -94,7 +94,7 @@ def available_bytes() -> int:
 
 
 def return_unused_memory() -> None:
-    """Return the memory that loading freed to the system, where the C library can (glibc keeps it
+    """Return the memory that loading freed to the system, if the C library can (glibc keeps it
     otherwise)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:

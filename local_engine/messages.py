@@ -1,8 +1,8 @@
-"""The engine's boundary: requests in, outputs out, and every error with a type of its own.
+"""The engine's messages: requests in, outputs out, and a class for each error.
 
 Knows no HTTP, no teams and no torch, so that a gateway worker can use an engine without loading
-one. Everything here is a frozen value. The same structs travel over the worker's socket, by `ipc`,
-and through `AsyncEngine` and `Engine`.
+one. All of them are frozen values. The same structs pass over the worker's socket, by `ipc`, and
+through `AsyncEngine` and `Engine`.
 
 Errors:
 
@@ -36,12 +36,12 @@ ANY_TOOL = "*"  # a choice of no certain tool
 
 
 class EngineError(Exception):
-    """Base of every error that the engine raises at its boundary."""
+    """The base of all errors that the engine raises to its callers."""
 
 
 class EngineUnavailable(EngineError):
     """The engine's process is not there. `is_death`: whether the process ended, or sent nothing for
-    too long, while it had this generation."""
+    too long, during this generation."""
 
     def __init__(self, message: str, *, is_death: bool = False) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class EngineLoading(EngineError):
 
 
 class InvalidRequest(EngineError):
-    """The request is wrong. `param` is the offending field, where there is one."""
+    """The request is wrong. `param` is the offending field, or None."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class Overloaded(EngineError):
-    """As many requests wait as the engine lets wait."""
+    """The queue is full."""
 
 
 class EngineFailed(EngineError):
@@ -81,15 +81,15 @@ class EngineFailed(EngineError):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameters that choose tokens and end a generation. The defaults are the OpenAI API's.
 
-    `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off,
-    prompt included, CTRL, arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output
+    `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off;
+    prompt included; CTRL, arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output
     only, as OpenAI defines them). `logprobs` None is off; k gives the chosen token's log
-    probability and the k likeliest (0..20), taken from the model's own distribution, before
-    penalties, temperature and filters. `prompt_logprobs` does the same for the prompt's tokens;
-    such a prompt is computed whole, cached or not. `seed`: equal seeds draw equally whatever runs
-    beside them, except that a batch of another shape may round the logits differently in their last
-    bits (never where `ModelInfo.is_batch_invariant`). `max_tokens` None means as many as the
-    engine's default and the context allow.
+    probability and the k likeliest (0..20), under the model's own distribution, before penalties,
+    temperature and filters. `prompt_logprobs` does the same for the prompt's tokens; such a prompt
+    is computed whole, cached or not. `seed`: equal seeds draw equally in any batch, except that a
+    batch of another shape may round the logits differently in their last bits (never if
+    `ModelInfo.is_batch_invariant`). `max_tokens` None means as many as the engine's default and the
+    context allow.
     """
 
     temperature: float = 1.0
@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
 
     def validate(self) -> None:
-        """Raises InvalidRequest naming the first field out of range."""
+        """Raise InvalidRequest with the first field that is out of range."""
         for name, is_good, wanted in (
             ("temperature", 0.0 <= self.temperature <= 100.0, "0 or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
@@ -133,26 +133,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """The form that an answer must have: `text` is a JSON schema, a regular expression, a JSON list
-    of the only answers, or a context-free grammar (Lark's notation, or GBNF). For calls of tools it
-    is made by the engine (see `text.calls`)."""
+    """The grammar of an answer: `text` is a JSON schema, a regular expression, a JSON list of the
+    only answers, or a context-free grammar (Lark's notation, or GBNF). The engine makes the grammar
+    of tool calls (see `text.calls`)."""
 
     kind: Literal["json", "regex", "choice", "grammar", "calls"]
     text: str
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
-    """One request for `n` answers: of `best_of` candidates (at least n) those with the likeliest
-    tokens on average; where best_of is above n nothing is sent until all are done. Exactly one of
-    `messages`, `prompt` and `prompt_token_ids` is given.
+    """One request for `n` answers. Of `best_of` candidates (at least n) it returns the n with the
+    likeliest tokens on average; if best_of exceeds n, nothing is sent until all are done. Exactly
+    one of `messages`, `prompt` and `prompt_token_ids` is given.
 
     `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a
     list of text parts). `salt` isolates reuse of KV blocks: only requests with equal salts share
-    any. `priority`: smaller is sooner. `reference`: a text that the answer may share passages with;
-    shared passages are faster, and no answer changes. `prefix`: the beginning of the answer, which
-    the generation goes on with. `grammar`: the form of the answer, after a thinking block where the
-    model begins with one. `tool_choice`: the name of the tool that must be called, "*" for any,
-    empty for none or any; at most `calls_max` calls, 0 is no bound.
+    any. `priority`: smaller is sooner. `reference`: a text with which the answer may share
+    passages; shared passages are faster, and no answer changes. `prefix`: the beginning of the
+    answer, which the generation continues. `grammar`: the grammar of the answer, after a thinking
+    block if the model begins with one. `tool_choice`: the name of the tool that must be called, "*"
+    for any, empty for an optional call; at most `calls_max` calls, 0 is unbounded.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -172,7 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class CallPart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a call of a tool: the name of the call with this `index` in the answer, or more of
+    """A part of a tool call: the name of the call with this `index` in the answer, or a piece of
     its arguments, which are a JSON object."""
 
     index: int
@@ -181,7 +181,7 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its log probability. `text` holds U+FFFD where a token is part of a character;
+    """One token with its log probability. `text` has U+FFFD if the token is part of a character;
     `raw` is exact."""
 
     token_id: int
@@ -192,12 +192,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="output"):
-    """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the
-    choice's last piece, and `usage`, of all choices, on the last piece of all. Of an answer to
-    `messages`, what the model thinks and the tools that it calls are no part of the text. With log
-    probabilities: `stop_token` is the token that ended the choice and is no part of its text;
-    `prompt_logprobs`, on the first piece, are the prompt's tokens; the first, which nothing predicts,
-    has 0."""
+    """A piece of one choice: final text and its tokens.
+
+    `finish_reason` is on the choice's last piece; `usage`, of all choices, on the very last piece.
+    In an answer to `messages`, thinking and tool calls are not part of the text. With log
+    probabilities: `stop_token` is the token that ended the choice, which its text lacks;
+    `prompt_logprobs`, on the first piece, are the prompt's tokens; the first, which nothing
+    predicts, has 0.
+    """
 
     index: int = 0
     text: str = ""
@@ -213,8 +215,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of tokens over all choices. `cached_tokens`: prompt tokens with reused KV, counted
-    once. `drafted_tokens`, `accepted_tokens`: guesses, and those that were right, by their source
-    (text, reference, model). `reasoning_tokens`: those of thinking blocks."""
+    once. `drafted_tokens`, `accepted_tokens`: drafted and accepted tokens by source (text,
+    reference, model). `reasoning_tokens`: the tokens of thinking blocks."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -225,7 +227,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def together(usages: Iterable[EngineUsage]) -> EngineUsage:
-    """The sum of each count, of one usage at least."""
+    """The sum of each count over at least one usage."""
     total: dict[str, Any] = {}
     for name, count in itertools.chain.from_iterable(msgspec.structs.asdict(usage).items() for usage in usages):
         if isinstance(count, int):
@@ -237,9 +239,9 @@ def together(usages: Iterable[EngineUsage]) -> EngineUsage:
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The loaded model. `context_tokens` is prompt and answer together; sizes in bytes.
-    `may_think`: answers can begin with a thinking block. `is_batch_invariant`: logits do not depend
-    on what else is in the batch and what of a prompt was cached, not even in their last bits."""
+    """The loaded model. `context_tokens` is prompt and answer together; sizes are in bytes.
+    `may_think`: answers can begin with a thinking block. `is_batch_invariant`: logits, to their
+    last bit, do not depend on the rest of the batch or on the cached part of a prompt."""
 
     name: str
     architecture: str
@@ -258,9 +260,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state as last pushed by its worker, for a router's decisions.
 
-    Fields that end in `_total` count since the engine's start: prompt tokens that were computed or
-    reused (`cached_`), answer tokens, preemptions, and drafted tokens with those of them that the
-    model accepted, by their source (text, reference, model; see `speculation`).
+    Fields that end in `_total` count since the engine's start: computed and reused (`cached_`)
+    prompt tokens, answer tokens, preemptions, and drafted and accepted tokens by source (text,
+    reference, model; see `speculation`).
     """
 
     is_ready: bool = False
@@ -288,13 +290,16 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks that running sequences hold, 0..1."""
+        """The share of KV blocks that running sequences hold, 0..1."""
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
     def predicted_ttft_ms(self, prompt_tokens: int) -> float | None:
-        """Milliseconds until a prompt of `prompt_tokens` would get its first token: the time to
-        read the prompts before it and itself and, where every place is taken, until as many
-        sequences have ended as wait before it. None while nothing is measured."""
+        """The milliseconds until a prompt of `prompt_tokens` would get its first token; None before
+        a measurement.
+
+        It is the time to read the prompts before it and itself and, unless a place is free, until
+        as many sequences have ended as wait before it.
+        """
         if not self.is_ready or self.prefill_tokens_per_s <= 0:
             return None
         ahead = self.waiting_prefill_tokens + prompt_tokens
@@ -307,21 +312,24 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
-    """The reason for the end of an engine's process, kept in a file beside its socket (`ended_path`).
-    The process writes it if it can't load or gives up; the supervisor, if the process was killed.
-    The next process removes it. `is_final`: starting again would not help."""
+    """The reason for the end of an engine's process, kept in a file beside its socket
+    (`ended_path`).
+
+    The process writes it if it cannot load or gives up; the supervisor, if the process was killed.
+    The next process removes it. `is_final`: a restart would not help.
+    """
 
     why: str
     is_final: bool = False
 
 
 def ended_path(socket_path: str | Path) -> Path:
-    """The path of the JSON file with the `EngineEnded` of that socket's engine."""
+    """The path of the JSON file with the `EngineEnded` of the engine at that socket."""
     return Path(f"{socket_path}.ended")
 
 
 def write_ended(socket_path: str | Path, ended: EngineEnded) -> None:
-    """Write the reason of an end; the last one counts. Where it can't be written it is logged."""
+    """Write the reason of an end, which replaces an earlier one. A failed write is logged."""
     try:
         ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
     except OSError as error:
@@ -341,8 +349,8 @@ def read_ended(socket_path: str | Path) -> EngineEnded | None:
 
 class TokenizeCall(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
     """Asks for the tokens of a prompt, or of a conversation in the model's template. `has_special`:
-    with the tokens that the model puts around a text. `opens_answer`: a conversation up to where the
-    assistant begins. `wants_texts`: with the vocabulary's spelling of each token."""
+    with the tokens that the model puts around a text. `opens_answer`: with the opening of the
+    assistant's turn. `wants_texts`: with the vocabulary's spelling of each token."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -359,7 +367,7 @@ class TokenIds(msgspec.Struct, frozen=True, tag="token_ids", omit_defaults=True)
 
 
 class DetokenizeCall(msgspec.Struct, frozen=True, tag="detokenize"):
-    """Asks for the text of these tokens, special ones included."""
+    """Asks for the text of `token_ids`, special ones included."""
 
     token_ids: list[int]
 
@@ -371,7 +379,7 @@ class TokensText(msgspec.Struct, frozen=True, tag="tokens_text"):
 
 
 class EngineState(msgspec.Struct, frozen=True, tag="state"):
-    """The worker's state, as it tells it whenever the load changes (a few times a second)."""
+    """The worker's state, which it sends whenever the load changes (a few times a second)."""
 
     load: EngineLoad
     info: ModelInfo | None = None

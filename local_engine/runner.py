@@ -1,8 +1,7 @@
 """ModelRunner: scheduled chunks in, logits out.
 
-Owns the weights and the pools of KV, and chooses once what runs the steps (executors/). Knows
-nothing of queues, sampling or text. Invariant: it reads a sequence (tokens, blocks) and never
-changes it.
+Owns the weights and the pools of KV, and chooses once the executor of the steps (executors/). Knows
+no queues, sampling or text. Invariant: it reads a sequence (tokens, blocks) and never changes it.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class ModelRunner:
     """A loaded model with room for `kv.blocks` blocks of KV. `context_tokens` is the part of the
     model's context that fits.
 
-    A model that drafts (`is_draft`) gets its pool with the one it drafts for (`draft`): blocks of
-    the same ids, from the same memory.
+    A draft model (`is_draft`) gets its pool with its main model's (`draft`): blocks of the same
+    ids, from the same memory.
     """
 
     def __init__(
@@ -101,11 +100,11 @@ class ModelRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether `run` returns before its device has done the work."""
+        """Whether `run` returns before its device has finished."""
         return self.device.type == "cuda"
 
     def _read(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Every weight into its place. Raises ModelError with the file and the tensor."""
+        """Read every weight into its place. Raises ModelError with the file and the tensor."""
         names = checkpoint.names()
         try:
             self.decoder.expect(names)
@@ -120,12 +119,12 @@ class ModelRunner:
 
     def run(self, chunks: Many[TokenChunk], before: StepInFlight | None = None) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the
-        order of the chunks, valid until the next call. Tokens that are not known yet are taken from
-        the draws of the step `before`, on the device."""
+        order of the chunks, valid until the next call. Unknown tokens are taken on the device from
+        the draws of the step `before`."""
         return self.executor.run(chunks, before)
 
     def _open_executor(self, config: EngineConfig, blocks: int) -> None:
-        """Finish the weights, make the pools of KV, and choose what runs the steps."""
+        """Finish the weights, allocate the pools of KV, and choose the executor of the steps."""
         self.context_tokens = min(self.context_tokens, blocks * config.block_tokens)
         with torch.inference_mode():
             self.decoder.finish(self.context_tokens)
@@ -148,8 +147,7 @@ class ModelRunner:
         return TorchExecutor(self.decoder, blocks=blocks, block_tokens=size)
 
     def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:
-        """The number of blocks that fit in memory, with those of the draft model beside them.
-        Raises ModelError."""
+        """The number of blocks that fit in memory, including the draft model's. Raises ModelError."""
         block_bytes = sum(
             block_size_bytes(one.decoder.config, config.block_tokens, one.dtype, one.device)
             for one in (self, draft)
@@ -168,8 +166,8 @@ class ModelRunner:
         return blocks
 
     def _activation_bytes(self, config: EngineConfig) -> int:
-        """The largest size of one step's intermediate tensors: the widest of them, logits, and a
-        layer's gathered KV."""
+        """The largest size of one step's intermediate tensors in bytes: the widest activations,
+        logits, and a layer's gathered KV."""
         model = self.decoder.config
         rows = config.step_tokens_max or default_step_tokens(self.device)
         wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.attention.qkv_rows[0]
@@ -178,7 +176,7 @@ class ModelRunner:
 
 
 def _verify_kernels(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ModelError where a kernel broke the device."""
+    """Verify the GPU kernels. Raises ModelError if a kernel broke the device."""
     if not has_triton():
         _log.error("Triton is not installed: torch does the kernels' work on %s, several times slower", device)
     elif any(supports(device, part) for part in PARTS):
@@ -188,8 +186,8 @@ def _verify_kernels(model: ModelConfig, block_tokens: int, dtype: torch.dtype, d
 
 
 def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
-    """The bits that matrices are quantised to while they are read. Raises ModelError where no
-    kernel supports that."""
+    """The bits to which matrices are quantised while they are read, or None. Raises ModelError if
+    no kernel supports that."""
     if config.weights == "fp8" and not scaled.multiplies_fp8(runner.device):
         raise ModelError(f"weights=fp8 needs a GPU with 8-bit floats (Ada, Hopper or later), not {runner.device}")
     if config.weights in ("auto", "fp8"):
@@ -203,8 +201,8 @@ def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
 
 
 def default_step_tokens(device: torch.device) -> int:
-    """Tokens of one step: enough to keep the device busy, few enough that running answers come
-    evenly."""
+    """The default tokens of one step: enough to keep the device busy, few enough that running
+    answers arrive evenly."""
     return 256 if device.type == "cpu" else 4096
 
 

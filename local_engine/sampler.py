@@ -2,15 +2,15 @@
 
 Knows sequences' parameters and counts, no text. All rows of a step are sampled together. A random
 row is a race: each token arrives after an exponentially distributed time divided by its
-probability, and the first one wins (the Gumbel-max trick; arXiv:1611.00712). The times' noise is a
-function of the sequence's seed, the position and the token (`noise`): so a seeded sequence draws
-the same whatever runs beside it (its logits can still differ in the last bits with the batch's
-shape). A draft is verified by drawing at each of its places as if it were not there: as long as
-what is drawn is what was drafted, the next row's logits are the right ones. A draft model draws
-with the same noise, so the two agree wherever their distributions do, with at least (1 - d) / (1 +
-d) at a total variation of d (arXiv:2408.07978; a random draft accepted or rejected by a coin, as in
-arXiv:2211.17192, reaches 1 - d, but then a seed's answer depends on what was drafted). Order of the
-filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
+probability, and the first token wins (the Gumbel-max trick; arXiv:1611.00712). The times' noise is
+a function of the sequence's seed, the position and the token (`noise`): so a seeded sequence draws
+the same in any batch (its logits can still differ in the last bits with the batch's shape). A draft
+is verified by drawing at each of its places as without a draft: while the drawn token equals the
+drafted one, the next row's logits are the right ones. A draft model draws with the same noise, so
+the two agree wherever their distributions do, with at least (1 - d) / (1 + d) at a total variation
+of d (arXiv:2408.07978; accepting a random draft by chance, as in arXiv:2211.17192, reaches 1 - d,
+but then a seed's answer depends on the draft). Order of the filters: temperature, top-k, top-p,
+min-p, as in Hugging Face's generate.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ TEMPERATURE_MIN = 1e-6  # colder is greedy anyway, and would pass what a float c
 
 
 class Drawn(Protocol):
-    """The token drawn at each place, perhaps still on its way from the device."""
+    """The token drawn at each place, perhaps still in flight from the device."""
 
     @property
     def ids(self) -> torch.Tensor:
         """int64 [places], on the device: for the next step to read without waiting."""
 
     def read(self) -> list[Sampled]:
-        """Wait for it."""
+        """Wait for the drawn tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDrawn:
-    """Tokens that the host has drawn; nothing is left to wait for."""
+    """Tokens that the host has drawn; `read` does not wait."""
 
     sampled: list[Sampled]
     device: torch.device
@@ -79,8 +79,8 @@ def sample(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None
 
 @torch.inference_mode()
 def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) -> list[int | None]:
-    """The ids that `sample` would give, without log probabilities; None for a row whose logits are
-    not finite."""
+    """The ids that `sample` would give, without log probabilities; None for a row with logits that
+    are not finite."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
     ids: dict[int, int] = dict(enumerate(best_ids.tolist()))
@@ -110,14 +110,14 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
 
 
 def held_rows(places: Many[Place]) -> dict[int, int]:
-    """The rows that have a grammar, each with the place of its mask."""
+    """The rows with a grammar, each with the index of its mask."""
     held = (row for row, place in enumerate(places) if place.sequence.grammar is not None)
     return {row: at for at, row in enumerate(held)}
 
 
 def ban(logits: torch.Tensor, held: list[tuple[int, int]], masks: Masks, total: torch.Tensor | None = None) -> None:
-    """Leave the tokens that grammars allow, in place of float32 logits, and in `total` [rows, 1] the
-    log sums of exponentials of those rows; `held`: rows, and the places of their masks."""
+    """Ban, in place, the tokens that grammars forbid: in float32 logits, and in `total` [rows, 1],
+    the log sums of exponentials of those rows. `held`: rows, and the indexes of their masks."""
     rows, at = torch.tensor(held, dtype=torch.int64).view(-1, 2).T.contiguous()
     bits, size = torch.from_numpy(masks())[at], logits.shape[-1]
     if (native := native_for(logits.device, logits.dtype)) is not None:
@@ -135,7 +135,7 @@ Edits = list[tuple[int, Mapping[int, float]]]  # rows, and what is done to the l
 
 
 def change_logits(logits: torch.Tensor, places: Many[Place]) -> None:
-    """Penalties, bias and the ban on stopping too early, in place on float32 [places,
+    """Apply penalties, bias and the ban on stopping too early, in place on float32 [places,
     vocabulary]."""
     factors: Edits = []
     additions: Edits = []
@@ -197,8 +197,7 @@ class _Rows:
 
 
 def _first(rows: _Rows, width: int) -> list[int]:
-    """The winner of each row among the `width` likeliest; -1 where the filters let in more than
-    those."""
+    """The winner of each row among the `width` likeliest; -1 if the filters admit more tokens."""
     device, vocabulary = rows.logits.device, rows.logits.shape[-1]
     values, tokens = rows.logits.topk(width, -1)
     probabilities = (values - rows.total).exp()
@@ -233,9 +232,9 @@ def _let_tail_win(
     tokens: torch.Tensor,
     winners: torch.Tensor,
 ) -> None:
-    """Where nothing is filtered, the tokens beside the likeliest `tokens` race as one, by their
-    common share. Where that one is first, one of its tokens is drawn in proportion, into
-    `winners`. The minimum of many exponential times is one exponential time of the summed rate."""
+    """In unfiltered rows, let the tokens outside the likeliest `tokens` race as one, by their
+    common share. If that one is first, draw one of its tokens in proportion, into `winners`. The
+    minimum of many exponential times is one exponential time of the summed rate."""
     tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
     nobody = torch.full_like(rows.keys, -1)
     for row in (noise(rows.keys, nobody) / tail < times).nonzero()[:, 0].tolist():
@@ -249,8 +248,8 @@ def _let_tail_win(
 
 @torch.inference_mode()
 def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[Sampled]:
-    """Log probabilities of these tokens, and of each row's likeliest, from the logits [len(ids),
-    vocabulary] as the model gave them."""
+    """The log probabilities of `ids`, and of each row's likeliest tokens, from the model's own
+    logits [len(ids), vocabulary]."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids, device=logits.device)].tolist()
     tops = [_likeliest(row, count) for row, count in zip(logprobs, counts, strict=True)]
@@ -258,8 +257,8 @@ def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[
 
 
 def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens. Equal ones come by ascending id, as in greedy decoding:
-    logits in 16 bits are often equal."""
+    """The `count` likeliest tokens. Equal ones come by ascending id, as in greedy decoding: 16-bit
+    logits are often equal."""
     if not count:
         return ()
     ids = (logprobs >= logprobs.topk(min(count, len(logprobs))).values[-1]).nonzero()[:, 0]

@@ -1,22 +1,22 @@
-"""Which tokens the next step computes, under a token budget and a finite pool of blocks.
+"""Chooses the tokens that the next step computes, under a token budget and a finite pool of blocks.
 
-Knows no model. Priority by priority decodes go first, one token each and what was drafted after it;
-then prefills continue, in chunks; then waiting sequences are admitted in order while the pool has
-room for their whole prompt and for what the answers that run are expected to grow. When a sequence
-needs a block and there is none, the last in order of those that come after it and have no part in
-this step yet loses its blocks and waits again: it will be recomputed, mostly from blocks that are
-still cached. A sequence also loses its blocks where one of a better priority waits for its place.
+Knows no model. Within a priority, decodes go first, one token each with its draft; then prefills
+continue, in chunks; then waiting sequences are admitted in order while the pool has room for their
+whole prompt and for the expected growth of running answers. If a sequence needs a block and none is
+available, the last sequence in order that comes after it and is not yet part of this step loses its
+blocks and waits again: it is recomputed, mostly from blocks that are still cached. A sequence also
+loses its blocks if a sequence of a better priority waits for its place.
 
 The order: priority; then fair turns between cache salts, by start-time fair queueing (Goyal et al.,
-SIGCOMM 1996): a sequence's turn begins where its salt's last one ended or where the queue stands
-now, whichever is later, and lasts as long as its tokens. So a salt with many sequences waits for
-itself, and one that comes back gets no credit for its absence.
+SIGCOMM 1996): a sequence's turn begins at the end of its salt's last turn or at the queue's present
+time, whichever is later, and lasts as long as its tokens. So a salt with many sequences waits for
+itself, and a returning salt gets no credit for its absence.
 
 Invariants: a sequence is waiting or running, never both; the blocks of a chunk exist before the
 chunk is scheduled; a full block is registered when the chunk that fills it is scheduled, because
 within a step every layer writes all of its KV before it reads any (so sequences of one step share,
-too); a drafted token's block is never registered, and that of a token under way not before it is
-known.
+too); a drafted token's block is never registered, and the block of a token in flight only once that
+token is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from local_engine.speculation.speculator import Draft, DraftRequest, Speculator
 
 
 class Scheduler:
-    """The queue, the running set and the rule between them."""
+    """The queue, the running set and the policy that moves sequences between them."""
 
     def __init__(
         self, pool: BlockPool, *, step_tokens_max: int, sequences_max: int, speculator: Speculator | None = None
@@ -56,21 +56,23 @@ class Scheduler:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that wait to be computed, over waiting and running sequences; prefix hits
-        not deducted."""
+        """The uncomputed prompt tokens of waiting and running sequences; prefix hits are not
+        deducted."""
         return sum(s.pending for s in self.waiting) + sum(s.pending for s in self.running if s.pending > 1)
 
     def check_queue(self, priority: int, cache_salt: bytes, queue_max: int) -> None:
-        """Raises Overloaded where another sequence of that salt and priority may not wait:
-        `queue_max` wait, or as many of its own as four times the places that are left, so that a
-        busy salt leaves room for others (dynamic thresholds; Choudhury and Hahne, IEEE/ACM
-        Transactions on Networking 6, 1998)."""
+        """Raise Overloaded if no further sequence of that salt and priority may wait.
+
+        That is so if `queue_max` wait, or if as many of its own wait as four times the remaining
+        places, so that a busy salt leaves room for others (dynamic thresholds; Choudhury and Hahne,
+        IEEE/ACM Transactions on Networking 6, 1998).
+        """
         own = sum(s.priority == priority and s.cache_salt == cache_salt for s in self.waiting)
         if own >= 4 * (queue_max - len(self.waiting)):
             raise Overloaded(f"{len(self.waiting)} requests wait already, {own} of them of the same partition")
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it in order. A preempted one keeps its turn."""
+        """Queue a sequence in order. A preempted sequence keeps its turn."""
         if sequence.turn < 0.0:
             flow = (sequence.priority, sequence.cache_salt)
             sequence.turn = max(self._now, self._turn_ends.get(flow, 0.0))
@@ -80,7 +82,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take it out, wherever it is, and give its blocks back."""
+        """Remove a sequence from the queue or the running set, and free its blocks."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
@@ -93,15 +95,15 @@ class Scheduler:
             self._now, self._turn_ends = 0.0, {}
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back into the queue, at its old place, without its blocks."""
+        """Put a running sequence back into the queue, at its old place, and free its blocks."""
         self.running.remove(sequence)
         self._release(sequence)
         self.preemptions += 1
         self.add(sequence)
 
     def schedule(self) -> list[TokenChunk]:
-        """The chunks of the next step, in order of priority and decodes first; empty when there is
-        no work."""
+        """The chunks of the next step, in order of priority and decodes first; empty if all are
+        idle."""
         chunks: list[TokenChunk] = []
         budget, has_preempted = self.step_tokens_max, False
         # a sequence that loses its place in this step is none
@@ -131,8 +133,8 @@ class Scheduler:
         return chunks
 
     def check_integrity(self, live: Collection[int]) -> None:
-        """Raises AssertionError where an invariant of the pool, the queue or the sequences `live`,
-        by their ids, is broken."""
+        """Check the invariants of the pool, the queue and the sequences with the ids `live`. Raises
+        AssertionError."""
         size = self.pool.block_tokens
         self.pool.check_integrity([sequence.blocks for sequence in self.running])
         queued = self.waiting + self.running
@@ -151,9 +153,9 @@ class Scheduler:
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
     def _newcomer(self, candidates: set[int], ready: list[Sequence], has_preempted: bool) -> Sequence | None:
-        """The first sequence that waits, where it may be admitted now. A better priority than that
-        of all `ready` ones goes before them. Any other waits until they are scheduled, and for a
-        step without a preemption: nothing is admitted to blocks that were just taken away."""
+        """The first waiting sequence, if it may be admitted now. With a better priority than all
+        `ready` sequences it goes before them. Otherwise it waits until they are scheduled, and for
+        a step without a preemption, so that it does not get blocks that were just taken away."""
         head = self.waiting[0] if self.waiting else None
         if head is None or id(head) not in candidates:
             return None
@@ -161,8 +163,8 @@ class Scheduler:
         return head if is_next else None
 
     def _place_for(self, sequence: Sequence) -> list[int] | None:
-        """The blocks it could reuse, if it may run beside those that do: there is room for all of
-        its tokens, and for what runs to grow."""
+        """The blocks that the sequence could reuse, or None unless the pool has room for all of its
+        tokens and for the growth of the running sequences."""
         pool = self.pool
         size = pool.block_tokens
         if len(self.running) >= self.sequences_max:
@@ -179,7 +181,8 @@ class Scheduler:
         return reused
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move the first that waits to the running set, if there is a place for it."""
+        """Move the first waiting sequence to the running set; returns False if there is no place
+        for it."""
         reused = self._place_for(sequence)
         if reused is None:
             return False
@@ -196,8 +199,8 @@ class Scheduler:
         return True
 
     def _growth(self) -> int:
-        """Blocks that running sequences are expected to need yet: their prompts' rest, and answers
-        as long as answers have been of late, or a block each where they are longer already."""
+        """The blocks that running sequences are expected to need: for the rest of their prompts,
+        and for answers of the recent length, or a block for each answer that is already longer."""
         size = self.pool.block_tokens
         blocks = 0
         for sequence in self.running:
@@ -207,8 +210,7 @@ class Scheduler:
         return blocks
 
     def _drafts(self, decoding: list[Sequence]) -> dict[int, Draft]:
-        """The drafts to verify with the decodes of a step, as far as their answers' limits leave
-        room for them."""
+        """The drafts to verify with a step's decodes, within their answers' limits."""
         if self._speculator is None:
             return {}
         requests = [
@@ -226,8 +228,8 @@ class Scheduler:
         return self._speculator.plan(len(decoding), requests) if requests else {}
 
     def _make_room(self, sequence: Sequence, draft: Draft | None, budget: int) -> Draft | None:
-        """The beginning of the draft that the budget and free blocks leave room for: a guess must
-        cost no sequence a block."""
+        """The beginning of the draft that fits the budget and free blocks: drafts must not evict a
+        block."""
         if draft is None:
             return None
         size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
@@ -241,8 +243,8 @@ class Scheduler:
         return draft
 
     def _find_room(self, sequence: Sequence, count: int, *others: list[Sequence]) -> bool:
-        """Allocate the blocks for `count` more tokens. Where blocks are short, sequences of
-        `others` that come later in order lose theirs."""
+        """Allocate blocks for `count` more tokens; returns False without room. If blocks are short,
+        sequences of `others` that come later in order are preempted."""
         wanted = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
         while wanted > self.pool.available:
             if not self._make_way(sequence.order, *others):
@@ -251,7 +253,7 @@ class Scheduler:
         return True
 
     def _make_way(self, order: tuple[float, ...], *others: list[Sequence]) -> bool:
-        """Preempt the last of `others`, if it comes after `order`."""
+        """Preempt the last of `others`, if it comes after `order`; returns whether it did."""
         victim = max((s for queue in others for s in queue if s.order > order), key=lambda s: s.order, default=None)
         if victim is None:
             return False

@@ -1,8 +1,7 @@
 """A Sequence: one answer being generated, from its submission to its last token.
 
-Knows no scheduler and no model. Invariant: `tokens[:computed]` is exactly what the KV of `blocks`
-holds once the steps that are under way have ended; a running sequence has at least one token that
-is not computed yet.
+Knows no scheduler and no model. Invariant: once the steps in flight have ended, `blocks` hold the
+KV of exactly `tokens[:computed]`; a running sequence has at least one uncomputed token.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Counts of tokens, of one answer or of all since the start; `drafted` and `accepted` guesses by
-    their source."""
+    """Counts of tokens, of one answer or since the start; `drafted` and `accepted` tokens by
+    source."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -42,20 +41,19 @@ class TokenCounts:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one generation; owned by the engine, changed by its scheduler and its
+    """The mutable state of one generation; owned by the engine, changed by its scheduler and its
     postprocessing.
 
-    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were
-    needed. The first `registered` of its blocks can be found by others. `computed` counts tokens
-    with KV in `blocks`. `in_flight` (0 or 1) counts the token that a step under way will give: it
-    comes after `tokens` and is not known yet, and the next step may compute it all the same.
-    `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer
-    tokens and is kept only where a penalty needs it. `turn` is its place in the fair order of its
-    priority, see the scheduler. `speculation` is None where drafts are not allowed;
-    `draft_computed` counts tokens with the draft model's KV in `blocks`. `prompt_logprobs` are those of the prompt's tokens, as far as
-    they are known, where the parameters have them: at least the first, which nothing predicts.
-    `grammar` is how far the answer is in its grammar, `reader` what finds calls and thinking in
-    its text.
+    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, computed on demand.
+    The first `registered` of its blocks can be found by other sequences. `computed` counts tokens
+    with KV in `blocks`. `in_flight` (0 or 1) counts the token that a step in flight will give: it
+    comes after `tokens` and is not known yet, although the next step may compute it.
+    `cached_tokens` counts the prompt tokens reused at first admission. `counts` counts answer
+    tokens, only if a penalty needs it. `turn` is its place in the fair order of its priority, see
+    the scheduler. `speculation` is None if drafts are not allowed; `draft_computed` counts tokens
+    with the draft model's KV in `blocks`. `prompt_logprobs` are the known log probabilities of the
+    prompt's tokens, if requested: at least the first token's, which nothing predicts. `grammar` is
+    the answer's state in its grammar; `reader` finds calls and thinking in its text.
     """
 
     id: int
@@ -96,7 +94,7 @@ class Sequence:
 
     @property
     def pending_draft(self) -> int:
-        """The number of tokens that the draft model has yet to compute."""
+        """The number of tokens that the draft model has not computed yet."""
         return len(self.tokens) - self.draft_computed
 
     @property
@@ -106,12 +104,12 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of the prompt are still to be computed."""
+        """Whether log probabilities of the prompt remain to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens
 
     def add(self, token_id: int, logprob: TokenLogprob | None) -> Output:
-        """Add the answer's next token; returns what it made final, with the reason where the answer
-        ends with it. Raises InvalidRequest where its grammar cannot go on."""
+        """Add the answer's next token; returns the text that it made final, with the finish reason
+        if the answer ends. Raises InvalidRequest if its grammar cannot continue."""
         self.tokens.append(token_id)
         if self.grammar is not None:
             self.grammar.take(token_id)
@@ -132,8 +130,8 @@ class Sequence:
         )
 
     def forced(self) -> tuple[int, ...]:
-        """The next tokens, as far as the grammar leaves only one. Empty where log probabilities are
-        wanted, which take a row of logits each."""
+        """The next tokens while the grammar allows only one. Empty if log probabilities are
+        requested, which need a row of logits each."""
         return () if self.grammar is None or self.params.logprobs is not None else self.grammar.forced()
 
     def _output_of(self, token_id: int, logprob: TokenLogprob | None, *, is_framed: bool = False) -> Output:
@@ -158,7 +156,7 @@ class Sequence:
 
     @property
     def usage(self) -> EngineUsage:
-        """The counts of tokens of the sequence."""
+        """The sequence's counts of tokens."""
         return EngineUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.answer_tokens,
@@ -176,10 +174,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the
-    last of them are `draft`, guesses of a `kind` at the next tokens. `wanted`: how many guesses
-    there is room for that the draft model is yet to make. `logit_rows`: how many of the last tokens
-    need logits."""
+    """Tokens `start .. start + count` (half open) of a sequence, to compute in this step. The last
+    of them are `draft`, drafted by `kind`. `wanted`: how many tokens the draft model may still add.
+    `logit_rows`: how many of the last tokens need logits."""
 
     sequence: Sequence
     start: int
@@ -200,12 +197,12 @@ class TokenChunk:
 
     @property
     def tokens(self) -> list[int]:
-        """The chunk's token ids; 0 stands for the token that a step under way will give."""
+        """The chunk's token ids; 0 stands for the token that a step in flight will give."""
         known = self.sequence.tokens[self.start : self.end - len(self.draft)]
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
     def with_draft(self, draft: tuple[int, ...]) -> TokenChunk:
-        """A copy with the draft model's guesses, as far as the grammar allows them."""
+        """A copy with the draft model's tokens, up to the first that the grammar forbids."""
         draft = self.sequence.grammar.part(draft) if self.sequence.grammar is not None else draft
         count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
         return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)
@@ -213,8 +210,8 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it,
-    were its draft right."""
+    """A row of logits to draw from: for the sequence's next token, or for the token `ahead` places
+    later if its draft is right."""
 
     sequence: Sequence
     ahead: int = 0
@@ -236,16 +233,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sequence's next token; with log probabilities under the model's own distribution its
-    `logprob`, and `top`, the likeliest tokens with theirs. `token_id` is None when the logits were
-    not finite."""
+    """One sequence's next token. If log probabilities were requested, `logprob` is the token's
+    under the model's own distribution, and `top` has the likeliest tokens with theirs. `token_id`
+    is None if the logits were not finite."""
 
     token_id: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
     def token_logprob(self, tokenizer: Tokenizer) -> TokenLogprob | None:
-        """The log probabilities with their tokens' text; None if none were asked for."""
+        """The log probabilities with their tokens' text; None if none were requested."""
         if self.token_id is None or self.logprob is None:
             return None
         top = tuple(tokenizer.token_logprob(*pair) for pair in self.top)

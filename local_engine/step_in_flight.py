@@ -1,4 +1,4 @@
-"""StepInFlight: one step from its launch until the tokens it drew have come back.
+"""StepInFlight: one step from its launch until its drawn tokens have arrived.
 
 An asynchronous device gets the next step before the host has seen the tokens of this one. Knows
 chunks, logits and places; no queues and no answers. Invariant: draws depend on the sequences as
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """`chunks` and the draws after each: `counts` places of `drawn`, which may still be under way.
-    `began`: when its step began to be scheduled."""
+    """One launched step. `chunks` and the draws after each: `counts` places of `drawn`, which may
+    still be in flight. `began`: when the scheduling of the step began."""
 
     chunks: Many[TokenChunk]
     counts: Many[int]
@@ -37,21 +37,20 @@ class StepInFlight:
 
     @property
     def decides_next(self) -> bool:
-        """Whether the next step can't be scheduled before this one has landed: how far a draft goes
-        decides where the next token stands, penalties count every token, and a grammar reads
-        it."""
+        """Whether this step must land before the next can be scheduled: an accepted draft decides
+        where the next token stands, penalties count every token, and a grammar reads it."""
         drawn = [chunk.sequence for chunk, count in self._counted() if count]
         return any(one.has_penalties or one.grammar is not None for one in drawn) or any(c.draft for c in self.chunks)
 
     def places(self) -> dict[int, int]:
-        """The index of each sequence's next token in `drawn`, by the sequence's id."""
+        """The index in `drawn` of each sequence's next token, by the sequence's id."""
         starts = itertools.accumulate(self.counts, initial=0)
         return {
             chunk.sequence.id: start for (chunk, count), start in zip(self._counted(), starts, strict=False) if count
         }
 
     def land(self) -> list[list[Sampled]]:
-        """The tokens drawn after each chunk; waits for them."""
+        """Wait for the tokens drawn after each chunk."""
         drawn = iter(self.drawn.read())
         return [[next(drawn) for _ in range(count)] for count in self.counts]
 
@@ -60,7 +59,7 @@ class StepInFlight:
 
 
 def held(chunks: Many[TokenChunk]) -> list[tuple[GrammarState, tuple[int, ...]]]:
-    """The places of a step that have a grammar, in the order of `draw`."""
+    """The grammar and the draft of each chunk with a grammar, in the order of `draw`."""
     return [
         (chunk.sequence.grammar, chunk.draft)
         for chunk in chunks
@@ -71,8 +70,8 @@ def held(chunks: Many[TokenChunk]) -> list[tuple[GrammarState, tuple[int, ...]]]
 def draw(
     chunks: Many[TokenChunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment, masks: Masks | None = None
 ) -> StepInFlight:
-    """Draw for each chunk at its places: after its last token and after each of its draft. Prompts'
-    log probabilities are kept where the parameters have them."""
+    """Draw for each chunk at its places: after its last token and after each token of its draft.
+    Requested log probabilities of prompts are kept."""
     places: list[Place] = []
     rows: list[int] = []
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""Work on what others wrote (templates, schemas), in processes of their own, with bounds.
+"""Runs untrusted templates and schemas in separate, bounded processes.
 
 Imports nothing of the package. Read `process` first; the other files are the processes' programs.
 """

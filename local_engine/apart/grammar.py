@@ -1,7 +1,7 @@
-"""The program that tries a grammar: a schema or an expression came with a request.
+"""The program that checks a request's grammar: a schema or an expression.
 
 `process` runs it. It answers with the library's own grammar, which then compiles within about the
-same time and stack. Knows no tokenizer: a vocabulary of single bytes shows what compiling costs.
+same time and stack. Knows no tokenizer: a vocabulary of single bytes shows the cost of compiling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORMAT = re.compile(r"Unknown format: (.*)")
 
 def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
     """A function that compiles a grammar, given by `kind` and `text`. It raises ValueError for a
-    grammar that the engine cannot hold."""
+    grammar that the engine cannot enforce."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -101,7 +101,7 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the bytes, as the library takes it."""
+    """A tokenizer with the library's interface, whose tokens are the bytes."""
 
     tokens = (*(bytes([byte]) for byte in range(256)), b"")
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
@@ -111,15 +111,15 @@ class _Bytes:
 
 
 def _named(name: str, grammar: str) -> dict[str, Any]:
-    """A grammar of the library's as a part of another one."""
+    """A grammar of the library as a part of another grammar."""
     if not grammar.startswith("{"):  # it may be Lark's notation
         return {"name": name, "lark_grammar": grammar}
     return {**json.loads(grammar)["grammars"][0], "name": name}
 
 
 def _calls(wanted: dict[str, Any], ids: dict[str, int]) -> dict[str, str]:
-    """The frame of a format around the calls of tools, as `text.calls` describes it; `ids` are the
-    marks that are tokens of their own."""
+    """The frame of a format around tool calls, as `text.calls` describes it; `ids` are the marks
+    that are single tokens."""
     marks = re.compile("(" + "|".join(map(re.escape, ids)) + ")") if ids else None
 
     def spelled(text: str) -> str:
@@ -167,7 +167,7 @@ def _subschemas(schema: Any, pointer: str = "#") -> Iterator[tuple[str, dict[str
 
 
 def _check(schema: Any) -> None:
-    """Raises ValueError for what the library would accept and not hold."""
+    """Raise ValueError for a schema that the library would accept and not enforce."""
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema must be an object")
     for pointer, node in _subschemas(schema):
@@ -182,13 +182,13 @@ def _check(schema: Any) -> None:
 
 
 def _exact(digits: str) -> None:
-    """Raises ValueError for a number that a 64-bit float does not hold exactly."""
+    """Raise ValueError for a number that a 64-bit float cannot represent exactly."""
     if abs(float(digits)) > _EXACT_MAX:
         raise ValueError(f"the engine cannot hold the number {digits[:40]} exactly: it is over 2^53 - 1")
 
 
 def _check_repeats(*expressions: Any) -> None:
-    """Raises ValueError where numbers of times, multiplied as they are nested, make too long a text."""
+    """Raise ValueError if nested repeat counts multiply to too long a text."""
     for expression in expressions:
         around, times = [1], 1
         for part in reversed(list(_PARTS.finditer(expression if isinstance(expression, str) else ""))):
@@ -205,7 +205,7 @@ def _check_repeats(*expressions: Any) -> None:
 
 
 def _without_format(schema: Any, name: str) -> bool:
-    """Take this format out wherever it is; returns whether it was anywhere."""
+    """Remove this format everywhere; returns whether it occurred."""
     return [one.pop("format") for _, one in _subschemas(schema) if one.get("format") == name] != []
 
 

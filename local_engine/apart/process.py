@@ -1,9 +1,9 @@
-"""A program in a process of its own, with bounds on time, memory and stack.
+"""A program in a separate process, with bounds on time, memory and stack.
 
 Both ends of a pair of pipes: `Apart` starts this file as a process, which opens the program of that
-name in this folder and then answers values as they come. The kernel ends the process after seconds
-of CPU time. Knows no templates and no grammars. Invariants: this file and the programs import
-nothing of the package; whatever a program does, `ask` returns or raises.
+name in this folder and then answers each value. The kernel ends the process after seconds of CPU
+time. Knows no templates and no grammars. Invariants: this file and the programs import nothing of
+the package; whatever a program does, `ask` returns or raises.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class ProgramRefusal(Exception):
 
 
 class Apart:
-    """A program opened on `source`, and from the first use on its process. Safe to use from several
-    threads."""
+    """A program opened on `source`, and its process, which the first use starts. Thread-safe."""
 
     def __init__(self, program: str, source: Any = None) -> None:
         self._program = program
@@ -47,12 +46,13 @@ class Apart:
         self._finalizer: Any = None
 
     def start(self) -> None:
-        """Start the process, which takes a tenth of a second: else the first `ask` waits for it."""
+        """Start the process, which takes a tenth of a second; otherwise the first `ask` waits for
+        it."""
         with self._lock, contextlib.suppress(OSError):
             self._started()
 
     def ask(self, values: Mapping[str, Any]) -> str:
-        """The text that the program makes of JSON values. Raises ProgramRefusal."""
+        """Send JSON values to the program; returns its text. Raises ProgramRefusal."""
         with self._lock:
             try:
                 process = self._started()
@@ -72,7 +72,7 @@ class Apart:
         return str(reply["text"])
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The process: another one where it has ended. Raises OSError."""
+        """The running process, restarted if it has ended. Raises OSError."""
         if self._process is None or self._process.poll() is not None:
             if self._finalizer is not None:
                 self._finalizer()
@@ -87,7 +87,7 @@ class Apart:
 
 
 def _why_ended(status: int) -> str:
-    """The reason for which the process ended without a reply."""
+    """The reason why the process ended without a reply."""
     if status in (-signal.SIGPROF, -signal.SIGKILL):
         return f"it takes more than {_CPU_S:g} s"
     if status in (-signal.SIGSEGV, -signal.SIGABRT):
@@ -124,7 +124,7 @@ def _read(pipe: IO[bytes]) -> Any:
 
 
 def _serve(program: str) -> None:
-    """Answer what comes, until nothing does."""
+    """Answer each value from the pipe until its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the engine
     for kind, most in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),

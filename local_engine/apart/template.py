@@ -1,4 +1,4 @@
-"""The program that renders a chat template: a checkpoint's template came with the weights.
+"""The program that renders a checkpoint's chat template.
 
 `process` runs it. Jinja's sandbox keeps a template from files and attributes. Knows no messages and
 no tokens.
@@ -15,8 +15,8 @@ _CHARS_MAX = 1 << 24  # as many as the largest request has bytes
 
 
 def opened(source: str) -> Callable[[dict[str, Any]], str]:
-    """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few
-    functions more."""
+    """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, and a few
+    more functions."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -30,7 +30,7 @@ def opened(source: str) -> Callable[[dict[str, Any]], str]:
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
     class GenerationTag(jinja2.ext.Extension):
-        """{% generation %} marks a training target: here its content is rendered as it is."""
+        """{% generation %} marks a training target: here its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Models on disk, in each format that is read, as one shape: Checkpoint.
+"""Models on disk, in every supported format, behind one interface: Checkpoint.
 
 Imports `text`, `weights` and `config`; no model, no executor. Read `open` first.
 """

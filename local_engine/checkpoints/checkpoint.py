@@ -1,4 +1,4 @@
-"""A model on disk, as the engine reads it, whatever its format. Knows no format and no model."""
+"""The interface to a model on disk, in any format. Knows no format and no model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as
-    the file has it. It may lie in the mapping of `file`: it is valid until the next piece is read.
+    """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as in
+    the file.
+
+    It may lie in the mapping of `file`: it is valid until the next piece is read.
     """
 
     name: str
@@ -29,8 +31,7 @@ class WeightPiece:
 
 
 class Checkpoint(Protocol):
-    """A model on disk: at `path`, a file or a folder. `form` names the format of its weights in a
-    few words."""
+    """A model on disk at `path`, a file or a folder. `form` describes the format of its weights."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -38,15 +39,15 @@ class Checkpoint(Protocol):
     form: str
 
     def names(self) -> frozenset[str]:
-        """The names of the pieces that `weights` gives; reads no weights."""
+        """The names of the pieces that `weights` yields; reads no weights."""
 
     def weights(self) -> Iterator[WeightPiece]:
-        """Every piece once. Raises ModelError where the files are broken."""
+        """Every piece once. Raises ModelError if the files are broken."""
 
 
 def parts_of(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """The model's names for a checkpoint's tensor: several where it holds matrices that the model
-    has apart, or all experts of a layer."""
+    """The model's names for a checkpoint's tensor: several if it holds matrices that are separate
+    in the model, or all experts of a layer."""
     *path, module, kind = name.split(".")
     modules = _FUSED.get(module, (module,))
     if path[-1:] == ["experts"] and config.experts is not None:
@@ -55,7 +56,7 @@ def parts_of(name: str, config: ModelConfig) -> tuple[str, ...]:
 
 
 def split(name: str, values: Weights, config: ModelConfig) -> Iterator[tuple[str, Weights]]:
-    """A checkpoint's tensor as the model's, by their names. Raises ModelError."""
+    """Split a checkpoint's tensor into the model's, with their names. Raises ModelError."""
     names = parts_of(name, config)
     if isinstance(values, torch.Tensor) and values.dim() == 3:  # [experts, rows, columns]
         values = values.flatten(0, 1)

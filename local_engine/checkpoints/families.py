@@ -1,4 +1,4 @@
-"""Families of models: a checkpoint's own description, as a ModelConfig of the one decoder.
+"""Families of models: converts a checkpoint's description to a ModelConfig of the common decoder.
 
 Reads Hugging Face's config.json into a ModelConfig (`gguf` reads GGUF's metadata). Knows no weights
 and no torch. Invariant: a ModelConfig describes a model that the decoder computes exactly; every
@@ -41,15 +41,16 @@ class Family:
     """One architecture's additions to the common decoder. `gguf` is its name in GGUF files,
     `model_type` in a config.json.
 
-    `traits`: what the ModelConfig of all its models has. `reads`: of the fields that others must
-    not have, those that are computed here. `has_qkv_bias` None: as in the config. `window_period`:
-    every so-many-th layer sees everything, the others a window; 0 where the config decides
-    otherwise; `has_layer_types`: whether a list of each layer's type decides; `has_windows`: whether
-    any layer can have one. `window_theta`: the base by which layers with a window rotate,
-    unscaled; 0 is the base of the others, None rotates as they do. `is_gemma`: embeddings scaled by
-    the width's root, gelu. `has_attention_softcap`: whether one that is named is used (Gemma 3 names
-    one and does not use it). `mlp_size`: the field of the MLP's size. `defaults`: the values of
-    fields that a config.json lacks, where only `transformers`' own config class has them.
+    `traits`: the ModelConfig's fields that all its models share. `reads`: fields that other
+    families must not have and that are computed here. `has_qkv_bias` None: as in the config.
+    `window_period`: every n-th layer attends to everything, the others to a window; 0 if the config
+    decides otherwise. `has_layer_types`: whether a list of each layer's type decides.
+    `has_windows`: whether any layer can have a window. `window_theta`: the base by which layers
+    with a window rotate, unscaled; 0 is the base of the other layers, None rotates like them.
+    `is_gemma`: embeddings scaled by the width's root, gelu. `has_attention_softcap`: whether a
+    configured soft cap is used (Gemma 3 ignores its own). `mlp_size`: the field of the MLP's size.
+    `defaults`: the values of fields that a config.json lacks and that only `transformers`' own
+    config class has.
     """
 
     hf: str
@@ -126,8 +127,8 @@ _WITH_IMAGES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture by the name Hugging Face or GGUF has for it. Raises ModelError
-    with the list of supported ones."""
+    """The family of an architecture, by its name at Hugging Face or in GGUF. Raises ModelError with
+    the list of supported ones."""
     for family in FAMILIES:
         if architecture in (family.hf, family.model_type, family.gguf):
             return family
@@ -151,8 +152,7 @@ def layers_of(config: Mapping[str, Any], key: str, source: str) -> int:
 
 
 def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> ModelConfig:
-    """A ModelConfig from the contents of a config.json. `source` names the file in errors. Raises
-    ModelError."""
+    """The ModelConfig of a config.json. `source` names the file in errors. Raises ModelError."""
     family, given = _text_config(config, source)
     config = {**family.defaults, **given}
     _refuse_other_functions(config, family, source)
@@ -217,9 +217,10 @@ def _rotated(config: Mapping[str, Any], family: Family, layers: int) -> list[boo
 
 
 def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
-    """The family, and what describes its decoder: all of the config, or of a model that sees images
-    too the part that reads text. A model that was saved without its head (`LlamaModel`) goes by its
-    type."""
+    """The family, and the part of the config that describes its text decoder.
+
+    A model that was saved without its head (`LlamaModel`) is identified by its type.
+    """
     named = config.get("architectures") or []
     name = str(named[0]) if named and not str(named[0]).endswith("Model") else str(config.get("model_type") or "")
     if not name:
@@ -232,7 +233,7 @@ def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mappin
 
 
 def _refuse_other_functions(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Raises ModelError for a field that makes the model another function than the family's."""
+    """Raise ModelError for a field that makes the model compute another function than the family's."""
     # decision: exact-or-refused
     odd = [key for key in _MUST_BE_UNSET if config.get(key)]
     odd += [key for key in _MUST_BE_ONE if config.get(key) not in (None, 1)]
@@ -244,7 +245,8 @@ def _refuse_other_functions(config: Mapping[str, Any], family: Family, source: s
 
 
 def token_ids(value: Any, source: str) -> tuple[int, ...]:
-    """The ids that a config's `eos_token_id` names: none, one or several. Raises ModelError."""
+    """The ids of a config's `eos_token_id`, which may be null, a number or a list. Raises
+    ModelError."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(id, int) for id in ids):
         raise ModelError(f"{source}: eos_token_id is {value!r}, expected a number or numbers")
@@ -265,15 +267,15 @@ def _activation(config: Mapping[str, Any], family: Family, source: str) -> str:
 
 
 def _context_tokens(config: Mapping[str, Any], rope: RopeConfig) -> int:
-    """The context. Dynamic and longrope scaling change all positions' angles once the trained
-    context is passed, cached keys' too: so it ends there."""
+    """The context in tokens. Dynamic and longrope scaling change the angles of all positions,
+    including cached keys', beyond the trained context: so it ends there."""
     context = int(config.get("max_position_embeddings") or 2048)
     return min(context, rope.original_context_tokens) if rope.kind in ("dynamic", "longrope") else context
 
 
 def windows_of(config: Mapping[str, Any], family: Family, layers: int, source: str) -> tuple[int, ...]:
-    """Per layer the tokens a token sees; configs have it in three ways: a list of types, a period,
-    the first layer."""
+    """The tokens to which a token attends, by layer; configs specify them by a list of types, a
+    period, or the first layer."""
     window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
     types = config.get("layer_types") or ()
     unknown = set(types) - _LAYER_TYPES.keys()
@@ -308,9 +310,9 @@ def _experts(config: Mapping[str, Any], layers: int, source: str) -> ExpertsConf
 
 
 def _ropes(config: Mapping[str, Any], family: Family, source: str) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embedding of layers that see everything, and that of layers with a window. All
-    spellings: rope_theta with rope_scaling, rope_parameters (transformers 5), and rope_parameters by
-    the layer's type (Gemma 3, OLMo 3)."""
+    """The rotary embeddings of layers without and with a window. Reads all spellings: rope_theta
+    with rope_scaling, rope_parameters (transformers 5), and rope_parameters by the layer's type
+    (Gemma 3, OLMo 3)."""
     parameters: Mapping[str, Any] = config.get("rope_parameters") or {}
     scaling: Mapping[str, Any] = config.get("rope_scaling") or {}
     theta = config.get("rope_theta") or family.theta
@@ -354,7 +356,7 @@ def _rope(
 
 
 def _attention_factor(kind: str, scaling: Mapping[str, Any], factor: float, original: int) -> float:
-    """The factor of cos and sin."""
+    """The factor that multiplies cos and sin."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     given = scaling.get("attention_factor")

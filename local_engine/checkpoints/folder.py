@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint folder: config.json, tokenizer.json and safetensors, one file or
-sharded with an index.
+"""A Hugging Face checkpoint folder: config.json, tokenizer.json and safetensors, in one file or in
+shards with an index.
 
-Knows files and names, no model. Invariant: files are mapped, and what was read leaves memory soon:
-loading takes little more than the model itself.
+Knows files and names, no model. Invariant: files are mapped, and their read pages are soon freed,
+so that loading takes little more memory than the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_TEXT = re.compile(
 
 
 class FolderCheckpoint:
-    """Reads the folder's descriptions at once, and its weights in `weights`."""
+    """Reads the folder's descriptions when constructed, and its weights in `weights`."""
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         from local_engine.text.tokenizer_loader import tokenizer_from_folder
@@ -88,8 +88,8 @@ class FolderCheckpoint:
             raise ModelError(f"{self._tensors.path_of(name)}: {error}") from None
 
     def _name_of(self, name: str) -> str | None:
-        """The common name for a tensor of the files; None where it is read with another tensor or
-        not needed. Saved without a head, or with what sees images, models have other prefixes."""
+        """The common name for a tensor of the files; None if it is read with another tensor or not
+        needed. Models saved without a head, or with an image encoder, have other prefixes."""
         if _OF_IMAGES.match(name):
             return None
         packing = self._packing
@@ -101,8 +101,8 @@ class FolderCheckpoint:
         return None if packing is not None and (is_beside(name) or self._is_spare_bias(name)) else common
 
     def _is_spare_bias(self, name: str) -> bool:
-        """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has
-        any or not."""
+        """Whether a bias belongs to no matrix of the model: AutoGPTQ's first versions wrote zero
+        biases for every matrix."""
         module, _, kind = name.rpartition(".")
         if kind != "bias" or f"{module}.qweight" not in self._tensors:
             return False
@@ -113,7 +113,7 @@ class FolderCheckpoint:
 
 
 class SafetensorsFiles:
-    """The tensors of one or several files, by name. `names` are in the order they lie in."""
+    """The tensors of one or several files, by name. `names` are in the order of the files."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
@@ -146,8 +146,8 @@ class SafetensorsFiles:
         return tensor
 
     def forget(self) -> None:
-        """Pages that were read count as this process's memory until their file is closed: do so now
-        and then."""
+        """Close the files once many bytes are mapped: read pages count as this process's memory
+        until then."""
         if self._mapped_bytes > MAPPED_SIZE_MAX_BYTES:
             self.close()
 

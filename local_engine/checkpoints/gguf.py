@@ -1,9 +1,8 @@
-"""A GGUF checkpoint: weights, tokenizer and chat template in one file, or in several that were
-split off one.
+"""A GGUF checkpoint: weights, tokenizer and chat template in one file, or in its splits.
 
-Knows GGUF's names for tensors, what its converter changes in them, and the metadata's keys that
-llama.cpp reads. Invariants: pieces come out under Hugging Face's names with the values the original
-checkpoint had; a model that the decoder cannot compute is refused, by name.
+Knows GGUF's names for tensors, its converter's changes to them, and the metadata's keys that
+llama.cpp reads. Invariants: pieces have Hugging Face's names and the original checkpoint's values;
+a model that the decoder cannot compute is refused, by name.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class GgufCheckpoint:
 
 
 def _open_all(path: Path) -> list[GgufFile]:
-    """The file, or where it is one of several (NAME-00002-of-00005.gguf) all of them, the first one
-    first."""
+    """Open the file or, if it is a split (NAME-00002-of-00005.gguf), all splits in order."""
     split = _SPLIT.search(path.name.removesuffix(".gguf"))
     if split is None:
         file = GgufFile(path)
@@ -158,9 +156,9 @@ def _open_all(path: Path) -> list[GgufFile]:
 def model_config_from_gguf(
     metadata: Mapping[str, Any], tensors: Shapes, name: str, divisors: list[float]
 ) -> ModelConfig:
-    """A ModelConfig from a GGUF file's metadata, its tensors' names and shapes, and the `divisors`
-    of the rotation's frequencies, if it has some. The metadata is read into the words of Hugging
-    Face's config.json. Raises ModelError."""
+    """The ModelConfig of a GGUF file, from its metadata, its tensors' names and shapes, and the
+    `divisors` of the rotation's frequencies, which may be empty. The metadata is translated to the
+    keys of Hugging Face's config.json. Raises ModelError."""
     source = "the GGUF metadata"
     arch = str(families.require(metadata, "general.architecture", source))
     family = families.family_of(arch)
@@ -226,7 +224,7 @@ def model_config_from_gguf(
 
 
 def _refuse_other_functions(value_of: Callable[[str], Any], arch: str, family: families.Family, head_dim: int) -> None:
-    """Raises ModelError for a key that makes the model another function than the family's."""
+    """Raise ModelError for a key that makes the model compute another function than the family's."""
     odd = [
         key
         for key, neutral in _NEUTRAL.items()
@@ -252,7 +250,7 @@ def _experts(value_of: Callable[[str], Any], tensors: Shapes, layers: int) -> di
 
 
 def _windows(value_of: Callable[[str], Any], arch: str, family: families.Family) -> dict[str, Any]:
-    """The windows as llama.cpp has them, in Gemma's and OLMo's layers alone, and Phi 3's."""
+    """The windows as in llama.cpp: only in Gemma's, OLMo's and Phi 3's layers."""
     window = value_of("attention.sliding_window") if family.window_period or arch == "phi3" else None
     pattern = value_of("attention.sliding_window_pattern")
     if isinstance(pattern, list) and window:
@@ -262,8 +260,8 @@ def _windows(value_of: Callable[[str], Any], arch: str, family: families.Family)
 
 
 def _rope_scaling(value_of: Callable[[str], Any], divisors: list[float], is_short: bool, source: str) -> dict[str, Any]:
-    """`divisors`: of frequencies; those that are short hold within the original context. (As others
-    files have llama3's rule.)"""
+    """The rotation's scaling. `divisors` divide frequencies; short ones hold within the original
+    context. (Other files encode llama3's rule in them.)"""
     kind, factor = str(value_of("rope.scaling.type") or "none"), float(value_of("rope.scaling.factor") or 1.0)
     original = value_of("rope.scaling.original_context_length") or value_of("context_length")
     given = float(value_of("rope.scaling.attn_factor") or 1.0)

@@ -2,8 +2,8 @@
 
 The format is ggml-org/ggml docs/gguf.md, version 2 and 3, little endian. The header is parsed here
 because the `gguf` package's reader makes numpy views of every string of the vocabulary (2 s for
-49,152 tokens; this takes 0.1 s); block formats that `weights.quantised` cannot keep are dequantised
-by `gguf.quants`. Invariant: a file that is cut short or is something else is refused with a
+49,152 tokens; this takes 0.1 s); block formats that `weights.quantised` does not support are
+dequantised by `gguf.quants`. Invariant: a truncated file or another format is refused with a
 ModelError, never half read.
 """
 
@@ -42,7 +42,7 @@ class TensorEntry:
 class GgufFile:
     """An open GGUF file: `metadata` and `tensors`; `read` dequantises. Close it when done.
 
-    It is mapped, not read: pages that `forget` names leave this process's memory.
+    It is mapped, not read: `forget` releases the pages of a tensor from this process's memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +66,7 @@ class GgufFile:
             self._map.close()
 
     def forget(self, name: str) -> None:
-        """Nothing that was read in place of this tensor is in use any more."""
+        """Release the pages of a tensor, whose mapped bytes are no longer in use."""
         entry = self.tensors[name]
         end = entry.start + entry.size_bytes
         first, last = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -78,8 +78,8 @@ class GgufFile:
         return frozenset(entry.kind.name for entry in self.tensors.values() if len(entry.shape) > 1)
 
     def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or a block
-        format that cannot be read."""
+        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an
+        unsupported block format."""
         from gguf.quants import dequantize
 
         raw, entry = self._raw(name)
@@ -94,8 +94,8 @@ class GgufFile:
         return values.reshape(entry.shape)
 
     def read_quantised(self, name: str) -> Quantised | None:
-        """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError
-        as `read` does."""
+        """The tensor without dequantisation; None if its format is not supported. Raises ModelError
+        like `read`."""
         raw, entry = self._raw(name)
         return from_gguf(raw, entry.kind.name, entry.shape)
 
@@ -108,8 +108,8 @@ class GgufFile:
         return raw.reshape(math.prod(entry.shape[:-1]), -1), entry
 
     def _entry(self, name: str, shape: tuple[int, ...], number: int, offset: int) -> TensorEntry:
-        """A tensor of the format with this number, at `offset` from the data's start. Raises
-        ModelError for an unknown format, and where the tensor lies past the file's end."""
+        """A tensor of the format `number`, at `offset` from the data's start. Raises ModelError for
+        an unknown format, and for a tensor beyond the file's end."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -176,7 +176,7 @@ class GgufFile:
         return self._strings(count) if item == _STRING else [self._value(item, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """A vocabulary. Most of a header's time goes into this loop, so it is kept tight."""
+        """Read a vocabulary. Most of a header's time goes into this loop, so it is kept tight."""
         length_of, at, file, strings = struct.Struct("<Q").unpack_from, self._at, self._map, []
         for _ in range(count):
             start = at + 8

@@ -1,8 +1,8 @@
 """Finds and opens a model: a GGUF file, a Hugging Face checkpoint folder, a hub name, or the
 embedded default.
 
-Every format comes out as a Checkpoint: a ModelConfig, a Tokenizer and a stream of tensors under
-Hugging Face's names. Knows where models lie, not their content.
+Every format becomes a Checkpoint: a ModelConfig, a Tokenizer and a stream of tensors under Hugging
+Face's names. Knows the places of models, not their content.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def default_model() -> Path:
-    """The GGUF file inside the installed default-model package, found without importing it. Raises
+    """The GGUF file inside the installed default-model package, found without an import. Raises
     ModelError."""
     try:
         spec = importlib.util.find_spec(DEFAULT_PACKAGE)
@@ -40,8 +40,8 @@ def default_model() -> Path:
 
 
 def open_checkpoint(model: str | None) -> Checkpoint:
-    """Resolve what the user named. None and `default` are the embedded one. Raises ModelError,
-    saying what was looked for, whatever the files hold."""
+    """Open the named model; None and `default` are the embedded one. Raises ModelError with the
+    searched places, whatever the files hold."""
     try:
         return _open(model)
     except (ModelError, KeyboardInterrupt, SystemExit):

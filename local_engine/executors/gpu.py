@@ -1,12 +1,12 @@
 """GpuExecutor: a step by Triton's kernels, and steps of decodes as replayed graphs.
 
-A step's data goes to the device in two copies from pinned memory, and nothing is read back: so the
-host is done with a step long before the device is. Rows are ordered so that sequences with a common
-prefix are neighbours. Steps of nothing but single tokens run as CUDA graphs, one for each of a few
-batch sizes; smaller batches are padded with rows that store nothing and attend to nothing. On a
-CPU, where Triton interprets the kernels, the same buffers are filled and "replaying" is calling.
-All graphs are captured before the first answer, and each one's first replay is compared with the
-same computation unrecorded: where that fails or differs, steps run unrecorded.
+A step's data goes to the device in two copies from pinned memory, and nothing is read back, so that
+the host finishes a step long before the device. Rows are ordered so that sequences with a common
+prefix are neighbours. Steps of single tokens run as CUDA graphs, one for each of a few batch sizes;
+smaller batches are padded with rows that neither store nor attend. On a CPU, where Triton
+interprets the kernels, the same buffers are filled and a replay is a call. All graphs are captured
+before the first answer, and each graph's first replay is compared with the unrecorded computation:
+if that fails or differs, steps run unrecorded.
 
 Knows no queues and no sampling. Invariants: it reads a sequence (tokens, blocks) and never changes
 it; keys that no tile covers are never read.
@@ -59,22 +59,21 @@ _log = logging.getLogger(__name__)
 
 
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
-    """This model's attention over blocks of `block_tokens` tokens."""
+    """The shape of this model's attention over blocks of `block_tokens` tokens."""
     return Shape(**dataclasses.asdict(model.attention), block_tokens=block_tokens)
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare each kernel with torch in the model's shapes, before a model is loaded. Where a
-    kernel fails or is wrong, torch does its part's work on that device until the process ends.
-    Takes seconds, most of them to compile kernels that are needed anyway."""
+    """Compare each kernel with torch in the model's shapes, before a model is loaded. If a kernel
+    fails or is wrong, torch does its part's work on that device until the process ends. Takes
+    seconds, mostly to compile kernels that are needed anyway."""
     for one in failures(shape_of(model, block_tokens), model.hidden_size, dtype, device):
         _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
         leave_alone(device, one.part)
 
 
 class TritonKV(KV):
-    """Pools in the layout of `TorchKV`, but nothing is gathered and nothing masked beforehand:
-    kernels read pages where they lie."""
+    """Pools in the layout of `TorchKV`, without gathering or masks: kernels read pages in place."""
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -83,7 +82,7 @@ class TritonKV(KV):
     def attend(
         self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
-        """In two passes over the rows."""
+        """Attend in two passes over the rows."""
         assert step.tiles is not None, "the step was not prepared for tiles"
         pool = self.pools[layer]
         rotate_write(qkv, pool, qk_norm, self.model.rms_epsilon, *angles, step.positions, step.slots)
@@ -92,8 +91,8 @@ class TritonKV(KV):
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A step's chunks in the order of their rows: the short ones first. `prefixes` are of indices
-    of the short ones."""
+    """A step's chunks in the order of their rows, short chunks first. `prefixes` have indices of
+    the short chunks."""
 
     chunks: list[TokenChunk]
     short: int
@@ -141,8 +140,7 @@ class GpuExecutor:
     @torch.inference_mode()
     def run(self, chunks: Many[TokenChunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the
-        next call. Tokens that are not known yet are taken from the draws of the step `before`, on
-        the device."""
+        next call. Unknown tokens are taken on the device from the draws of the step `before`."""
         order = self._order(chunks)
         is_decode = all(chunk.count == chunk.logit_rows == 1 for chunk in chunks)
         rows = next((size for size in self._sizes if size >= len(chunks)), 0)
@@ -167,8 +165,8 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all graphs, the largest first, because the others fit in its memory: no answer
-        waits for one. The KV of the first blocks is overwritten."""
+        """Capture all graphs, largest first, because the others fit in its memory, so that no
+        answer waits for a capture. Overwrites the KV of the first blocks."""
         started_s = time.perf_counter()
         try:
             for rows in reversed(self._sizes):
@@ -181,8 +179,8 @@ class GpuExecutor:
         _log.info("%d graphs captured in %.1f s", len(self.graphs), time.perf_counter() - started_s)
 
     def _check(self, rows: int, has_shared: bool) -> None:
-        """Compare a replay with the same computation unrecorded, for one token in each of some
-        blocks. Raises RuntimeError where they differ."""
+        """Compare a replay with the unrecorded computation, for one token in each of some blocks.
+        Raises RuntimeError if they differ."""
         count = min(rows, self.kv.blocks)
         spans = [RowSpan(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
@@ -201,18 +199,18 @@ class GpuExecutor:
             raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
 
     def _padded(self, short: list[RowSpan], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
-        """The tiles of a decode, padded to the graph of this number of rows."""
+        """The tiles of a decode, padded to the graph of `rows` rows."""
         shared_tiles = self._shared_tiles(rows) if has_shared else 0
         shape = self.kv.shape
         return plan(shape, short, [], prefixes, separate_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
 
     def _put(self, longs: Longs, tiles: Plan) -> None:
-        """Into the buffers that graphs read."""
+        """Copy a step's data into the buffers that graphs read."""
         self._longs[: longs.size].copy_(pinned(longs.reshape(-1), self._device), non_blocking=True)
         self._numbers[: len(tiles.numbers)].copy_(pinned(tiles.numbers, self._device), non_blocking=True)
 
     def _graph(self, rows: int, has_shared: bool) -> _Graph:
-        """The decode of `rows` rows as a graph, captured where it is not yet; the content of the
+        """The decode of `rows` rows as a graph, captured at its first use; the content of the
         buffers does not matter."""
         found = self.graphs.get((rows, has_shared))
         if found is not None:
@@ -254,9 +252,9 @@ class GpuExecutor:
         return graph.replay
 
     def _order(self, chunks: Many[TokenChunk]) -> _Order:
-        """Sequences that share a prefix side by side. Prefixes are searched when other sequences
-        run than in the step before: a running sequence's first blocks do not change, and a sequence
-        that is admitted anew has another list."""
+        """Order sequences so that those with a common prefix are neighbours. Prefixes are searched
+        only if other sequences run than in the last step: a running sequence's first blocks do not
+        change, and a newly admitted sequence has another list."""
         short = [chunk for chunk in chunks if chunk.count <= SHORT_ROWS_MAX]
         blocks = [chunk.sequence.blocks for chunk in short]
         if len(blocks) != len(self._ordered_blocks) or any(

@@ -1,9 +1,9 @@
-"""NativeExecutor: a step by the native kernels, all of it in one call where the model allows.
+"""NativeExecutor: a step by the native kernels, in a single call if the model allows.
 
-A model with nothing but native, dense products is described to the kernels once, as pointers:
-matrices, norms, rotary tables and pools of KV. For any other model the decoder calls kernels one by
-one, which is the oracle too. Invariants: one call computes what the decoder does, to the last bit
-but for norms after attention and MLP; a sequence is read, never changed.
+A model with only native, dense products is described to the kernels once, as pointers: matrices,
+norms, rotary tables and pools of KV. For any other model the decoder calls kernels one by one,
+which is also the oracle. Invariants: a single call equals the decoder to the last bit, except in
+norms after attention and MLP; a sequence is read, never changed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class NativeExecutor:
 
 
 class NativeStep:
-    """The model's description as pointers, and the call. Keeps the decoder and the pools that it
-    points at."""
+    """The model's description as pointers, and the call. Keeps the decoder and the pools to which
+    it points."""
 
     def __init__(self, decoder: Decoder, kv: NativeKV) -> None:
         self._decoder, self._kv = decoder, kv
@@ -112,8 +112,7 @@ class NativeStep:
         )
 
     def __call__(self, step: StepInput) -> torch.Tensor:
-        """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
-        afterwards."""
+        """The logits [len(logit_rows), vocabulary] of one step; stores the step's KV in the pool."""
         assert step.paged is not None
         config, x = self._decoder.config, self._decoder.embed(step.token_ids)
         logits = torch.empty(len(step.logit_rows), config.vocabulary_size, dtype=self._logits_dtype)

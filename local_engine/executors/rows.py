@@ -1,4 +1,4 @@
-"""A step's chunks as rows: which token each row is, where in its sequence, and where its KV goes.
+"""A step's chunks as rows: each row's token, its position, and the slot of its KV.
 
 Knows chunks and blocks, no model. Invariant: it reads a sequence (tokens, blocks) and never changes
 it.
@@ -23,9 +23,9 @@ TOKENS, POSITIONS, SLOTS, SOURCES = range(4)
 
 
 def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, before: StepInFlight | None) -> None:
-    """Fill the rows' `TOKENS`, `POSITIONS`, `SLOTS` and `SOURCES` in int64 [4 or more, rows]. A token
-    that the step `before` will give is 0, and its source is its index among the draws of that step.
-    All other sources are -1, and so are the slots of rows that are left over."""
+    """Fill the rows' `TOKENS`, `POSITIONS`, `SLOTS` and `SOURCES` in int64 [4 or more, rows]. A
+    token that the step `before` will give is 0, and its source is its index among that step's
+    draws. All other sources are -1, and so are the slots of unused rows."""
     drawn_at = {} if before is None else before.places()
     longs[SLOTS] = longs[SOURCES] = -1
     at = 0
@@ -43,14 +43,13 @@ def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, before:
 
 
 def known_tokens(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The tokens of `rows` as `fill_rows` made them, with those that were `drawn` where they have a
-    source."""
+    """The tokens of `rows` from `fill_rows`, with the `drawn` token for each row with a source."""
     sources = rows[SOURCES]
     return torch.where(sources >= 0, drawn[sources.clamp_min(0)], rows[TOKENS])
 
 
 def logit_rows(chunks: Many[TokenChunk], ordered: Many[TokenChunk]) -> Longs:
-    """The rows to predict from, in the order of `chunks`; `ordered`: the same chunks in the order
+    """The rows with predictions, in the order of `chunks`; `ordered`: the same chunks in the order
     of their rows."""
     stops = itertools.accumulate(chunk.count for chunk in ordered)
     stop_of = dict(zip(map(id, ordered), stops, strict=True))
@@ -61,8 +60,8 @@ def logit_rows(chunks: Many[TokenChunk], ordered: Many[TokenChunk]) -> Longs:
 def step_input(
     chunks: Many[TokenChunk], ordered: Many[TokenChunk], before: StepInFlight | None, kv: KV, **attention: Any
 ) -> StepInput:
-    """The step of `chunks`, whose rows are in the order of `ordered`, on the device of `kv`, with
-    what `attention` needs. Tokens that are not known yet are the draws of the step `before`."""
+    """The step of `chunks`, with rows in the order of `ordered`, on the device of `kv`; `attention`
+    has the fields for attention. Unknown tokens are the draws of the step `before`."""
     longs = np.zeros((4, sum(chunk.count for chunk in ordered)), np.int64)
     fill_rows(longs, ordered, kv.block_tokens, before)
     device = kv.pools[0].device

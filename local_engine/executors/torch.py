@@ -1,5 +1,5 @@
-"""TorchExecutor: a step by torch's own kernels, on any device: the plain path, and the oracle of
-the others.
+"""TorchExecutor: a step by torch's own kernels, on any device: the simple path, and the oracle of
+the other executors.
 
 Decodes are computed in groups of sequences of similar length, prompts' chunks one by one. Knows no
 queues and no sampling. Invariant: it reads a sequence (tokens, blocks) and never changes it.
@@ -37,7 +37,7 @@ class TorchExecutor:
         return self._decoder(step_input(chunks, ordered, before, self.kv, groups=self._groups(ordered)), self.kv)
 
     def _groups(self, chunks: Many[TokenChunk]) -> tuple[RowGroup, ...]:
-        """Decodes in groups in which padding at most doubles the work of each; other chunks alone."""
+        """Group decodes so that padding at most doubles the work of each; other chunks stay alone."""
         runs: list[list[TokenChunk]] = []
         for chunk in chunks:
             first = runs[-1][0] if runs else None

@@ -1,4 +1,4 @@
-"""Compiled arithmetic for CPUs (C++) and GPUs (Triton), beside torch's form of the same.
+"""Compiled kernels for CPUs (C++) and GPUs (Triton), with torch's equivalents.
 
 Knows tensors and pointers; imports nothing of the package but `config`. Read `supports` first.
 """

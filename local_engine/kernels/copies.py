@@ -1,4 +1,4 @@
-"""Copies from the host to a device that the host does not wait for. Knows arrays alone."""
+"""Asynchronous copies from the host to a device. Knows arrays alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def pinned(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A tensor that the device can read while the host goes on: torch keeps it until then."""
+    """A tensor that the device can read while the host continues: torch keeps it until then."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" and array.size else tensor
 
 
 def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
+    """Start an asynchronous copy to the device."""
     return pinned(array, device).to(device, non_blocking=True)

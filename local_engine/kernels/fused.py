@@ -1,5 +1,5 @@
-"""The operations between matrices, each in one pass where native or Triton kernels support it and
-in torch's steps where not.
+"""The operations between matrices, each in one pass if native or Triton kernels support it, else in
+torch's steps.
 
 The torch form is the oracle. Knows rows, no weights' meaning.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
-    """The kernels for this device and type; None where there is torch alone."""
+    """The kernels for this device and type; None if only torch supports them."""
     if not supports(device, "rows"):
         return native_for(device, dtype)
     from local_engine.kernels.gpu.rows import TritonRows
@@ -32,8 +32,7 @@ def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, per_head: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension; `per_head` multiplies instead of one row
-    for all."""
+    """RMSNorm (arXiv:1910.07467) over the last dimension; `per_head` weights each head separately."""
     is_wide = any(w is not None and w.dtype != x.dtype for w in (weight, per_head))
     y = functional.rms_norm(x.float() if is_wide else x, x.shape[-1:], weight, epsilon)
     return (y if per_head is None else y * per_head).to(x.dtype)
@@ -42,8 +41,8 @@ def rms_norm(
 def add_norm(
     native: RowKernels | None, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """x += more, in place; returns its RMSNorm, and x itself where there is no `weight`. [rows,
-    width]; native: `weight` is float32."""
+    """x += more, in place; returns its RMSNorm, or x itself without a `weight`. [rows, width];
+    native: `weight` is float32."""
     if weight is None:
         return x if more is None else x.add_(more)
     if native is None:
@@ -74,5 +73,5 @@ def gate(native: RowKernels | None, gate_up: torch.Tensor, activation: str) -> t
 
 
 def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """cap * tanh(x / cap), in place; no cap leaves x as it is."""
+    """cap * tanh(x / cap), in place; without a cap x stays unchanged."""
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)

@@ -15,8 +15,8 @@ _MASK_33, _MASK_34, _MASK_37, _MASK_53 = ((1 << bits) - 1 for bits in (33, 34, 3
 
 def noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Exponentially distributed numbers with mean 1 for keys [rows, 1] and tokens [rows, any]
-    (int64): SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from the state `key` on, of which a
-    token takes the number at its own place."""
+    (int64): SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from the state `key`, with the number
+    at the token's index."""
     # decision: noise-by-position
     z = keys + (tokens + 1) * _GOLDEN
     z = (z ^ (z >> 30 & _MASK_34)) * _MIX_1

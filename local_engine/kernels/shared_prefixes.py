@@ -1,9 +1,8 @@
-"""Groups sequences that begin alike, so that attention computes their common prefix once (cascade
-attention).
+"""Groups sequences by a common prefix, so that attention computes it once (cascade attention).
 
-Knows lists of block ids, no tokens and no tensors: sequences share a prefix where their block
-tables begin alike, which prefix reuse has brought about. Invariant: the groups are disjoint, and
-every member's table begins with the group's blocks.
+Knows lists of block ids, no tokens and no tensors: sequences share a prefix if their block tables
+begin with the same blocks, as prefix reuse causes. Invariant: the groups are disjoint, and every
+member's table begins with the group's blocks.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """`members`, indices of tables, all begin with the same `blocks` blocks."""
+    """Sequences with a common prefix: the tables with the indices `members` begin with the same
+    `blocks` blocks."""
 
     members: tuple[int, ...]
     blocks: int
 
 
 def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Prefix]:
-    """The groups that save the most reading, where each saves at least `saved_blocks_min` blocks:
-    all of its prefix, for every member but one. A longer prefix of fewer members wins over a
-    shorter one of more where it saves more."""
+    """The groups that save the most reading, each at least `saved_blocks_min` blocks: the whole
+    prefix, for every member but one. A longer prefix of fewer members wins over a shorter one of
+    more if it saves more."""
     order = sorted(range(len(tables)), key=lambda index: tables[index])
     alike = [_common(tables[one], tables[next_]) for one, next_ in itertools.pairwise(order)]
     groups = _best(alike, 0, len(order))
@@ -36,8 +36,8 @@ def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Pref
 
 
 def _best(alike: list[int], first: int, stop: int) -> list[tuple[int, int, int]]:
-    """(first, stop, blocks) groups of the sorted tables first .. stop, of which neighbours share
-    `alike` blocks."""
+    """(first, stop, blocks) groups of the sorted tables first .. stop; neighbours share `alike`
+    blocks."""
     if stop - first < 2:
         return []
     least = min(alike[first : stop - 1])
@@ -58,7 +58,7 @@ def _saved(group: tuple[int, int, int]) -> int:
 
 
 def _common(table: list[int], other: list[int]) -> int:
-    """The number of blocks that two tables have in common from the start."""
+    """The number of blocks at the start that two tables have in common."""
     low, high = 0, min(len(table), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,9 @@
 """Decides on which devices Triton's kernels run.
 
-Torch does the same work slowly, and is their oracle. Some kernels run on CUDA where Triton is
-installed. SAMEWAY_TRITON=0 turns them off;
-SAMEWAY_TRITON=1 turns them on for CPUs as well, for the tests: with TRITON_INTERPRET=1 Triton runs
-the very same kernels there in numpy, slowly. Imports neither triton nor torch. Knows devices and
-parts, but no kernel.
+Torch does the same work slowly, and is their oracle. The kernels run on CUDA if Triton is
+installed. SAMEWAY_TRITON=0 turns them off; SAMEWAY_TRITON=1 turns them on for CPUs as well, for the
+tests: with TRITON_INTERPRET=1 Triton runs the same kernels there in numpy, slowly. Imports neither
+triton nor torch. Knows devices and parts, but no kernel.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ def supports(device: torch.device, part: Part) -> bool:
 
 
 def leave_alone(device: torch.device, part: Part) -> None:
-    """From now on torch does this part's work on that device."""
+    """Let torch do this part's work on that device from now on."""
     left_alone.add((str(device), part))
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python; then tl.dot reads bfloat16 as integers and must be
-    given float32."""
+    """Whether Triton runs its kernels in Python; then tl.dot reads bfloat16 as integers and needs
+    float32."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of programs that run side by side. Without a GPU it is 2, so that work is split
-    there too."""
+    """The number of programs that run in parallel. Without a GPU it is 2, so that work is split
+    there, too."""
     if device.type != "cuda":
         return 2
     import torch

@@ -2,9 +2,9 @@
 a gated MLP.
 
 One class serves every family of `families.FAMILIES`; their differences (biases, norms, windows,
-caps, experts, rope scaling) are data. Weights that are multiplied with the same input are stored as
-one matrix: Q, K, V together, gate and up together. Knows no sequences: it sees the rows of one
-step. Invariant: row by row it computes what the Hugging Face model of the same config computes.
+caps, experts, rope scaling) are data. Weights with a common input are stored as one matrix: Q, K, V
+together, gate and up together. Knows the rows of one step and no sequences. Invariant: each row
+equals the result of the Hugging Face model with the same config.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from local_engine.weights.scaled import Scaled, rows_of
 
 @dataclass(slots=True)
 class Layer:
-    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; norms are None where the
-    family has none."""
+    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; norms that the family lacks
+    are None."""
 
     attention_norm: torch.Tensor | None
     qkv: Linear
@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A target of a checkpoint's tensor: the `index`-th rows of a Linear."""
+    """The target of a checkpoint's tensor: part `index` of a Linear's rows."""
 
     linear: Linear
     index: int
@@ -76,8 +76,8 @@ def _normalise_wide(qkv: torch.Tensor, weight: torch.Tensor, config: ModelConfig
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
-    """Raises ModelError for number types other than weights have, and for weights that are not
-    finite: every answer would be nonsense."""
+    """Check a weight's number type, and that it is finite: otherwise every answer would be
+    nonsense. Raises ModelError."""
     numbers = [tensor] if isinstance(tensor, torch.Tensor) else [tensor.scales]
     if isinstance(tensor, Quantised):
         numbers.append(tensor.minimums)
@@ -97,16 +97,16 @@ def _write(tensor: torch.Tensor | Quantised | Scaled, to: torch.Tensor) -> None:
 
 
 class Decoder:
-    """Weights and the forward pass. `expect` names, load every tensor with `load`, then `finish`,
-    then call it step by step.
+    """Weights and the forward pass. Call `expect` with the names, `load` for every tensor,
+    `finish`, then the decoder itself for each step.
 
-    `parameters` counts the weights loaded so far; tied ones count once.
+    `parameters` counts the weights loaded so far; tied weights count once.
     """
 
     def __init__(self, config: ModelConfig, options: LinearOptions, *, bits: int | None = None) -> None:
-        """`options`: of matrices; the head, routers and experts are never 8-bit floats. `bits`: 8
-        or 4 quantises matrices while they are read, where that is served (`bits_of`); None takes
-        them as they come."""
+        """`options` apply to matrices; the head, routers and experts are never 8-bit floats.
+        `bits`: 8 or 4 quantises matrices while they are read, if supported (`bits_of`); None keeps
+        them as stored."""
         self.config = config
         self.dtype = options.dtype
         self.device = options.device
@@ -136,12 +136,12 @@ class Decoder:
 
     @property
     def has_one_way(self) -> bool:
-        """Whether the same is launched whatever the tokens are."""
+        """Whether the launched kernels do not depend on the tokens."""
         return all(not isinstance(layer.mlp, Experts) or layer.mlp.grouped is not None for layer in self.layers)
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether every product computes a row the same whatever the other rows are."""
+        """Whether every product computes a row independently of the other rows."""
         return all(linear.is_native for linear in self.linears())
 
     def linears(self) -> Iterator[Linear]:
@@ -150,7 +150,7 @@ class Decoder:
             yield from layer.linears()
 
     def expect(self, names: frozenset[str]) -> None:
-        """Before the first `load`: compare a checkpoint's tensors with what this model needs.
+        """Before the first `load`: compare a checkpoint's tensors with those that this model needs.
         Raises ModelError."""
         missing = sorted(self._targets.keys() - names)
         if missing:
@@ -164,12 +164,12 @@ class Decoder:
         return Counter(form for linear in self.linears() for form in linear.forms())
 
     def _is_unused(self, name: str) -> bool:
-        """Old files' rotary tables."""
+        """Whether a tensor is a rotary table of an old file."""
         return name.endswith("rotary_emb.inv_freq")
 
     def load(self, name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
-        """Load one tensor under its Hugging Face name, one of those that were expected. Raises
-        ModelError for a wrong shape."""
+        """Load one of the expected tensors under its Hugging Face name. Raises ModelError for a
+        wrong shape."""
         if self._is_unused(name):
             return
         target = self._targets.pop(name, None)
@@ -212,8 +212,7 @@ class Decoder:
         self.rotary = [tables[rope] for rope in config.ropes]
 
     def __call__(self, step: StepInput, kv: KV) -> torch.Tensor:
-        """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
-        afterwards."""
+        """The logits [len(logit_rows), vocabulary] of one step; stores the step's KV in the pool."""
         config = self.config
         epsilon = config.rms_epsilon
         x = self.embed(step.token_ids)
@@ -248,8 +247,8 @@ class Decoder:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
-        """A norm's weight; in float32 for the native kernels, and where `finish` changes it, which
-        rounding to half precision would blur."""
+        """Register a norm's weight; in float32 for the native kernels, and if `finish` changes it,
+        because half precision would round the change away."""
         is_wide = self.native is not None or self.config.norm_offset or self.config.logit_divisor != 1.0
         tensor = self._empty(*shape, dtype=torch.float32 if is_wide else None)
         self._targets[name] = tensor
@@ -266,8 +265,8 @@ class Decoder:
         options: LinearOptions | None = None,
         is_exact: bool = False,
     ) -> Linear:
-        """One Linear of the checkpoint's tensors of these names, one below the other. `options`
-        default to the model's. `is_exact` keeps it from being quantised further."""
+        """A Linear of the checkpoint's tensors `names`, stacked by rows. `options` default to the
+        model's. `is_exact` prevents further quantisation."""
         bits = None if self._bits is None or is_exact else [bits_of(n, self._bits, self.config.layers) for n in names]
         linear = Linear(rows, columns, options or self._options, has_bias=has_bias, bits=bits)
         self._targets |= {f"{name}.weight": Part(linear, index) for index, name in enumerate(names)}

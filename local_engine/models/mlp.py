@@ -1,4 +1,4 @@
-"""The MLP of a layer: gated (arXiv:2002.05202), or experts of which each token takes a few.
+"""The MLP of a layer: gated (arXiv:2002.05202), or a mixture of experts.
 
 Knows rows and weights, no layers and no sequences.
 """
@@ -39,8 +39,8 @@ class Mlp:
 
 @dataclass(slots=True)
 class Experts:
-    """A router, and experts that each compute the rows that chose them: one after the other, or
-    `grouped`, in one shape whatever is chosen."""
+    """A router, and experts that compute the rows that chose them: one after the other, or
+    `grouped`, with shapes that do not depend on the choice."""
 
     router: Linear
     experts: tuple[Mlp, ...]
@@ -49,7 +49,7 @@ class Experts:
     grouped: GroupedExperts | None = None
 
     def prepare(self, device: torch.device) -> None:
-        """After the experts' own: group them where a GPU's kernel serves matrices as theirs are."""
+        """After the experts' own `prepare`: group them if a GPU's kernel supports their matrices."""
         first_expert = self.experts[0]
         pairs = [(expert.gate_up.whole, expert.down.whole) for expert in self.experts]
         gate_ups, downs = ([whole for whole in wholes if whole is not None] for wholes in zip(*pairs, strict=True))

@@ -1,5 +1,4 @@
-"""Rotary position embedding: the angles of every position, by each of the ways to stretch a
-context.
+"""Rotary position embedding: the angles of every position, for each method to extend a context.
 
 Knows shapes and a RopeConfig. The two halves of a head rotate together (Hugging Face's layout).
 """
@@ -17,8 +16,8 @@ from local_engine.config import RopeConfig
 
 def rotary(rope: RopeConfig, head_dim: int, context_tokens: int, *, dtype: torch.dtype, device: torch.device) -> Angles:
     """The tables of a model: cos and sin [context, 1, head_dim]; sin is negative in its first half:
-    x * cos + roll(x) * sin rotates. Where only some of a head's dimensions turn, those that stand
-    still follow in each half: `turning_first` is their order."""
+    x * cos + roll(x) * sin rotates. If only some dimensions of a head are rotated, the others come
+    last in each half: `turning_first` is their order."""
     dims = rope.dims or head_dim
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32), rope_frequencies(rope, dims))
     still = (0, (head_dim - dims) // 2)
@@ -30,14 +29,14 @@ def rotary(rope: RopeConfig, head_dim: int, context_tokens: int, *, dtype: torch
 
 
 def turning_first(rows: int, head_dim: int, dims: int) -> torch.Tensor:
-    """The order of q's or k's rows that `rotary`'s tables expect: in each half of a head first the
-    `dims` that turn. Products of q and k stay the same."""
+    """The order of q's or k's rows that `rotary`'s tables expect: in each half of a head the `dims`
+    rotated dimensions first. Products of q and k stay the same."""
     (x, y), (u, v) = torch.arange(dims).chunk(2), torch.arange(dims, head_dim).chunk(2)
     return (torch.arange(0, rows, head_dim).unsqueeze(1) + torch.cat((x, u, y, v))).flatten()
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[head_dim / 2] radians per position."""
+    """The radians per position, [head_dim / 2]."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match rope.kind:
         case "none":
@@ -54,8 +53,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Keeps high frequencies, divides low ones by `factor` and blends between (Llama 3.1's
-    reference code)."""
+    """Keep high frequencies, divide low ones by `factor`, and blend between (Llama 3.1's reference
+    code)."""
     wavelengths = 2 * math.pi / frequencies
     low = rope.original_context_tokens / rope.low_freq_factor
     high = rope.original_context_tokens / rope.high_freq_factor
@@ -68,11 +67,11 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Between the dimensions that turn `beta_fast` and `beta_slow` times within the trained context
-    a ramp leads from kept to divided frequencies (arXiv:2309.00071, section 3.2)."""
+    """Ramp from kept to divided frequencies between the dimensions that turn `beta_fast` and
+    `beta_slow` times within the trained context (arXiv:2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
-        """The dimension that turns this many times within the trained context."""
+        """The dimension that turns `turns` times within the trained context."""
         ratio = rope.original_context_tokens / (turns * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
 

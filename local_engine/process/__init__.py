@@ -1,4 +1,4 @@
-"""An engine in a process of its own, behind a unix socket: the worker, and a client of it.
+"""An engine in a separate process, behind a unix socket: the worker, and its client.
 
 Imports no torch before the worker's thread loads the engine. Read `worker` first.
 """
@@ -9,8 +9,9 @@ import os
 
 
 def prepare_environment() -> None:
-    """Set the variables that torch reads when it is loaded. Idle threads must sleep: where cores
-    are shared, spinning ones make it 20 times slower.
+    """Set the variables that torch reads when it is loaded.
+
+    Idle threads must sleep: on shared cores, spinning threads make torch 20 times slower.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,8 +1,8 @@
-"""AsyncEngine: an engine worker's socket, seen from an event loop.
+"""AsyncEngine: the client of an engine worker's socket, for an event loop.
 
-Knows the wire and nothing of torch, models or tokenizers. Invariant: a generation that was started
-is always either finished by the engine, failed with a typed error, or aborted in the engine by
-`aclose`: a stream that is closed before its first output aborts too.
+Knows the messages, and no torch, models or tokenizers. Invariant: a started generation is finished
+by the engine, failed with a typed error, or aborted in the engine by `aclose`, even before its
+first output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AsyncEngine:
     """
 
     def __init__(self, socket_path: str | Path, *, look_s: float = 1.0) -> None:
-        """`look_s`: seconds between looks for bytes from the worker; see `RpcClient`."""
+        """`look_s`: the seconds between checks for bytes from the worker; see `RpcClient`."""
         self.info: wire.ModelInfo | None = None
         self.ended: wire.EngineEnded | None = None  # why its process ended, since it was ready last
         self.starts_failed = 0  # processes that were seen loading since then, and ended
@@ -45,8 +45,8 @@ class AsyncEngine:
         self.aclose = self._rpc.aclose
 
     async def wait_ready(self) -> wire.ModelInfo:
-        """Wait until the model is loaded; bound it with asyncio.timeout. An engine that fails does
-        not end the wait.
+        """Wait until the model is loaded, even if the engine fails meanwhile; bound it with
+        asyncio.timeout.
         """
         while not (self._load.is_ready and self.info is not None):
             self._is_changed.clear()
@@ -54,14 +54,15 @@ class AsyncEngine:
         return self.info
 
     def load(self) -> wire.EngineLoad:
-        """Return the last state that the worker sent. Without a connection `is_connected` and
-        `is_ready` are False.
+        """Return the last state that the worker sent.
+
+        Without a connection `is_connected` and `is_ready` are False.
         """
         return self._load
 
     def generate(self, request: wire.GenerateRequest) -> ReplyStream[wire.Output]:
-        """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from
-        `__anext__`.
+        """Start a generation. `__anext__` raises its errors, EngineUnavailable and EngineLoading
+        included.
         """
         return cast(ReplyStream[wire.Output], self._call(request))
 
@@ -70,7 +71,7 @@ class AsyncEngine:
         return cast(wire.TokenIds, await self._call(request).only())
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of these tokens, special ones included. Raises EngineError."""
+        """Return the text of `token_ids`, special ones included. Raises EngineError."""
         return cast(wire.TokensText, await self._call(wire.DetokenizeCall(token_ids)).only()).text
 
     def _call(self, request: wire.EngineRequest) -> ReplyStream[wire.EngineReply]:

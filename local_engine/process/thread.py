@@ -1,9 +1,8 @@
 """The thread that owns the engine: loads it, turns commands into sequences and steps into messages.
 
-Knows the wire's messages and no sockets. Requests come from any thread, each under a key that its
-caller chose; outputs leave once per step. Invariants: an error that one request raises is its own
-answer and never ends the loop; a request leaves nothing behind once all of its choices have ended,
-failed or been aborted.
+Knows the messages and no sockets. Requests come from any thread, each under a key that its caller
+chose; outputs leave once per step. Invariants: an error of one request is its answer and never ends
+the loop; a request holds nothing once all of its choices have ended, failed or been aborted.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ Replies = list[tuple[Key, wire.Output | Exception]]
 
 @dataclass(slots=True)
 class RunningRequest(Generic[Key]):
-    """A request in the engine: its sequences, one per choice, and the usage of those that ended.
-    `held` collects outputs where the engine chooses the `n` best at the end.
+    """A request in the engine: its sequences, one per choice, and the usage of the ended ones.
+
+    `held` collects outputs if the engine chooses the `n` best at the end.
     """
 
     key: Key
@@ -53,8 +53,10 @@ class RunningRequest(Generic[Key]):
 
 
 class EngineThread(threading.Thread, Generic[Key]):
-    """Loads the engine, then turns requests into sequences and steps into replies. Any thread may
-    use `submit`, `abort`, `stop` and the public attributes; the rest runs in this thread.
+    """Loads the engine, then turns requests into sequences and steps into replies.
+
+    Any thread may use `submit`, `abort`, `stop` and the public attributes; the rest runs in this
+    thread.
     """
 
     def __init__(self, config: EngineConfig, deliver: Callable[[Replies[Key]], object]) -> None:
@@ -75,7 +77,7 @@ class EngineThread(threading.Thread, Generic[Key]):
         self._probes_failed = 0  # in a row
 
     def submit(self, key: Key, request: wire.GenerateRequest, grammar: Compiled | None = None) -> None:
-        """Start a generation. No other one has its `key`; `grammar` is its compiled grammar."""
+        """Start a generation. Its `key` must be unique; `grammar` is its compiled grammar."""
         self._commands.put(lambda engine: self._submit(engine, key, request, grammar))
 
     def abort(self, key: Key) -> None:
@@ -93,8 +95,10 @@ class EngineThread(threading.Thread, Generic[Key]):
             self.error = error
 
     def _work(self) -> None:
-        """Load the engine, and work until `stop`. Raises the error that must end the process: of a
-        model that cannot be loaded, a broken device, or blocks that do not add up.
+        """Load the engine, and work until `stop`.
+
+        Raises the errors that must end the process: an unloadable model, a broken device, or
+        inconsistent blocks.
         """
         from local_engine.engine import Engine
 
@@ -129,7 +133,7 @@ class EngineThread(threading.Thread, Generic[Key]):
         self.load = wire.EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
     def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None) -> None:
-        """Begin a request. Its error ends the request alone."""
+        """Begin a request. Its error ends this request alone."""
         try:
             running = self._begun(engine, key, request, grammar)
         except Exception as error:
@@ -213,9 +217,10 @@ class EngineThread(threading.Thread, Generic[Key]):
             self._probe_device(engine, next(iter(errors.values())), has_probe=has_probe, is_alone=len(errors) == 1)
 
     def _probe_device(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
-        """Submit a probe of one token after a failed step. If the probe fails too, three times and
-        alone in its step, the device is broken or the memory full, and no request is the cause.
-        Then this raises the step's error, which ends the process.
+        """Submit a probe of one token after a failed step.
+
+        If the probe fails three times, alone in its step, the device is broken or the memory full,
+        and no request is the cause. Then this raises the step's error, which ends the process.
         """
         if has_probe:
             self._probe = None
@@ -227,7 +232,7 @@ class EngineThread(threading.Thread, Generic[Key]):
                 self._probe = engine.submit([0], wire.SamplingParams(temperature=0.0, max_tokens=1))
 
     def _report(self, engine: Engine, running: RunningRequest[Key], step: StepOutput, replies: Replies[Key]) -> None:
-        """Turn a sequence's step into replies to its request, if it has any output."""
+        """Turn a sequence's step into replies to its request, if it has output."""
         if step.error is not None:
             self._abort(engine, running.key)
             replies.append((running.key, step.error))
@@ -256,8 +261,8 @@ class EngineThread(threading.Thread, Generic[Key]):
 
 
 def _best(running: RunningRequest[Any]) -> list[wire.Output]:
-    """Return the outputs of the `n` likeliest candidates, best first, by the mean log probability
-    of their tokens.
+    """Return the outputs of the `n` likeliest candidates, best first, by their mean log
+    probability.
     """
     held = running.held or {}
 

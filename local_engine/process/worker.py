@@ -1,14 +1,12 @@
-"""The engine in a process of its own, behind a unix socket: `python -m local_engine.process.worker
+"""The engine in a separate process, behind a unix socket: `python -m local_engine.process.worker
 --socket PATH [--model M]`.
 
-The event loop owns the socket and listens from the start, so that clients learn of the loading; one
-thread owns the engine (`thread`), another one tokenizes for clients that ask for tokens alone, and
-a third compiles grammars, so that no step waits for them. Knows the wire (`messages`); no HTTP.
-
-Invariants: a client whose connection ends holds nothing in the engine; what one client sends,
-however broken, closes at most its own connection; the process ends when its parent does, on SIGTERM
-(after a short drain), and by itself with status 78 (EX_CONFIG) when the model cannot be loaded,
-which starting again would not mend.
+The event loop owns the socket and listens from the start, so that clients see the loading; one
+thread owns the engine (`thread`), a second serves tokenize calls, and a third compiles grammars, so
+that no step waits for them. Knows `messages` and no HTTP. Invariants: a client whose connection
+ends holds nothing in the engine; a client's broken bytes close at most its own connection; the
+process ends when its parent does, on SIGTERM (after a short drain), and by itself with status 78
+(EX_CONFIG) when the model cannot be loaded, which a restart would not mend.
 """
 
 from __future__ import annotations
@@ -56,9 +54,10 @@ class EngineServer:
     """Connects clients with the engine's thread, and decides when the process ends."""
 
     def __init__(self, config: EngineConfig, *, drain_s: float, step_s_max: float = 120.0) -> None:
-        """Running answers have `drain_s` seconds after SIGTERM. A step never ends if it takes
-        longer than `step_s_max` and than 30 times the longest step of late: the device hangs. A
-        slow machine that is busy takes less.
+        """Running answers have `drain_s` seconds after SIGTERM.
+
+        A step counts as hung if it takes longer than `step_s_max` and than 30 times the longest
+        recent step; a busy, slow machine takes less.
         """
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread[Call] = EngineThread(
@@ -163,8 +162,8 @@ class EngineServer:
     def _is_over(self) -> bool:
         """Whether the process must end. Prints each stage of the loading.
 
-        A step that never ends ends the process. Looks are counted, not seconds: while the process
-        was stopped, the step was too.
+        A hung step ends the process. Checks are counted, not seconds: while the process was
+        stopped, the step was, too.
         """
         thread, until = self._thread, self._drains_until
         line = f"{thread.load.stage} {10 * int(10 * thread.load.progress)}%"
@@ -188,7 +187,7 @@ class EngineServer:
 def _converted(
     tokenizer: Tokenizer, request: wire.TokenizeCall | wire.DetokenizeCall
 ) -> wire.TokenIds | wire.TokensText:
-    """Return the tokens or the text that a client asks for. Raises InvalidRequest."""
+    """Return the requested tokens or text. Raises InvalidRequest."""
     if isinstance(request, wire.DetokenizeCall):
         return wire.TokensText(tokenizer.decode_all(request.token_ids))
     if request.messages is not None:
@@ -200,7 +199,7 @@ def _converted(
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
-    """Print why in one line, and write it down for the clients. Returns the exit status."""
+    """Print the reason in one line, and write it to the file for clients. Returns the exit status."""
     # a checkpoint's own words may be of any length, and no UTF-8
     why = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:_WHY_CHARS]
     print(f"local_engine: {why}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Guesses at the next tokens, and whether they are worth their time.
+"""Drafts the next tokens, and decides whether drafts are worth their time.
 
 Knows token ids and timings; imports nothing of the package outside this room. Read `speculator`
 first.

@@ -1,20 +1,20 @@
-"""Speculation: guess the next tokens, verify them all in one step (arXiv:2211.17192).
+"""Speculation: draft the next tokens, and verify them all in one step (arXiv:2211.17192).
 
-Guesses come from four sources. `TEXT` and `REFERENCE` are looked up: where the last few tokens
-occurred before, in the prompt and the answer or in a text that came with the request, the tokens
-that followed them are proposed (prompt lookup decoding). `MODEL` is a smaller model (see
-`draft_model`). `GRAMMAR` counts what an answer's grammar forces, which needs no step to verify it.
-Knows token ids and timings, no model.
+Drafts have four sources. `TEXT` and `REFERENCE` are looked up: if the last few tokens occurred
+before, in the prompt and the answer or in the request's reference text, the tokens that followed
+them are proposed (prompt lookup decoding). `MODEL` is a smaller model (see `draft_model`).
+`GRAMMAR` counts the tokens that an answer's grammar forces, which need no verification. Knows token
+ids and timings, no model.
 
-How much is guessed is decided for a whole step: guess after guess joins it, the likeliest first,
-while that raises the tokens that a step is expected to give for its time (arXiv:2406.14066). How
-likely a guess is, is learned once for all sequences, by its source and by how many tokens before it
-agree, and corrected by each sequence's own results.
+Drafting is decided for a whole step: tokens join it, the likeliest first, while they raise the
+expected tokens per second of the step (arXiv:2406.14066). The acceptance rate is learned for all
+sequences together, by source and by the number of matching tokens before the draft, and corrected
+by each sequence's own results.
 
-Invariants: a draft never changes an answer, only how many steps it takes, because each position's
-token is drawn from the model's own distribution and a draft only decides how far one step may go. A
-source never spends more time than its drafts have saved, and an allowance of half a percent: where
-drafts lose, they cost no more, however wrong the predictions are.
+Invariants: a draft never changes an answer, only its number of steps, because each position's token
+is drawn from the model's own distribution and a draft only decides how far one step may go. A
+source never spends more time than its drafts have saved plus an allowance of half a percent,
+however wrong the predictions are.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class DraftSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftKind:
-    """A class of drafts with about the same chance to be right: of one source, after about as many
-    tokens that agree."""
+    """A class of drafts with about the same acceptance rate: of one source, after a similar number
+    of matching tokens."""
 
     source: DraftSource
     match: int = 0
@@ -55,22 +55,22 @@ class DraftKind:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens to verify; for the draft model only how many are `wanted`."""
+    """Tokens to verify; for the draft model only the number `wanted`."""
 
     kind: DraftKind
     tokens: tuple[int, ...] = ()
     wanted: int = 0
 
     def part(self, count: int) -> Draft | None:
-        """At most `count` of it."""
+        """The first `count` tokens of the draft, or None."""
         return replace(self, tokens=self.tokens[:count], wanted=min(self.wanted, count)) if count > 0 else None
 
 
 @dataclass(slots=True)
 class PromptLookup:
-    """The last position of each pair of tokens, over `reference` and then the sequence; it grows as
-    the sequence does. `_before[end]` is the previous end of the pair that ends there (LZ77's
-    hash chains)."""
+    """The last position of each pair of tokens, over `reference` and then the sequence; it grows
+    with the sequence. `_before[end]` is the previous end of the pair that ends there (LZ77's hash
+    chains)."""
 
     reference: list[int] = field(default_factory=list)
     _text: list[int] = field(default_factory=list)
@@ -79,8 +79,8 @@ class PromptLookup:
 
     def find(self, tokens: list[int]) -> tuple[int, int] | None:
         """The place in the reference and `tokens` where the proposed continuation begins, and how
-        many tokens before it agree with the last of `tokens`: of the latest few places the one
-        where most do. None where the last two never occurred together."""
+        many tokens before it match the last of `tokens`: the longest match among the latest few
+        places. None if the last two tokens never occurred together."""
         text, before = self._text, self._before
         if not text:
             text.extend(self.reference)
@@ -102,7 +102,7 @@ class PromptLookup:
         return (best, match) if best else None
 
     def follow(self, position: int, count: int) -> tuple[int, ...]:
-        """The `count` tokens from there on."""
+        """The `count` tokens from `position` on."""
         text = self._text
         period = len(text) - position  # a loop is assumed to go on
         return tuple(text[position + index % period] for index in range(count))
@@ -117,8 +117,8 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class GuessRate:
-    """The share of right guesses of one kind, counted where the guesses before them were right.
-    Counts fade to an optimistic prior, so that a kind that lost is tried again, later each time."""
+    """The acceptance rate of one kind of draft, counted at tokens whose predecessors were accepted.
+    Counts fade to an optimistic prior, so that a losing kind is retried, at growing intervals."""
 
     _right: float = 0.0
     _tried: float = 0.0
@@ -135,7 +135,7 @@ class GuessRate:
 
 @dataclass(slots=True)
 class RateCorrection:
-    """The ratio of one source's right guesses in one sequence to those expected from all
+    """The ratio of one source's accepted tokens in one sequence to those expected from all
     sequences."""
 
     _right: float = 3.0
@@ -163,8 +163,8 @@ class Speculation:
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
     """A sequence that decodes in the coming step: its `tokens`, of which the draft model has
-    computed the first `draft_computed`, and how many more have `room`. `in_flight` (0 or 1) is a
-    token under way, which a draft has to guess as well."""
+    computed the first `draft_computed`, with `room` for further tokens. `in_flight` (0 or 1) counts
+    a token in flight, which a draft must guess as well."""
 
     id: int
     speculation: Speculation
@@ -176,8 +176,8 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A possible draft for `request`: at most `room` tokens, each right with probability `rate`
-    where those before it are; `position` is where they are looked up."""
+    """A possible draft for `request`: at most `room` tokens, each accepted with probability `rate`
+    if its predecessors are; `position` is where they are looked up."""
 
     request: DraftRequest
     kind: DraftKind
@@ -186,7 +186,7 @@ class Offer:
     position: int = 0
 
     def draft(self, count: int) -> Draft:
-        """The first `count` of it."""
+        """The first `count` tokens of the offer."""
         if self.kind.source is DraftSource.MODEL:
             return Draft(self.kind, wanted=count)
         ahead = self.request.in_flight
@@ -195,8 +195,8 @@ class Offer:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """A step: the `tokens` it is expected to give, the `ms` it is expected to take, how much is
-    drafted of each offer, and each source's share of the time."""
+    """A step: the expected `tokens`, the expected `ms`, how many tokens are drafted from each
+    offer, and each source's share of the time."""
 
     tokens: float
     ms: float
@@ -258,7 +258,7 @@ class Speculator:
         self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
 
     def forget(self) -> None:
-        """Start anew: the steps so far were not typical."""
+        """Discard all measurements: the steps so far were not typical."""
         self._tallies.clear()
         self._credit_ms.clear()
 
@@ -281,7 +281,7 @@ class Speculator:
         return Offer(request, kind, self._rate(request, kind), room)
 
     def _extended(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
-        """The plan with as many looked-up guesses as make it faster, the likeliest first."""
+        """The plan with as many looked-up tokens as make it faster, the likeliest first."""
         row_ms = self.timing.steps.row_ms
         guesses = []
         for index, offer in enumerate(offers):
@@ -305,7 +305,7 @@ class Speculator:
         return plan
 
     def _modelled(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
-        """The plan with drafts of the model, each as deep as its guesses are worth their rows, and
+        """The plan with drafts of the model, each as deep as its tokens are worth their rows, and
         all as deep as is worth the model's steps."""
         timing, credit_ms = self.timing, self._credit_ms[DraftSource.MODEL]
         best, spent_ms = plan, 0.0

@@ -1,7 +1,6 @@
-"""StepTiming: how fast this engine is on this machine, measured from its own steps.
+"""StepTiming: this engine's speed on this machine, measured from its own steps.
 
-Predictions of TTFT use it, and the decision whether a draft pays. Knows rows and seconds, nothing
-else.
+Predictions of TTFT and the choice of drafts use it. Knows only rows and seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _SLOW_SHARE = 0.25  # of a step's excess time: as likely as not it waited for a 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Moment:
-    """A time on the wall's clock, and on that of this process."""
+    """A time on the wall clock, and on this process' CPU clock."""
 
     wall_s: float
     cpu_s: float
@@ -28,17 +27,17 @@ class Moment:
         return cls(time.perf_counter(), time.process_time())
 
     def busy_s(self, before: Moment, *, is_device_here: bool) -> float:
-        """Seconds since `before`, without the time that other processes had the cores; on a device
-        outside this process, all of them."""
+        """The seconds since `before`, without the time that other processes had the cores; on a
+        device outside this process, all seconds."""
         wall_s = self.wall_s - before.wall_s
         return min(wall_s, self.cpu_s - before.cpu_s) if is_device_here else wall_s
 
 
 @dataclass(slots=True)
 class Line:
-    """Milliseconds of a step by its rows: a straight line through the mean of the latest steps. Its
-    slope `row_ms` learns from steps of other sizes (normalised least mean squares; an expectile, so
-    that steps which had to wait count less)."""
+    """The milliseconds of a step by its rows: a straight line through the mean of the latest steps.
+    Its slope `row_ms` is learned from steps of other sizes (normalised least mean squares; an
+    expectile, so that delayed steps count less)."""
 
     row_ms: float = 0.0
     # a row's time to fall back to where it was not measured for long; 0 is unknown
@@ -65,12 +64,12 @@ class Line:
             self.row_ms += _FORGETS * (self.assumed_ms - self.row_ms)
 
     def assume(self, row_ms: float) -> None:
-        """A row's least time, measured from steps of another kind."""
+        """Set a row's least time, measured from steps of another kind."""
         self.assumed_ms = _blend(self.assumed_ms, row_ms)
         self.row_ms = self.row_ms or self.assumed_ms
 
     def at(self, rows: int) -> float | None:
-        """Milliseconds of a step of `rows` rows; None before the first measurement."""
+        """The milliseconds of a step of `rows` rows; None before the first measurement."""
         if not self.count:
             return None
         return max(0.1 * self.mean_ms, self.mean_ms + self.row_ms * (rows - self.mean_rows))
@@ -87,7 +86,7 @@ class StepTiming:
     draft_steps: Line = field(default_factory=Line)
 
     def observe(self, counts: Many[int], duration_s: float, busy_s: float, *, is_decode: bool) -> None:
-        """Learn from one step of each sequence's `counts` of tokens, which are all answers' where
+        """Learn from one step of each sequence's `counts` of tokens, all of them answers' if
         `is_decode`. It took `duration_s`, of which other processes did not have the cores for
         `busy_s`."""
         tokens = sum(counts)
@@ -100,7 +99,7 @@ class StepTiming:
             self.steps.assume(1000.0 * busy_s / tokens)
 
     def forget(self) -> None:
-        """Start anew: the steps so far were not typical."""
+        """Discard all measurements: the steps so far were not typical."""
         self.prefill_tokens_per_s = self.decode_ms_per_token = 0.0
         self.steps, self.draft_steps = Line(), Line()
 

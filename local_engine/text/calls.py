@@ -1,10 +1,10 @@
-"""An answer's text in parts: what a model thinks, what it says, and the tools that it calls.
+"""Splits an answer's text into thinking, text and tool calls.
 
-Each family writes calls in a format of its own; `FORMATS` lists them, one reader reads them all.
+Each family writes calls in its own format; `FORMATS` lists them, and one reader reads them all.
 Sources: the chat templates of the models, and Meta's, Mistral's and Qwen's pages on function
-calling. Knows no tokens and no templates. Invariants: however a text is cut into pieces, its parts
-are the same; text that only looks like a call (no such tool, no valid arguments) stays text, and
-nothing is lost but white space beside a frame.
+calling. Knows no tokens and no templates. Invariants: the parts do not depend on how a text is cut
+into pieces; text that only looks like a call (unknown tool, invalid arguments) stays text; only
+white space beside a frame is lost.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from local_engine.messages import ANY_TOOL, CallPart, Grammar, InvalidRequest
 @dataclass(frozen=True, slots=True)
 class Format:
     """How models with `mark` in their template write calls: after `opens`, anywhere in the answer
-    (empty: at its beginning alone), and up to `closes`. Where a grammar forces calls, it writes
-    `opens`, `lead`, then `head` with the name, the arguments and `tail` for each, `between` them,
-    and `last`."""
+    (empty: only at its beginning), and up to `closes`. If a grammar forces calls, it writes
+    `opens`, `lead`, then for each call `head` with the name, the arguments and `tail`, with
+    `between` them, and `last`."""
 
     mark: str
     opens: str
@@ -62,7 +62,7 @@ MARKS = frozenset(
 
 
 def format_of(template: str) -> Format | None:
-    """The format that a chat template has its model write; None where it is not known."""
+    """The format in which a chat template lets its model write calls; None if unknown."""
     if _OTHER_TAGS in template:
         return None
     return next((one for one in FORMATS if one.mark in template), None)
@@ -76,9 +76,9 @@ CALLS_MAX = 16  # in one answer, where a grammar forces them
 def calls_grammar(
     format: Format, tools: Sequence[Mapping[str, Any]], choice: str, calls_max: int, answer: Grammar | None
 ) -> Grammar | None:
-    """The grammar of an answer that may call these tools. It demands a call where `choice` is a
-    tool's name or `ANY_TOOL`. Otherwise the answer may be text, or have the form of `answer`;
-    then a tool that is not `strict` may get any arguments. None where any text is allowed."""
+    """The grammar of an answer that may call these tools. It demands a call if `choice` is a tool's
+    name or `ANY_TOOL`. Otherwise the answer may be text, or match `answer`; then a tool that is not
+    `strict` may get any arguments. None if any text is allowed."""
     functions = [tool["function"] for tool in tools if choice in ("", ANY_TOOL, tool["function"]["name"])]
     if not choice and answer is None and not any(function.get("strict") for function in functions):
         return None
@@ -97,8 +97,8 @@ def calls_grammar(
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments, which are an object. Those that it does not name would fail at the
-    tool. Raises InvalidRequest."""
+    """The schema of a function's arguments, which are an object without unnamed properties: these
+    would fail at the tool. Raises InvalidRequest."""
     given = function.get("parameters") or {"properties": {}}
     kind = given.get("type", "object")
     if kind != "object" and (not isinstance(kind, list) or "object" not in kind):
@@ -142,12 +142,14 @@ class AnswerParts:
 
 
 class AnswerReader:
-    """Reads one answer piece by piece. `thinking`: the marks of the model's thinking block, which
-    is open already where the answer `thinks`. `format` and `names`: of the tools. `is_held`: a
-    grammar keeps calls in their frame, so they leave before they are complete. `is_forced`: it lets
-    nothing else be, so what text there is belongs to a frame that was cut. `is_alone`: any other
-    text has a form of its own, so calls stand at the beginning or nowhere. After `calls_max`
-    calls the answer is over; 0 is no bound."""
+    """Reads one answer piece by piece.
+
+    `thinking`: the marks of the model's thinking block, which is already open if the answer
+    `thinks`. `format` and `names` are the tools'. `is_held`: a grammar keeps calls in their frame,
+    so they leave before they are complete. `is_forced`: it allows only calls, so any text belongs
+    to a cut frame. `is_alone`: other text must match a grammar, so calls stand at the beginning or
+    nowhere. After `calls_max` calls the answer is over; 0 is unbounded.
+    """
 
     def __init__(
         self,
@@ -178,16 +180,16 @@ class AnswerReader:
 
     @property
     def is_framed(self) -> bool:
-        """Whether it ends in a thinking block or a call, which no stop string cuts."""
+        """Whether the text so far ends in a thinking block or a call, which no stop string cuts."""
         return self._state in (self._think, self._call, self._arguments)
 
     @property
     def is_over(self) -> bool:
-        """Whether the last call that may be made is complete."""
+        """Whether the last allowed call is complete."""
         return 0 < self._calls_max <= self._calls and not self.is_framed
 
     def read(self, text: str, *, is_last: bool = False) -> AnswerParts:
-        """The parts that are certain by now; with `is_last` all of them."""
+        """The parts that are certain so far; with `is_last` all parts."""
         self._rest += text
         said = AnswerParts()
         while self._state(said, is_last):
@@ -199,7 +201,7 @@ class AnswerReader:
     # -- each state takes what it can from the rest; false: it needs more text
 
     def _begin(self, said: AnswerParts, is_last: bool) -> bool:
-        """Before any text: a thinking block may open, or a call without a mark begin."""
+        """Before any text: a thinking block may open, or a call without a mark may begin."""
         text = self._rest.lstrip()
         opens = self._thinking[0] if self._thinking is not None and not self._strips else None
         marks = [mark for mark in (opens, _PYTHON_TAG if self._is_bare else None) if mark is not None]
@@ -300,7 +302,7 @@ class AnswerReader:
         return True
 
     def _arguments(self, said: AnswerParts, is_last: bool) -> bool:
-        """Pass on the arguments of a call that a grammar holds, as they come."""
+        """Pass on the arguments of a call that a grammar enforces, as they arrive."""
         end = self._end()
         sure = self._rest[: end or self._at]
         if sure:
@@ -311,7 +313,7 @@ class AnswerReader:
         return end > 0
 
     def _tail(self, said: AnswerParts, is_last: bool) -> bool:
-        """After a call that a grammar holds: the next call begins, or the frame ends."""
+        """After a call that a grammar enforces: the next call begins, or the frame ends."""
         assert self._format is not None
         more, last = self._format.tail + self._format.between, self._format.tail + self._format.last
         if self._rest.startswith(more):
@@ -325,7 +327,7 @@ class AnswerReader:
         return True
 
     def _end(self) -> int:
-        """The end of the brackets that open first; 0 while they are open."""
+        """The end of the first brackets; 0 while they are open."""
         for bracket in _BRACKET.finditer(self._rest, self._at):
             mark = bracket[0]
             if mark == "\\":  # what it escapes has not come
@@ -345,7 +347,7 @@ class AnswerReader:
         return 0
 
     def _made(self, body: str) -> list[tuple[str, str]]:
-        """The calls in `body`: names, and arguments as JSON. Empty where it has anything else."""
+        """The calls in `body`: names, and arguments as JSON. Empty if it contains anything else."""
         named = _NAMED.match(body)
         try:
             if named is None:
@@ -369,19 +371,19 @@ def _sure(text: str, mark: str) -> str:
 
 
 def begun(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that begins `mark`, and is not all of it."""
+    """The length of the longest end of `text` that is a proper beginning of `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _json(body: str) -> list[tuple[str, str]]:
-    """Raises ValueError."""
+    """The calls in a JSON text. Raises ValueError."""
     found = _read_calls(body)
     every = found if isinstance(found, list) else [found]
     return [(one.name, _object(bytes(one.arguments or one.parameters).decode())) for one in every]
 
 
 def _object(given: str) -> str:
-    """The arguments as a JSON object; some models write one in a string. Raises ValueError."""
+    """The arguments as a JSON object, which some models write in a string. Raises ValueError."""
     value = msgspec.json.decode(given)
     if isinstance(value, str):
         given, value = value, msgspec.json.decode(value)
@@ -391,7 +393,7 @@ def _object(given: str) -> str:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """JSON's words for Python's constants."""
+    """Replaces JSON's names by Python's constants."""
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         if len({ast.dump(key) for key in node.keys if key is not None}) < len(node.keys):

@@ -1,9 +1,9 @@
-"""Chat: a conversation as the model's own Jinja template lays it out, in a process of its own.
+"""Chat: renders a conversation by the model's own Jinja template, in a separate process.
 
 Knows the template and the control tokens' spellings, no token ids. Invariant: no text of a message
-can act as a control token (end a turn, open one as the system): where a text spells one, the
-rendered text is cut inside the spelling, and the parts, encoded one by one, give the same
-characters as ordinary tokens.
+can act as a control token (end a turn, open one as the system): if a text spells one, the rendered
+text is cut inside the spelling, and the parts, encoded one by one, give the same characters as
+ordinary tokens.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ChatTemplate:
         self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def start(self) -> None:
-        """Start the template's process, so that the first conversation need not wait for it."""
+        """Start the template's process, so that the first conversation does not wait for it."""
         self._template.start()
 
     @functools.cached_property
     def _reads_tools(self) -> str:
-        """The way in which the template takes tools: `apart`, as a value of their own; `in system`,
-        as JSON in the system's message (Phi-4-mini); or empty, where it takes none."""
+        """How the template takes tools: `apart`, as a separate value; `in system`, as JSON in the
+        system's message (Phi-4-mini); or empty, not at all."""
         question = {"role": "user", "content": "?"}
         for way, messages, tools in (
             ("apart", [question], [_PROBE]),
@@ -67,12 +67,12 @@ class ChatTemplate:
 
     @property
     def format(self) -> Format:
-        """The format in which the model writes calls of tools, if its template tells it of
+        """The format in which the model writes tool calls; the default if its template takes no
         tools."""
         return self._format if self._format is not None and self._reads_tools else DEFAULT
 
     def _ask(self, messages: Any, tools: Any, *, opens_answer: bool) -> str:
-        """Raises ProgramRefusal."""
+        """Render the template. Raises ProgramRefusal."""
         return self._template.ask(
             {
                 "messages": messages,
@@ -92,8 +92,8 @@ class ChatTemplate:
         opens_answer: bool = True,
         prefix: str = "",
     ) -> list[str]:
-        """The conversation as the parts to encode, by default up to where the assistant begins,
-        with `prefix` as the beginning of its answer. Raises InvalidRequest."""
+        """The conversation as the parts to encode, by default with the opening of the assistant's
+        turn, and with `prefix` as the beginning of its answer. Raises InvalidRequest."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         try:
@@ -120,7 +120,7 @@ class ChatTemplate:
         return text.split(cut)
 
     def _cut(self, value: Any, mark: str) -> Any:
-        """A copy with `mark` inside every control token that one of its strings spells."""
+        """A copy with `mark` inside every control token that its strings spell."""
         if isinstance(value, str):
             if self._control is None:
                 return value
@@ -159,7 +159,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(id: Any) -> str:
-    """Nine characters, as Mistral's templates want them."""
+    """A call's id as the nine characters that Mistral's templates require."""
     return blake2b(str(id).encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
 
 
@@ -175,14 +175,14 @@ def _plain_call(call: Any) -> Any:
 
 
 def _calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The name and the arguments of each call of a tool in a message."""
+    """The name and the arguments of each tool call in a message."""
     calls = (call["function"] for call in message.get("tool_calls", ()) if "function" in call)
     return [{name: call.get(name) for name in ("name", "arguments")} for call in calls]
 
 
 def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
-    """The conversation for a template that takes the tools from the system's message and any role, as
-    Phi-4-mini's model card has it: calls are a text."""
+    """The conversation for a template that takes tools from the system's message and any role, as
+    in Phi-4-mini's model card: calls are text."""
     if tools:
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": _WITH_TOOLS}, *messages]
@@ -198,8 +198,8 @@ def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -
 
 
 def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: the tools in the system's message, calls in
-    the assistant's and their results, together, in a user's. The frames are those of Hermes."""
+    """The conversation for a template without tools: the tools are in the system's message, calls
+    in the assistant's, and their results, together, in a user's. The frames are those of Hermes."""
     laid_out: list[dict[str, Any]] = []
     if tools:
         text = _TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

@@ -1,8 +1,8 @@
-"""Reads a SentencePiece model (`tokenizer.model`), as checkpoints without a tokenizer.json have it.
+"""Reads a SentencePiece model (`tokenizer.model`) of checkpoints without a tokenizer.json.
 
 The format is google/sentencepiece's sentencepiece_model.proto; only the fields that decide ids are
-read. The result has GGUF's keys for the very same facts, so one builder serves both. Knows bytes,
-no tokenizer. Invariant: a model with other ids than could be rebuilt is refused by name.
+read. The result has GGUF's keys for the same facts, so that one builder serves both. Knows bytes,
+no tokenizer. Invariant: a model whose ids cannot be rebuilt is refused by name.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _ID_FIELDS = (("unknown", _UNK_ID, 0), ("bos", _BOS_ID, 1), ("eos", _EOS_ID, 2))
 
 
 def _signed(value: int | bytes) -> int:
-    """An int32 as protobuf writes it: negative ones in 64 bits."""
+    """An int32 from protobuf, which writes negative numbers in 64 bits."""
     number = int(value)
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _fields(message: bytes) -> Iterator[Field]:
-    """The fields of a protobuf message: numbers as they are, everything else as bytes. Raises
-    ValueError, IndexError."""
+    """The fields of a protobuf message: numbers as numbers, all others as bytes. Raises ValueError,
+    IndexError."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

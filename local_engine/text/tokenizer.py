@@ -1,9 +1,9 @@
-"""Text to token ids and back: the only place of the engine that sees text.
+"""Text to token ids and back: the only part of the engine that reads text.
 
 Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges); `chat`
-lays out conversations. Invariants: the pieces of a `TextStream`, joined, equal all tokens decoded
-at once, cut before the first stop string; no piece holds part of a character, nor any text of a
-stop string.
+renders conversations. Invariants: the joined pieces of a `TextStream` equal all tokens decoded at
+once, cut before the first stop string; no piece has part of a character, nor any text of a stop
+string.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OPENED_LATELY = 8  # tokens of a prompt's end, where a template opens or closes
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """An answer's thinking block: the tokens that open and close it, whether it `is_open` from the
-    beginning or `may_open` there."""
+    """An answer's thinking block: the tokens that open and close it, and whether it `is_open` at
+    the beginning or `may_open` there."""
 
     block: tuple[int, int]
     is_open: bool
@@ -42,8 +42,8 @@ class Thinking:
 
 
 class Tokenizer:
-    """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece has a
-    word's leading space in its token, and mostly decoding drops it at the very start."""
+    """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece puts a
+    word's leading space in its token, and decoding mostly drops it at the very start."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class Tokenizer:
         chat_template: str | None = None,
         bos_token_id_added: int | None = None,
     ) -> None:
-        """`bos_token_id_added`: the token that the backend leaves for us to put before a prompt."""
+        """`bos_token_id_added`: the token that this class, and not the backend, puts before a
+        prompt."""
         self._backend = backend
         self._bos_token_id_added = bos_token_id_added
         self.eos_token_id: int | None = backend.token_to_id(eos_token)
@@ -97,11 +98,11 @@ class Tokenizer:
 
     @property
     def format(self) -> Format:
-        """The format in which the model writes calls of tools."""
+        """The format in which the model writes tool calls."""
         return DEFAULT if self._chat is None else self._chat.format
 
     def thinking(self, prompt: Sequence[int], *, is_continued: bool = False) -> Thinking | None:
-        """The thinking block of an answer to `prompt`; None where the model has no such block.
+        """The thinking block of an answer to `prompt`; None if the model has no such block.
         `is_continued`: the prompt ends with the beginning of the answer."""
         if self._block is None:
             return None
@@ -113,8 +114,8 @@ class Tokenizer:
         return Thinking(self._block, is_open=False, may_open=not is_continued)
 
     def grammar_of(self, request: GenerateRequest) -> Grammar | None:
-        """The grammar that the answer to a request must match: the request's own, and that of its
-        tools' calls."""
+        """The grammar that the answer to a request must match, from the request's own grammar and
+        its tools'."""
         if not request.tools:
             return request.grammar
         choice, calls_max = request.tool_choice, request.calls_max
@@ -123,8 +124,8 @@ class Tokenizer:
     def reader(
         self, request: GenerateRequest, thinking: Thinking | None, *, is_held: bool
     ) -> tuple[AnswerReader | None, frozenset[int]]:
-        """The reader of an answer to `request`, and the control tokens that it reads; None where
-        the answer is text alone. `is_held`: a grammar keeps calls in their frame."""
+        """The reader of an answer to `request`, and the control tokens that it reads; None if the
+        answer is only text. `is_held`: a grammar keeps calls in their frame."""
         if request.messages is None or (thinking is None and not request.tools):
             return None, frozenset()
         block = None if thinking is None else thinking.block
@@ -142,12 +143,12 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Number of token ids, added ones included."""
+        """The number of token ids, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
-        """Token ids of a prompt; with the model's tokens around it, unless a template `is_rendered`
-        them."""
+        """The token ids of a prompt; with the model's tokens around it, unless a template
+        `is_rendered` them."""
         # unlike `encode` it lets other threads run meanwhile
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=not is_rendered)[0].ids
         bos = self._bos_token_id_added
@@ -164,9 +165,9 @@ class Tokenizer:
         is_rendered: bool = True,
         prefix: str = "",
     ) -> list[int]:
-        """Token ids of a conversation, by default up to where the assistant begins; its texts never
-        become a control token. `prefix`: the beginning of its answer. `is_rendered`: as in
-        `encode`. Raises InvalidRequest."""
+        """The token ids of a conversation, by default with the opening of the assistant's turn; its
+        texts never become a control token. `prefix`: the beginning of the answer. `is_rendered`: as
+        in `encode`. Raises InvalidRequest."""
         if self._chat is None:
             raise InvalidRequest(
                 "the model has no chat template; send `prompt` instead of `messages`", param="messages"
@@ -178,8 +179,8 @@ class Tokenizer:
         return ids
 
     def encode_middle(self, text: str) -> list[int]:
-        """Token ids of text that stands inside another: without the space SentencePiece puts before
-        a beginning."""
+        """The token ids of text inside another text: without the space that SentencePiece puts
+        before a beginning."""
         if not self.strips_first_space:
             return self.encode(text, is_rendered=True)
         before = self.encode("\n", is_rendered=True)
@@ -198,16 +199,15 @@ class Tokenizer:
         return TokenLogprob(id, raw.decode(errors="replace"), raw, logprob, top)
 
     def is_special(self, id: int) -> bool:
-        """Whether the token is a control token, which has no place in an answer's text."""
+        """Whether the token is a control token, which answers' text leaves out."""
         return id in self._special
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens without special ones; bytes that are no character become
-        U+FFFD."""
+        """The text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD."""
         return self._decoded(id for id in ids if id not in self._special)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """As `decode`, with special tokens. Raises InvalidRequest for an id without a token."""
+        """The text of `ids` with special tokens. Raises InvalidRequest for an id without a token."""
         for id in ids:
             self.token(id)
         return self._decoded(ids)
@@ -216,11 +216,11 @@ class Tokenizer:
         return self.first(b"".join(map(self.spell, ids))).decode("utf-8", errors="replace")
 
     def first(self, data: bytes) -> bytes:
-        """The beginning of a text as decoding leaves it."""
+        """The beginning of a text after decoding."""
         return data.removeprefix(b" ") if self.strips_first_space else data
 
     def token(self, id: int) -> str:
-        """The vocabulary's spelling of a token. Raises InvalidRequest for an id without one."""
+        """The vocabulary's spelling of a token. Raises InvalidRequest for an id without a spelling."""
         token: str | None = self._backend.id_to_token(id) if 0 <= id < 1 << 32 else None
         if token is None:
             raise InvalidRequest(f"there is no token {id}", param="tokens")
@@ -263,7 +263,7 @@ def byte_of_character() -> dict[str, int]:
 
 
 def joined(output: Output, more: Output) -> Output:
-    """Both pieces of an answer as one; it ends as `more` does."""
+    """Two consecutive pieces of an answer as one; it ends as `more` does."""
     return msgspec.structs.replace(
         more,
         text=output.text + more.text,
@@ -276,8 +276,7 @@ def joined(output: Output, more: Output) -> Output:
 
 @dataclass(slots=True)
 class HeldToken:
-    """A token not emitted yet. `start`: where its text begins, in characters of the whole
-    answer."""
+    """A token that is held back. `start`: where its text begins, in characters of the whole answer."""
 
     id: int
     logprob: TokenLogprob | None
@@ -286,9 +285,9 @@ class HeldToken:
 
 @dataclass(slots=True)
 class TextStream:
-    """One answer's text as its tokens arrive: half characters and possible beginnings of stop
-    strings are held back. `is_at_start`: no text of the answer is there yet. `shown`: control
-    tokens that are text here."""
+    """One answer's text as its tokens arrive. Incomplete characters and possible beginnings of stop
+    strings are held back. `is_at_start`: the answer has no text yet. `shown`: control tokens that
+    are text here."""
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
@@ -302,8 +301,8 @@ class TextStream:
     )
 
     def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Output:
-        """Add a token; returns what became final. After a piece with a `finish_reason`, which a stop
-        string gives it, push no more."""
+        """Add a token; returns the text that became final. If a stop string gives the piece a
+        `finish_reason`, push no more."""
         self._held.append(HeldToken(id, logprob, self._emitted + len(self._text)))
         if id in self.shown or not self.tokenizer.is_special(id):
             data = self.tokenizer.spell(id)
@@ -319,8 +318,8 @@ class TextStream:
         return self._emit(len(self._text) - kept)
 
     def finish(self, reason: FinishReason) -> Output:
-        """The end without a stop string: everything held is final, but for the bytes of an
-        unfinished character."""
+        """End without a stop string: all held text is final, except the bytes of an incomplete
+        character."""
         return self._emit(len(self._text), reason, is_last=True)
 
     def _emit(self, length: int, reason: FinishReason | None = None, *, is_last: bool = False) -> Output:

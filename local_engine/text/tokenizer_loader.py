@@ -1,8 +1,8 @@
-"""Builds a Tokenizer from what a checkpoint carries: a folder's tokenizer.json or tokenizer.model,
-or a GGUF file's metadata.
+"""Builds a checkpoint's Tokenizer, from a folder's tokenizer.json or tokenizer.model, or a GGUF
+file's metadata.
 
-The only file that constructs `tokenizers` objects. Invariant: the ids are those of the model's
-reference tokenizer; a vocabulary of a kind that cannot be rebuilt exactly is refused by name.
+The only file that constructs `tokenizers` objects. Invariant: the ids equal those of the model's
+reference tokenizer; a vocabulary that cannot be rebuilt exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """From a Hugging Face checkpoint folder. Raises ModelError."""
+    """Build the tokenizer of a Hugging Face checkpoint folder. Raises ModelError."""
     config = read_json(folder / "tokenizer_config.json", is_needed=False)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -87,7 +87,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises
+    """Build it from tokenizer.model, with the tokens that tokenizer_config.json adds. Raises
     ModelError."""
     # not by `transformers`, which needs two more packages for it and reads unigram models as BPE
     path = folder / "tokenizer.model"
@@ -117,8 +117,8 @@ def _token_text(token: Any) -> str:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones,
-    the default, and beside it the one for tools."""
+    """The template in chat_template.jinja, chat_template.json or tokenizer_config.json; if several
+    are named, the default one and the one for tools."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
@@ -134,8 +134,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Tokenizer:
-    """From a GGUF file's metadata, or the same facts of a SentencePiece model. Raises ModelError for
-    a kind that cannot be rebuilt."""
+    """Build it from a GGUF file's metadata, or the same facts of a SentencePiece model. Raises
+    ModelError for a kind that cannot be rebuilt."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
     require_among(kind, ("gpt2", "llama", "t5"), "a GGUF file's tokenizer")
     is_byte_level = kind == "gpt2"
@@ -176,9 +176,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy: bool) -> Backend:
-    """SentencePiece. Before cutting text it maps characters by a table, merges spaces, and puts one
-    at the beginning. A `legacy` one puts that before every piece between control tokens, and
-    another where text begins with spaces."""
+    """Build a SentencePiece backend. Before cutting text it maps characters by a table, merges
+    spaces, and prepends one. With `is_legacy` it prepends that before every piece between control
+    tokens, and another if text begins with spaces."""
     scores: list[float] = metadata.get("tokenizer.ggml.scores") or [-float(id) for id in range(len(tokens))]
     unknown = int(metadata.get("tokenizer.ggml.unknown_token_id", 0))
     if metadata["tokenizer.ggml.model"] == "t5":
@@ -220,8 +220,8 @@ def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
 def _add_marked_tokens(
     backend: Backend, metadata: Mapping[str, Any], tokens: list[str], *, is_byte_level: bool
 ) -> None:
-    """Tokens that the file marks as control or user-defined are matched whole in text, before any
-    merge."""
+    """Add the tokens that the file marks as control or user-defined, which are matched whole,
+    before any merge."""
     kinds: list[int] = metadata.get("tokenizer.ggml.token_type") or []
     alphabet = byte_of_character()
     special, plain = [], []

@@ -1,4 +1,4 @@
-"""Matrices: how they are read, held and multiplied.
+"""Reads, stores and multiplies matrices.
 
 Imports kernels and `config`; no model and no file. Read `linear` first.
 """

@@ -1,10 +1,10 @@
-"""Linear: one matrix, multiplied by the best means its device has.
+"""Linear: one matrix, multiplied by the fastest product of its device.
 
-Quantised matrices stay quantised where the native product, or Triton's on a GPU, serves them;
-bfloat16 goes to the native product where the processor multiplies bfloat16 pairs and has no matrix
-unit (AMX), which oneDNN uses better; other matrices on a CPU are packed for oneDNN beforehand,
-which is about twice as fast as repacking at every call (measured at 1 to 8 rows). The plain product
-is the fall-back and the oracle. Knows no model.
+Quantised matrices stay quantised if the native product, or Triton's on a GPU, supports them;
+bfloat16 uses the native product if the processor multiplies bfloat16 pairs and lacks a matrix unit
+(AMX), which oneDNN uses better; other matrices on a CPU are packed for oneDNN beforehand, about
+twice as fast as repacking at every call (measured at 1 to 8 rows). The plain product is the
+fall-back and the oracle. Knows no model.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ROWS_ALL = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions:
-    """The form in which a matrix is held and multiplied.
+    """The form in which a matrix is stored and multiplied.
 
-    `fp8`: 8-bit floats are kept where a GPU multiplies them, or other weights are rounded to them
-    as well, on any device. `is_batch_invariant`: one order of sums for any number of rows.
-    `is_head`: the result is float32 where the native product gives it; logits lie so close together
+    `fp8`: 8-bit floats are `kept` if a GPU multiplies them, or other weights are rounded to them,
+    too (`made`), on any device. `is_batch_invariant`: one order of sums for any number of rows.
+    `is_head`: the result is float32 if the native product supports it; logits lie so close together
     that half precision would make some equal.
     """
 
@@ -51,11 +51,11 @@ class LinearOptions:
 
 
 class Linear:
-    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `load` each, `prepare` once,
-    then call.
+    """y = x W^T + b. The rows come in parts, the checkpoint's tensors. `load` each part, `prepare`
+    once, then call.
 
-    `bits`: wider parts are quantised to these, each to its own, where the native product can be
-    used; None leaves all as they are.
+    `bits`: wider parts are quantised to these bits, one number for each part, if the native product
+    is available; None leaves all unchanged.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Linear:
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The matrix, where it is one of floats, laid out row by row and without a bias; it may be
-        moved elsewhere."""
+        """The matrix, if it is a single row-major one of floats without a bias, else None; it may
+        be moved elsewhere."""
         product = self._products[0]
         is_whole = len(self._products) == 1 and self.bias is None
         return product.weight if is_whole and isinstance(product, _Torch) and not product.is_packed else None
@@ -118,13 +118,13 @@ class Linear:
         return [product.form for product in self._products]
 
     def holds(self, index: int, value: torch.Tensor | Quantised | Scaled) -> bool:
-        """Whether a part keeps its values, but for the number type's rounding: it is not quantised
-        further."""
+        """Whether a part keeps its values up to the number type's rounding, because it is not
+        quantised further."""
         return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits[index])
 
     def load(self, index: int, value: torch.Tensor | Quantised | Scaled) -> None:
-        """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest
-        product there is and gives the parts up, so that a model being read is in memory once."""
+        """Load a part's weight, [rows[index], columns]. The last part lays all out for the fastest
+        product and frees the parts, so that a model is in memory only once while it is read."""
         if self._bits is not None and not self.holds(index, value):
             value = value if isinstance(value, torch.Tensor) else value.dequantised()
             value = quantise(value.to(self._device), self._bits[index])
@@ -135,7 +135,7 @@ class Linear:
             self._parts = []
 
     def prepare(self) -> None:
-        """After the last part and the bias."""
+        """Prepare the products, after the last part and the bias."""
         assert self._products, "a part is missing"
         if self.bias is None:
             return
@@ -145,8 +145,8 @@ class Linear:
 
     @property
     def has_rows(self) -> bool:
-        """Whether single rows can be read as they are multiplied: an embedding that is tied needs
-        no copy then."""
+        """Whether single rows can be read from the product's layout, so that a tied embedding needs
+        no copy."""
         (product, *others) = self._products
         is_plain = isinstance(product, NativeProduct) and product.order is None
         return not others and (is_plain or (isinstance(product, _Torch) and not product.is_packed))
@@ -163,8 +163,8 @@ class Linear:
         return torch.cat([product(x) for product in self._products], -1)
 
     def _as_held(self, value: torch.Tensor | Quantised | Scaled) -> _Part:
-        """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its
-        codes until they go there."""
+        """A part in its product's form, as a copy of `value`; on a GPU its codes stay until they go
+        there."""
         native = self._native
         if isinstance(value, Scaled) and self._keeps_fp8:
             return value.on(self._device)
@@ -184,14 +184,13 @@ class Linear:
         return self._owned(value)
 
     def _owned(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy where it will be multiplied; a mapped tensor crosses to a GPU as it is and changes
-        its type there."""
+        """A copy on the device of the product; a mapped tensor is converted only on the GPU."""
         if self._device.type == "cpu":
             return value.to(self._dtype, copy=True)
         return value.to(self._device).to(self._dtype)
 
     def _product(self, run: list[_Part]) -> Product:
-        """The product of these parts, by the form they are held in."""
+        """The product of these parts, by their form."""
         makers: dict[type, Callable[[list[Any]], Product]] = {
             torch.Tensor: self._of_floats,
             _Panels: self._of_panels,
@@ -220,7 +219,7 @@ class Linear:
 
 
 def _runs(parts: list[_Part]) -> list[list[_Part]]:
-    """Neighbours that one product can serve together."""
+    """Group neighbouring parts that one product can serve."""
     runs: list[list[_Part]] = []
     for part in parts:
         last = runs[-1][-1] if runs else None
@@ -239,7 +238,7 @@ def _runs(parts: list[_Part]) -> list[list[_Part]]:
 
 @dataclass(frozen=True, slots=True)
 class _Panels:
-    """A part in the native product's layout; `rows` of its last panel may be padding."""
+    """A part in the native product's layout, with `rows` rows; its last panel may be padded."""
 
     codes: torch.Tensor
     rows: int
@@ -247,8 +246,8 @@ class _Panels:
     order: torch.Tensor | None
 
     def can_go_before(self, other: _Panels) -> bool:
-        """Whether one product can read both: whole panels, codes as wide, inputs in the same
-        order."""
+        """Whether one product can read both: whole panels, equal code widths, and the same order of
+        inputs."""
         is_plain = self.order is None and other.order is None
         is_same_order = is_plain or (
             self.order is not None and other.order is not None and torch.equal(self.order, other.order)
@@ -276,7 +275,7 @@ class NativeProduct:
 
     @property
     def kind(self) -> int:
-        """The number of its types."""
+        """The number of its input and output types in the kernels."""
         return _BFLOAT16_TO_FLOAT32 if self.out_dtype != self.dtype else kind_of(self.dtype) or 0
 
     def matrix(self) -> Matrix:
@@ -307,7 +306,7 @@ class NativeProduct:
 
 
 class _Torch:
-    """Rows for torch's product; packed for oneDNN where that serves."""
+    """Rows for torch's product; packed for oneDNN if that is faster."""
 
     def __init__(self, weight: torch.Tensor, *, can_pack: bool) -> None:
         self.outputs, self.size_bytes = weight.shape[0], weight.nbytes
@@ -329,8 +328,8 @@ Product = NativeProduct | _Torch | QuantisedProduct | ScaledProduct
 
 
 def has_pairs() -> bool:
-    """Whether the native product is the best for bfloat16: the processor multiplies pairs, and has
-    no matrix unit."""
+    """Whether the native product is the fastest for bfloat16: the processor multiplies pairs, and
+    lacks a matrix unit."""
     return "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
 
 
@@ -340,8 +339,8 @@ def _operators() -> Any:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and machine multiply matrices packed for oneDNN, and get the same as
-    without packing."""
+    """Whether this build and machine multiply matrices packed for oneDNN, with the same result as
+    unpacked."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)

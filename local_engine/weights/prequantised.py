@@ -1,19 +1,19 @@
-"""Quantised checkpoints of Hugging Face's kind: which tensors are one matrix, and what their bits
-mean.
+"""Reads quantised checkpoints in Hugging Face's format: groups their tensors into matrices, and
+decodes their bits.
 
 config.json's `quantization_config` names the method. The names of a module's tensors show whether
-it is quantised at all, so lists of modules left alone (lm_head, routers) need no reading. Settings
-of quantised activations are not read: activations are rounded by row where 8-bit floats are
-multiplied as such, and nowhere else.
+it is quantised at all, so lists of unquantised modules (lm_head, routers) are not read. Settings of
+quantised activations are not read: activations are rounded, by row, only where 8-bit floats are
+multiplied.
 
-One reader serves all methods: a `Packing` says where the numbers lie.
+One reader serves all methods: a `Packing` describes the layout.
 
-Layouts: AWQ as AutoAWQ's "gemm" packs it (casper-hansen/AutoAWQ, arXiv:2306.00978); GPTQ as
-AutoGPTQ and GPTQModel do (arXiv:2210.17323); FP8 with a scale for each tensor, row or block
-(DeepSeek-V3, arXiv:2412.19437, section 3.3); vllm-project/compressed-tensors. Knows names and bits,
-no files. Invariant: a matrix that comes out has, value by value, the values of the method's own
-loader, but for the rounding of scales and minimums to half precision where it stays quantised;
-where that would lose more, or the native products can't hold it, it comes out as floats.
+Layouts: AWQ in AutoAWQ's "gemm" packing (casper-hansen/AutoAWQ, arXiv:2306.00978); GPTQ of AutoGPTQ
+and GPTQModel (arXiv:2210.17323); FP8 with a scale for each tensor, row or block (DeepSeek-V3,
+arXiv:2412.19437, section 3.3); vllm-project/compressed-tensors. Knows names and bits, no files.
+Invariant: a matrix has, value by value, the values of the method's own loader, except that a
+quantised matrix has scales and minimums rounded to half precision; if that would lose more, or the
+native products do not support it, the result is floats.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Tensors(Protocol):
     def __contains__(self, name: object, /) -> bool: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Raises ModelError for a name that is not there."""
+        """Read a tensor. Raises ModelError for a missing name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The layout of a method's quantised matrices, by the ends of their tensors' names. The tensor
-    `codes` stands for the matrix, and one of `scales` shows that it is quantised.
+    """The layout of a method's quantised matrices, by the suffixes of their tensors' names. The
+    tensor `codes` stands for the matrix, and any of `scales` shows that it is quantised.
 
-    `is_transposed`: tensors are [inputs, outputs]. `bits` of a code, where shapes do not show them.
+    `is_transposed`: tensors are [inputs, outputs]. `bits` of a code, if shapes do not show them.
     `zeros_missing` is added to zeros. `order`: codes are packed along the outputs, in this order,
     and not along the inputs. `block`: the rows and columns that share the scale of 8-bit floats.
     """
@@ -69,13 +69,12 @@ class Packing:
     block: tuple[int, ...] | None = None
 
     def module_of(self, name: str, tensors: Tensors) -> str | None:
-        """The module of the quantised matrix that this tensor stands for; None for any other
-        tensor."""
+        """The module whose quantised matrix this tensor stands for; None for any other tensor."""
         module, _, kind = name.rpartition(".")
         return module if kind == self.codes and any(f"{module}.{scale}" in tensors for scale in self.scales) else None
 
     def unpack(self, tensors: Tensors, module: str) -> torch.Tensor | Quantised | Scaled:
-        """The matrix of a module, (code - zero) * scale. Raises ModelError where its tensors
+        """The matrix of a module, (code - zero) * scale. Raises ModelError if its tensors
         contradict one another."""
         scale = next(kind for kind in self.scales if f"{module}.{kind}" in tensors)
         kinds = (self.codes, scale, self.zeros, self.groups, "weight_shape")
@@ -107,15 +106,15 @@ class Packing:
         return _matrix(module, codes, zeros, _by_row(scales, rows), bits, None if groups is None else groups.long())
 
     def _read(self, tensors: Tensors, module: str, kind: str) -> torch.Tensor | None:
-        """One of the module's tensors, its outputs first; None where the module lacks it."""
+        """One of the module's tensors, outputs first; None if the module lacks it."""
         if f"{module}.{kind}" not in tensors:
             return None
         tensor = tensors.read(f"{module}.{kind}")
         return tensor.T if self.is_transposed and tensor.dim() == 2 else tensor
 
     def _bits(self, module: str, codes: torch.Tensor, columns: int) -> int:
-        """A module's own bits, which may differ from the config's. Raises ModelError for others
-        than are supported."""
+        """The bits of a module, which may differ from the config's. Raises ModelError for
+        unsupported bits."""
         for bits in _PACKED_BITS:
             if codes.shape[1] == -(-columns * bits // 32):
                 return bits
@@ -126,14 +125,13 @@ class Packing:
 
 
 def is_beside(name: str) -> bool:
-    """Whether a quantised checkpoint's tensor is read with another one, or not needed."""
+    """Whether a quantised checkpoint's tensor is read with another tensor, or not needed."""
     return name.rpartition(".")[2] in _BESIDE
 
 
 def packing_from(config: Mapping[str, Any], source: str) -> Packing | None:
-    """The quantisation that a config.json describes; None for a config without any. Raises
-    ModelError with the list of methods for one that is not known, and by name for a variant that is
-    not."""
+    """The quantisation that a config.json describes, or None. Raises ModelError with the list of
+    methods for an unknown method, and by name for an unknown variant."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not section:
         return None
@@ -207,8 +205,8 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], str], Packing]] = {
 def _scaled(
     codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None, name: str
 ) -> torch.Tensor | Scaled:
-    """8-bit floats [rows, columns] times a scale: one for all, one for each row, or (dequantised)
-    one for each block. `name`: of the scales' tensor."""
+    """8-bit floats [rows, columns] times a scale: a single one, one for each row, or (dequantised)
+    one for each block. `name` is the scales' tensor."""
     values = codes.float()
     if not torch.isfinite(values).all():
         raise ModelError(f"tensor '{name.rpartition('.')[0]}.weight' has values that are no numbers")
@@ -223,8 +221,8 @@ def _scaled(
 
 
 def _unpacked(packed_codes: torch.Tensor, bits: int, axis: int, order: tuple[int, ...] | None) -> torch.Tensor:
-    """int32 to uint8, 32 / bits times as long along `axis`: the lowest bits come first, or each
-    word's codes in the `order`."""
+    """Unpack int32 to uint8, 32 / bits times as long along `axis`: the lowest bits come first, or
+    each word's codes in the `order`."""
     octets = packed_codes.movedim(axis, -1).contiguous().view(torch.uint8)
     mask = 2**bits - 1
     codes = torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)
@@ -234,7 +232,7 @@ def _unpacked(packed_codes: torch.Tensor, bits: int, axis: int, order: tuple[int
 
 
 def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Scales or zeros as [rows, groups], be they one for all or one for each row."""
+    """Scales or zeros as [rows, groups], from a single value or one for each row."""
     if values.numel() == 1:
         return values.view(1, 1).expand(rows, 1)
     return values.unsqueeze(-1) if values.dim() == 1 else values
@@ -248,9 +246,9 @@ def _matrix(
     bits: int,
     groups: torch.Tensor | None,
 ) -> torch.Tensor | Quantised:
-    """(code - zero) * scale. codes uint8 [rows, columns]; zeros (None: the middle code) and scales
-    [rows, groups]; `groups` [columns] names each column's, None: they follow one another. Raises
-    ModelError where shapes contradict."""
+    """(code - zero) * scale. codes are uint8 [rows, columns]; zeros (None: the middle code) and
+    scales are [rows, groups]; `groups` [columns] has each column's group, None: in order. Raises
+    ModelError if shapes contradict."""
     rows, columns = codes.shape
     count = scales.shape[-1]
     if scales.shape != (rows, count) or (zeros is not None and zeros.shape != scales.shape) or columns % count:
@@ -278,6 +276,6 @@ def _matrix(
 
 
 def _fits_half(values: torch.Tensor) -> bool:
-    """Whether half precision holds these to a thousandth of the largest: not where all are tiny, or
-    one is huge."""
+    """Whether half precision represents the values to a thousandth of the largest: not if all are
+    tiny, or one is huge."""
     return bool((values.half().float() - values).abs().max() <= values.abs().max() / 1000)

@@ -1,9 +1,9 @@
 """Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale *
 code + minimum.
 
-One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of
-a product to half precision Q4_K, Q5_K and, with a scale for each 16 inputs, Q6_K (formats:
-ggml-org/ggml, ggml-common.h). Any float matrix can be brought into it. Knows arrays, no models.
+This form represents GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 exactly, and Q4_K, Q5_K and, with a
+scale for each 16 inputs, Q6_K up to the rounding of a product to half precision (formats:
+ggml-org/ggml, ggml-common.h). Any float matrix can be quantised to it. Knows arrays, no models.
 Invariant: `dequantised` is the oracle of every product with it.
 """
 
@@ -29,10 +29,13 @@ Halves = np.ndarray[Any, np.dtype[np.float16]]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `minimums` float16
-    [rows, columns / 32]. With 6 bits they are for 16 inputs each, and the minimum is -32 times the
-    scale. Where groups are not of consecutive inputs, `order` int64 [columns] is the input of each
-    column of the codes."""
+    """A quantised matrix.
+
+    `codes` are uint8 [rows, columns], below 2 ** `bits`, which is 4, 6 or 8; `scales` and
+    `minimums` float16 [rows, columns / 32]. With 6 bits they are for 16 inputs each, and the
+    minimum is -32 times the scale. If groups are not of consecutive inputs, `order` int64 [columns]
+    is the input of each column of the codes.
+    """
 
     # decision: one-quantised-form
     codes: torch.Tensor
@@ -50,15 +53,15 @@ class Quantised:
         return Quantised(self.codes[order], self.scales[order], self.minimums[order], self.bits, self.order)
 
     def dequantised(self) -> torch.Tensor:
-        """float32 [rows, columns], the columns in the inputs' order."""
+        """The values, float32 [rows, columns], with the columns in the inputs' order."""
         values = self.codes.view(*self.scales.shape, -1).float()
         values.mul_(self.scales.float().unsqueeze(-1)).add_(self.minimums.float().unsqueeze(-1))
         values = values.view(self.shape)
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
     def write_to(self, out: torch.Tensor) -> None:
-        """Dequantised into a matrix of any number type, some rows at a time: no whole float32
-        matrix in between."""
+        """Dequantise into a matrix of any number type, some rows at a time, without a whole float32
+        matrix."""
         for start in range(0, len(out), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
             out[some].copy_(self.rows(some).dequantised())
@@ -66,9 +69,9 @@ class Quantised:
 
 def bits_of(name: str, bits: int, layers: int) -> int:
     """The bits of a matrix in a model that is quantised to `bits`. In 4 bits, values and the head
-    lose most and are small, and what the MLPs give back comes next: those get 8, the last in the
-    layers where llama.cpp's Q4_K_M has more bits too: the first eighth, the last, and of the others
-    every third."""
+    lose most and are small, and the MLPs' down projections come next: these get 8, the down
+    projections only in the layers where llama.cpp's Q4_K_M also has more bits: the first and the
+    last eighth, and every third of the others."""
     if bits != 4:
         return bits
     if name.endswith("down_proj"):
@@ -78,8 +81,8 @@ def bits_of(name: str, bits: int, layers: int) -> int:
 
 
 def quantise(values: torch.Tensor, bits: int) -> Quantised:
-    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and
-    minimum that fit them."""
+    """Quantise to 8 bits, symmetric around 0 and to the nearest codes, or to 4 bits with fitted
+    scales and minimums."""
     rows, columns = values.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=values.device)
     scales, minimums = (
@@ -101,9 +104,9 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
 
 
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums for codes of 4 bits, the best of three fits for each group by their
-    square error. The fits round to codes between the group's ends, or with either end cut by a
-    thirtieth, and lay a line through the values by least squares."""
+    """Scales and minimums for 4-bit codes, the best of three fits for each group by squared error.
+    The fits round to codes between the group's ends, or with either end cut by a thirtieth, and lay
+    a line through the values by least squares."""
     lowest, highest = groups.aminmax(dim=-1)
     best = torch.full_like(lowest, torch.inf)
     scales, minimums = (torch.zeros_like(lowest, dtype=torch.float16) for _ in range(2))
@@ -139,7 +142,7 @@ def _nearest(groups: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor 
 
 
 def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
-    """The layout the native product reads, uint8 [panels, groups, bytes] (matmul.cpp)."""
+    """The matrix in the native product's layout, uint8 [panels, groups, bytes] (matmul.cpp)."""
     rows, columns = matrix.shape
     size_bytes = PANEL * GROUP * matrix.bits // 8 + 4 * PANEL
     out = torch.empty(-(-rows // PANEL), columns // GROUP, size_bytes, dtype=torch.uint8)
@@ -149,8 +152,8 @@ def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
 
 
 def packed_bfloat16(weight: torch.Tensor, native: Kernels) -> torch.Tensor:
-    """Floats [rows, columns] as bfloat16 in the layout of the native product: [panels, columns / 2,
-    16 rows, 2]."""
+    """Floats [rows, columns] as bfloat16 in the native product's layout: [panels, columns / 2, 16
+    rows, 2]."""
     rows, columns = weight.shape
     out = torch.empty(-(-rows // PANEL), columns // 2, PANEL, 2, dtype=torch.bfloat16)
     for start in range(0, rows, _ROWS_AT_ONCE):  # whole panels
@@ -163,7 +166,7 @@ class QuantisedProduct:
     """y = x W^T + b with W as codes of 4 or 8 bits on a GPU (kernels/gpu/product.py)."""
 
     def __init__(self, matrix: Quantised, device: torch.device) -> None:
-        """`matrix` is of whole groups; raises ValueError for codes of another width."""
+        """`matrix` has whole groups; raises ValueError for codes of another width."""
         from local_engine.kernels.gpu.product import BITS, halves, product
 
         if matrix.bits not in BITS:
@@ -188,8 +191,8 @@ class QuantisedProduct:
 
 
 def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None:
-    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types
-    that don't fit. More dimensions than two are more rows."""
+    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind`, without requantisation;
+    None for unsupported types. Further dimensions count as rows."""
     reader = {
         **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _q4_q5),
         "Q8_0": _q8,
@@ -218,7 +221,7 @@ def _halves(blocks: Bytes, at: int) -> Halves:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[blocks, n] to [blocks, 2n]: low halves first."""
+    """Unpack [blocks, n] to [blocks, 2n], low halves first."""
     return np.concatenate((packed & 0x0F, packed >> 4), axis=-1).astype(np.uint8, copy=False)
 
 
@@ -257,8 +260,8 @@ def _qk(raw: Bytes, kind: str) -> Blocks:
 
 
 def _q6(raw: Bytes, kind: str) -> Blocks:
-    """256 values: the lower four bits, the upper two, an 8-bit scale for each 16, and one in half
-    precision for all."""
+    """256 values: the lower four bits, the upper two, an 8-bit scale for each 16, and a
+    half-precision scale for all."""
     blocks = raw.reshape(-1, 210)
     lower, upper = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     twos = (upper >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3

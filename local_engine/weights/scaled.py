@@ -1,9 +1,9 @@
-"""Scaled: a matrix as 8-bit floats with a scale for each row, multiplied with inputs rounded to the
-same (W8A8).
+"""Scaled: a matrix as 8-bit floats with a scale for each row, multiplied with inputs rounded
+likewise (W8A8).
 
-The type is e4m3 (arXiv:2209.05433). Each input row gets its own scale as it comes, so that nothing
-of a step depends on another row. Knows arrays and torch's product of 8-bit floats, no models.
-Invariant: `dequantised` is the oracle of every product with it, but for the rounding of the inputs.
+The type is e4m3 (arXiv:2209.05433). Each input row gets its own scale at run time, so that no row
+of a step depends on another. Knows arrays and torch's product of 8-bit floats, no models.
+Invariant: `dequantised` is the oracle of every product with it, up to the rounding of the inputs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Scaled:
         return Scaled(self.codes.view(torch.uint8)[order].view(self.codes.dtype), self.scales[order])
 
     def dequantised(self) -> torch.Tensor:
-        """float32 [rows, columns]."""
+        """The values, float32 [rows, columns]."""
         return self.codes.float().mul_(self.scales)
 
     def write_to(self, out: torch.Tensor) -> None:
-        """Dequantised into a matrix of any number type."""
+        """Dequantise into a matrix of any number type."""
         out.copy_(self.dequantised())
 
     def on(self, device: torch.device) -> Scaled:
-        """A copy on that device."""
+        """A copy on `device`."""
         return Scaled(self.codes.to(device, copy=True), self.scales.to(device, copy=True))
 
 
@@ -60,7 +60,7 @@ def rows_of(values: Weights, which: torch.Tensor | slice) -> Weights:
 
 
 def to_scaled(values: torch.Tensor) -> Scaled:
-    """The nearest codes, each row's greatest value at the type's greatest."""
+    """The nearest codes, with each row's largest value at the type's largest."""
     if supports(values.device, "fp8"):
         from local_engine.kernels.gpu.rows import to_fp8
 
@@ -99,7 +99,7 @@ class ScaledProduct:
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether torch multiplies 8-bit floats here, and rightly: Hopper, Ada and later, and CPUs,
+    """Whether torch multiplies 8-bit floats here, and correctly: Ada, Hopper and later, and CPUs,
     slowly."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return False

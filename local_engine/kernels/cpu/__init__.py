@@ -1,11 +1,11 @@
 """Native kernels: the C++ of this folder, compiled for this machine at set-up, and each function's
 arguments.
 
-`python -m local_engine.kernels.cpu` compiles (a few seconds, g++ or clang++, no headers but the
-compiler's own). Where there is no compiler, no AVX-512 VNNI or no compiled file, `kernels()` is
-None and torch does the same work; it is the oracle too. The file's name has a digest of source,
-compiler flags and processor, so that a file for anything else is never loaded. Knows pointers and
-sizes, no models. Read `kernels.h` first, then `step.cpp`.
+`python -m local_engine.kernels.cpu` compiles (a few seconds, g++ or clang++, only the compiler's
+own headers). Without a compiler, AVX-512 VNNI or the compiled file, `kernels()` is None and torch,
+which is also the oracle, does the same work. The file's name has a digest of source, compiler flags
+and processor, so that a file for any other is never loaded. Knows pointers and sizes, no models.
+Read `kernels.h` first, then `step.cpp`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ARGUMENTS = {
 
 
 class Matrix(ctypes.Structure):
-    """A matrix as products read it (kernels.h). `dequantised_from`: rows from which codes become
-    bfloat16 first."""
+    """A matrix in the products' struct (kernels.h). `dequantised_from`: the number of rows from
+    which codes are first converted to bfloat16."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -57,8 +57,7 @@ class Matrix(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see
-    `kind_of`."""
+    """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see `kind_of`."""
 
     def __init__(self, path: Path) -> None:
         # decision: kernels-in-cpp
@@ -69,18 +68,18 @@ class Kernels:
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
-        """Called for a name that `__init__` did not set."""
+        """Raise AttributeError for a name that `__init__` did not set."""
         raise AttributeError(name)
 
 
 def kind_of(dtype: torch.dtype) -> int | None:
-    """The number the kernels know a type by; None for one they don't know."""
+    """The kernels' number for a type; None for unsupported types."""
     return {"torch.float32": 0, "torch.bfloat16": 1}.get(str(dtype))
 
 
 @cache
 def kernels() -> Kernels | None:
-    """The functions, where they were compiled for this machine; None with SAMEWAY_NATIVE=0."""
+    """The functions compiled for this machine, or None; None with SAMEWAY_NATIVE=0."""
     path = _library()
     if os.environ.get("SAMEWAY_NATIVE") == "0" or not path.is_file():
         return None
@@ -88,12 +87,12 @@ def kernels() -> Kernels | None:
 
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The native kernels, where they serve this device and type."""
+    """The native kernels, or None if they do not support this device and type."""
     return kernels() if device.type == "cpu" and kind_of(dtype) is not None else None
 
 
 def why_no_kernels() -> str | None:
-    """The reason why `kernels()` is None, with its remedy; None where the kernels are loaded."""
+    """The reason why `kernels()` is None, with its remedy; None if the kernels are loaded."""
     if kernels() is not None:
         return None
     if os.environ.get("SAMEWAY_NATIVE") == "0":
@@ -106,7 +105,7 @@ def why_no_kernels() -> str | None:
 
 
 def _unable() -> str | None:
-    """The reason why the kernels can't be compiled here; None where they can."""
+    """The reason why the kernels cannot be compiled here, or None."""
     if missing := sorted(NEEDED_FLAGS - cpu_flags()):
         return f"the processor lacks {', '.join(missing)}"
     return None if find_compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
@@ -117,8 +116,7 @@ def find_compiler() -> str | None:
 
 
 def compile_kernels() -> str:
-    """Compile for this machine unless that was done before; returns the result as a line of
-    text."""
+    """Compile for this machine unless that was done before; returns the result as a line of text."""
     path, compiler = _library(), find_compiler()
     if path.is_file():
         return f"native kernels: {path}"
@@ -139,7 +137,7 @@ def compile_kernels() -> str:
 
 
 def _library() -> Path:
-    """The path of the compiled file: it lies in the environment that it serves."""
+    """The path of the compiled file, inside the environment that uses it."""
     digest = blake2b(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS)), digest_size=8)
     digest.update(" ".join((*_FLAGS, *sorted(cpu_flags()))).encode())
     return Path(sys.prefix) / "lib" / "sameway" / f"kernels-{digest.hexdigest()}.so"
@@ -147,7 +145,7 @@ def _library() -> Path:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's features, in the kernel's words; empty where /proc/cpuinfo lists none."""
+    """The processor's features, in the Linux kernel's terms; empty if /proc/cpuinfo lists none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))

@@ -1,5 +1,4 @@
-"""`python -m local_engine.kernels.cpu`: compile the kernels for this machine, where that can be
-done."""
+"""`python -m local_engine.kernels.cpu`: compile the kernels for this machine, if possible."""
 
 from local_engine.kernels.cpu import compile_kernels
 

@@ -1,17 +1,15 @@
 """Attention over paged KV in Triton: one kernel for prefill, decode, drafts and shared prefixes,
-and one that merges.
+and a kernel that merges.
 
-The kernel computes tiles. A tile is some consecutive rows of a step that look at the same range of
-keys in the same block table: a stretch of a prompt, one sequence's decode row with its draft, or
-the rows of many sequences over the prefix that they share (cascade attention,
+The kernel computes tiles. A tile is some consecutive rows of a step that attend to the same range
+of keys in the same block table: a part of a prompt, one sequence's decode row with its draft, or
+the rows of many sequences over their shared prefix (cascade attention,
 flashinfer.ai/2024/02/02/cascade-inference). All query heads of a KV head are rows of one tile
-(arXiv:2305.13245), so keys are read once for all of them. Where there are few tiles, each range of
-keys is split over several programs (flash-decoding, pytorch.org/blog/flash-decoding); their partial
-results are merged by log-sum-exp. Softmax is computed as it goes (arXiv:2205.14135).
-
-Knows pools in the layout of `local_engine.attention` and nothing of schedules. Invariant: a row
-sees the keys at positions up to its own within its window and its tile's range, each exactly once
-however the range is split.
+(arXiv:2305.13245), so keys are read once for all of them. If tiles are few, each range of keys is
+split over several programs (flash-decoding, pytorch.org/blog/flash-decoding); their partial results
+are merged by log-sum-exp. Softmax is computed online (arXiv:2205.14135). Knows pools in the layout
+of `local_engine.attention`, and no schedules. Invariant: a row attends to the keys at positions up
+to its own within its window and its tile's range, each exactly once for any split.
 """
 
 from __future__ import annotations
@@ -166,9 +164,9 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Room for what splits find: `out` float32 [splits, rows, heads, head_dim], `lse` float32
-    [splits, rows, heads]. `lse` is all -inf before a step's first layer: each layer fills the same
-    places."""
+    """Buffers for the partial results of splits: `out` float32 [splits, rows, heads, head_dim],
+    `lse` float32 [splits, rows, heads]. `lse` is all -inf before a step's first layer: each layer
+    fills the same places."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -179,9 +177,10 @@ class Tiles:
     """A step's attention as tiles [tiles, TILE_FIELDS] int32; `tables` int32: the sequences' blocks
     one after the other.
 
-    `whole` tiles cover rows that no other tile covers, `separate` and `shared` ones the rows before
-    `split_rows`: `separate` what each sequence alone sees, in `separate_splits` parts, `shared` what several
-    see, in `shared_splits`. `rows_max` is how many rows a separate tile has at most.
+    `whole` tiles cover rows that no other tile covers; `separate` and `shared` tiles cover the rows
+    before `split_rows`: `separate` the keys of a single sequence, in `separate_splits` parts,
+    `shared` the keys of several, in `shared_splits`. `rows_max` is the most rows of a separate
+    tile.
     """
 
     tables: torch.Tensor
@@ -207,7 +206,7 @@ class Shape(AttentionConfig):
 
     @property
     def tile_rows(self) -> int:
-        """Rows that a tile has at most."""
+        """The most rows of a tile."""
         return max(1, self._lanes // self.group)
 
     @property
@@ -215,13 +214,13 @@ class Shape(AttentionConfig):
         return max(64 if self.head_dim > 128 else 128, _power_of_2(self.group))
 
     def lanes(self, rows: int) -> int:
-        """The kernel's size for a tile of `rows` rows, a power of two that tl.dot takes. Decodes
-        have the smallest size and all others share one, because each size is a kernel of its own
-        to compile."""
+        """The kernel's size for a tile of `rows` rows, a power of two that tl.dot supports. Decodes
+        have the smallest size and all others share one, because each size is compiled as a separate
+        kernel."""
         return 16 if rows * self.group <= 16 else self._lanes
 
     def partials(self, splits: int, rows: int, device: torch.device) -> Partials:
-        """Room for `splits` partial results of `rows` rows."""
+        """Buffers for `splits` partial results of `rows` rows."""
         places = (splits, rows, self.heads)
         return Partials(
             torch.empty(*places, self.head_dim, dtype=torch.float32, device=device),
@@ -234,16 +233,15 @@ def _power_of_2(least: int) -> int:
 
 
 def splits_for(tiles: int, kv_heads: int, device: torch.device) -> int:
-    """Into how many parts each tile's keys go so that every multiprocessor has about two
-    programs."""
+    """The number of parts for each tile's keys that gives every multiprocessor about two programs."""
     return max(1, min(_SPLITS_MAX, 2 * multiprocessors(device) // max(1, tiles * kv_heads)))
 
 
 def attend(
     shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor, tiles: Tiles
 ) -> torch.Tensor:
-    """[rows, heads, head_dim] queries (rows may lie apart) to [rows, heads * head_dim]; `positions`
-    int64 [rows]."""
+    """Attend with queries [rows, heads, head_dim], whose rows may lie apart; returns [rows, heads *
+    head_dim]. `positions` are int64 [rows]."""
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     launch = partial(_launch, shape, layer, queries, pool, positions, tiles.tables)
     if tiles.separate is not None:
@@ -284,7 +282,7 @@ def _launch(
     first_split: int,
     into: torch.Tensor | Partials,
 ) -> None:
-    """Compute tiles of at most `rows` rows, straight into an output or as partial results from
+    """Compute tiles of at most `rows` rows, directly into an output or as partial results from
     `first_split` on."""
     is_partial = isinstance(into, Partials)
     out = into.out if isinstance(into, Partials) else into
@@ -322,7 +320,7 @@ def _launch(
 
 
 def block_sizes(head_dim: int, lanes: int, element_size_bytes: int) -> dict[str, int]:
-    """Keys per round, with the warps and stages that fit a multiprocessor for tiles of `lanes`
+    """The keys per round, with the warps and stages that fit a multiprocessor for tiles of `lanes`
     lanes."""
     wide = max(16, _power_of_2(head_dim))
     key_bytes = wide * element_size_bytes

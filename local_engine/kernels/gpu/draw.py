@@ -1,9 +1,9 @@
-"""Drawing tokens: the race of `local_engine.sampler` in Triton, one program for each row.
+"""Draws tokens: the race of `local_engine.sampler` in Triton, one program for each row.
 
-Filters are thresholds here, not sorted lists: the k-th largest logit, the smallest one that top-p
-lets in and min-p's bound are found by bisection over the logits' bits, so tokens that are exactly
-as likely as the last one let in are let in as well. Knows tensors, no sequences. Invariant: a draw
-depends on its row's logits, parameters and key alone.
+Filters are thresholds here, not sorted lists: the k-th largest logit, the smallest that top-p
+admits and min-p's bound are found by bisection over the logits' bits, so tokens exactly as likely
+as the last admitted one are admitted, too. Knows tensors, no sequences. Invariant: a draw depends
+on its row's logits, parameters and key alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _BLOCK = 4096
 
 @triton.jit
 def _ordered(x):
-    """float32 to int64 in the same order."""
+    """Map float32 to int64 in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
 
 
 @triton.jit
 def _noise(key, token):
-    """`kernels.noise.noise`: SplitMix64, shifts made unsigned by masks."""
+    """`kernels.noise.noise`: SplitMix64, with shifts made unsigned by masks."""
     z = key + (token.to(tl.int64) + 1) * -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -35,7 +35,7 @@ def _noise(key, token):
 
 @triton.jit
 def _kth_largest(row_logits, vocabulary, temperature, top_k, low, high, BLOCK: tl.constexpr):
-    """The largest bound that at least top_k logits reach, of low .. high."""
+    """The largest bound in low .. high that at least top_k logits reach."""
     while low < high:
         middle = low + (high - low + 1) // 2
         count = top_k * 0
@@ -52,8 +52,7 @@ def _kth_largest(row_logits, vocabulary, temperature, top_k, low, high, BLOCK: t
 
 @triton.jit
 def _nucleus(row_logits, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.constexpr):
-    """The smallest bound of low .. high that leaves less than top_p of the mass from low on above
-    it."""
+    """The smallest bound in low .. high with less than top_p of the mass from low on above it."""
     mass = 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -140,8 +139,9 @@ def _draw(
 def draw(
     logits: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, top_ks: torch.Tensor, settings: torch.Tensor
 ) -> torch.Tensor:
-    """int64 ids [places] from logits[rows], -1 where those are not finite. `keys`, `top_ks` (0 is
-    none) int64 [places], `settings` float32 [temperature (0 is greedy), top_p, min_p; places]."""
+    """The drawn ids, int64 [places], from logits[rows]; -1 if these are not finite. `keys` and
+    `top_ks` (0: off) are int64 [places], `settings` float32 [temperature (0 is greedy), top_p,
+    min_p; places]."""
     places, vocabulary = len(rows), logits.shape[1]
     ids = torch.empty(places, dtype=torch.int64, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))

@@ -1,11 +1,11 @@
 """Mixtures of experts on a GPU: a step's rows sorted by expert, then one product for all experts,
 in Triton.
 
-The choice of experts is on the device alone, so the grid has room for any (as in vLLM's and
-SGLang's fused_moe): each program finds its expert from the counts, and one without an expert ends
-at once. So a step has one shape whatever is chosen, and can be captured. A pair is a row with one
-of the experts it chose. Knows matrices [experts, outputs, columns], no router. Invariant: each pair
-is in exactly one block, of its own expert's.
+The choice of experts is only known on the device, so the grid has room for any (as in vLLM's and
+SGLang's fused_moe): each program finds its expert from the counts, and a program without an expert
+ends at once. So a step's shape does not depend on the choice, and can be captured. A pair is a row
+with one of its chosen experts. Knows matrices [experts, outputs, columns], no router. Invariant:
+each pair is in exactly one block, of its own expert's.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class GroupedExperts:
         self._gate_up, self._down, self._activation, self._native = gate_up, down, activation, native
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] from x [rows, hidden] and what each row chose: experts int64 and shares
-        [rows, per_token]."""
+        """The result [rows, hidden] for x [rows, hidden] and each row's choice: experts int64 and
+        shares [rows, per_token]."""
         rows, per_token = chosen.shape
         if not rows:
             return torch.empty_like(x)
@@ -133,7 +133,8 @@ class GroupedExperts:
         pairs: int,
         spread: int,
     ) -> torch.Tensor:
-        """[pairs, outputs]: each pair's row of x times its expert's matrix, times its share."""
+        """The products [pairs, outputs]: each pair's row of x times its expert's matrix, times its
+        share."""
         experts, outputs, columns = weights.shape
         out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
         sizes = block_sizes(pairs, experts, x.element_size())
@@ -158,8 +159,8 @@ class GroupedExperts:
 
 
 def block_sizes(pairs: int, experts: int, element_size_bytes: int) -> dict[str, int]:
-    """Few pairs an expert wait for weights, many are multiplied in large tiles; 128 bytes of a row
-    are read at once."""
+    """The kernel's block sizes: with few pairs per expert it waits for weights, many are multiplied
+    in large tiles; 128 bytes of a row are read at once."""
     columns = 128 // element_size_bytes
     if pairs < 64 * experts:
         return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 2 * columns, "num_warps": 4, "num_stages": 4}

@@ -1,10 +1,10 @@
 """Plan: cuts the attention of one step into tiles.
 
 Rows come in spans, each consecutive tokens of one sequence. Short spans (decodes, with their
-drafts) are split over their keys, and where several begin with the same blocks, that prefix is
-attended to once for all of them; long spans (prompts) are cut into tiles of rows. Knows positions
-and block ids, no tensors but the one that is copied to the device. Invariant: every row's keys up
-to its own are in exactly one of its tiles.
+drafts) are split over their keys, and if several begin with the same blocks, attention reads that
+prefix once for all of them; long spans (prompts) are cut into tiles of rows. Knows positions and
+block ids, and the single tensor that is copied to the device. Invariant: every row's keys up to its
+own are in exactly one of its tiles.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`numbers`: first `separate` tiles, then `shared`, then `whole` ones, then block ids; one copy
-    brings all to the device."""
+    """A step's tiles in one array, which one copy brings to the device. `numbers`: first `separate`
+    tiles, then `shared`, then `whole` ones, then block ids."""
 
     numbers: Numbers
     separate: int
@@ -53,7 +53,7 @@ class Plan:
     rows_max: int
 
     def on(self, shape: Shape, numbers: torch.Tensor) -> Tiles:
-        """The tiles, views of `numbers` on its device."""
+        """The tiles, as views of `numbers` on its device."""
         device = numbers.device
         counts = [TILE_FIELDS * count for count in (self.separate, self.shared, self.whole)]
         separate, shared, whole, tables = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
@@ -84,9 +84,9 @@ def plan(
     shared_tiles: int = 0,
     split_rows: int = 0,
 ) -> Plan:
-    """Tiles for the spans. `prefixes` are of indices of `short`, each of consecutive ones. There
-    are at least `separate_tiles` and `shared_tiles`, of which the rest have no rows, and `split_rows`,
-    so that one captured graph fits many steps."""
+    """The tiles for the spans. `prefixes` have indices of `short`, each of consecutive ones. Empty
+    tiles pad the result to `separate_tiles` and `shared_tiles`, and rows to `split_rows`, so that
+    one captured graph fits many steps."""
     spans = [*short, *long]
     starts = np.cumsum([0, *(len(span.blocks) for span in spans)]).tolist()
     seen_before = [0] * len(spans)
@@ -118,8 +118,8 @@ def plan(
 
 
 def _cut(shape: Shape, first: int, rows: int, table: int, ends: Many[int], begin: int = 0) -> list[Tile]:
-    """Rows in tiles as high as the kernel takes; `ends`: where each row's keys end, or one for all;
-    they start at `begin`."""
+    """Cut rows into tiles of the kernel's height; `ends`: where each row's keys end, or a common
+    end; they start at `begin`."""
     tiles = []
     for start in range(0, rows, shape.tile_rows):
         count = min(shape.tile_rows, rows - start)

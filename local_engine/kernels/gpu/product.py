@@ -1,5 +1,4 @@
-"""Products with quantised matrices on a GPU: codes are read as they are and become numbers in
-registers, in Triton.
+"""Products with quantised matrices on a GPU, in Triton: codes are dequantised in registers.
 
 For decodes, which wait for weights to arrive: half the bytes of bfloat16 at 8 bits, a quarter at 4.
 Knows a matrix as codes with a scale and a minimum for each 32 inputs, no model. Invariant: a weight
@@ -22,8 +21,8 @@ BITS = (4, 8)
 
 @triton.jit
 def _each(of_groups, RUN: tl.constexpr):
-    """[groups, outputs] to float32 [groups * RUN, outputs]: each group's number for all of its
-    bytes."""
+    """Repeat [groups, outputs] to float32 [groups * RUN, outputs]: each group's number for all of
+    its bytes."""
     GROUPS: tl.constexpr = of_groups.shape[0]
     OUTPUTS: tl.constexpr = of_groups.shape[1]
     wide = tl.broadcast_to(of_groups.to(tl.float32)[:, None, :], (GROUPS, RUN, OUTPUTS))
@@ -101,8 +100,8 @@ def product(
     bias: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """x [rows, columns] times a matrix of codes, of which `halves` has packed those of 4 bits.
-    Returns [rows, outputs] of x's type."""
+    """x [rows, columns] times a matrix of codes, packed by `halves` if they have 4 bits. Returns
+    [rows, outputs] of x's type."""
     (rows, columns), outputs = x.shape, len(codes)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     lanes = min(64, max(16, triton.next_power_of_2(rows)))
@@ -133,7 +132,7 @@ def product(
 
 
 def halves(codes: torch.Tensor) -> torch.Tensor:
-    """Codes below 16, two a byte: of each group the first half in the low bits, the second in the
-    high ones."""
+    """Pack codes below 16, two per byte: the first half of each group in the low bits, the second
+    in the high bits."""
     groups = codes.view(codes.shape[0], -1, 2, GROUP // 2)
     return (groups[:, :, 0] | groups[:, :, 1] << 4).view(codes.shape[0], -1)

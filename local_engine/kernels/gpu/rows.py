@@ -137,9 +137,9 @@ def rotate_write(
     slots: torch.Tensor,
 ) -> None:
     """Normalise (`norm` [heads + kv_heads, head_dim]) and rotate the q of qkv [rows, heads + 2
-    kv_heads, head_dim] in place, and its k into the pool [2 kv_heads, blocks, block_tokens,
-    head_dim], beside its v. `cos` and `sin` are the tables of all positions; a row with a negative
-    slot stores nothing."""
+    kv_heads, head_dim] in place; write its k, likewise, and its v into the pool [2 kv_heads,
+    blocks, block_tokens, head_dim]. `cos` and `sin` are the tables of all positions; a row with a
+    negative slot stores nothing."""
     rows, all_heads, size = qkv.shape
     kv_heads = pool.shape[0] // 2
     if rows:
@@ -192,7 +192,7 @@ def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TritonRows:
-    """`add_norm` and `gate`, where the decoder chooses between kernels."""
+    """`add_norm` and `gate`, with the interface through which the decoder chooses kernels."""
 
     add_norm = staticmethod(add_norm)
     gate = staticmethod(gate)

@@ -1,9 +1,8 @@
-"""The kernels' self-test: each compared with torch, on the device and in the shapes that are going
-to be used.
+"""The kernels' self-test: compares each with torch, on the engine's device and in its shapes.
 
-An engine on CUDA runs it before it loads a model, and does without the parts that fail; the bench
-runs it in many shapes. Knows tensors and tolerances. Invariant: torch computes in float32 from the
-very same rounded inputs.
+An engine on CUDA runs it before it loads a model, and disables the parts that fail; the bench runs
+it in many shapes. Knows tensors and tolerances. Invariant: torch computes in float32 from the same
+rounded inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _VOCABULARY = 5003
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A kernel that fails or is wrong, its part, and why."""
+    """A kernel that fails or is wrong, its part, and the reason."""
 
     part: Part
     kernel: str
@@ -42,7 +41,7 @@ class Failure:
 
 def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> list[Failure]:
     """The kernels that raise, or differ from torch by more than the type's rounding. Raises
-    ModelError where a kernel has broken the device for all that follows."""
+    ModelError if a kernel has broken the device for all later work."""
     # decision: kernels-in-triton
     checks: dict[tuple[Part, str], Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]] = {
         ("rows", "add_norm"): lambda: _add_norm(hidden_size, dtype, device),
@@ -69,8 +68,8 @@ def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.d
 
 
 def _require_alive(device: torch.device, kernel: str, error: Exception) -> None:
-    """A bad address ends all work of a process on its device: the next process must do without the
-    kernels."""
+    """Raise ModelError if a kernel broke the device: a bad address ends all of a process' work
+    there, so the next process must run without the kernels."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:
@@ -79,7 +78,7 @@ def _require_alive(device: torch.device, kernel: str, error: Exception) -> None:
 
 @contextmanager
 def _same_numbers(device: torch.device) -> Iterator[None]:
-    """The same random numbers each time; the generators' states are restored."""
+    """Seed the random numbers; the generators' states are restored."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode():
         torch.manual_seed(0)
         yield
@@ -125,8 +124,8 @@ def _rotate_write(
 
 
 def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two sequences over a prefix, one with a draft, and a prompt after a cached part: over every
-    kind of layer there is."""
+    """Two sequences over a shared prefix, one with a draft, and a prompt after a cached part: in
+    every kind of layer of the model."""
     size, long = shape.block_tokens, 3 * SHORT_ROWS_MAX
     # blocks of what a sequence with a draft has beyond the prefix
     drafted = range(4, 6 + -(-3 // size))
@@ -163,7 +162,7 @@ def _by_products(
 
 
 def _draw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A greedy row and a random one among the 40 likeliest, of logits without ties."""
+    """A greedy row and a random row among the 40 likeliest, of logits without ties."""
     order = torch.randperm(_VOCABULARY, device=device)
     logits = torch.full((2, _VOCABULARY), -30.0, device=device).to(dtype)
     logits[:, order[:40]] = torch.linspace(-1, 3, 40, device=device).to(dtype)
@@ -179,7 +178,7 @@ def _draw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tens
 
 
 def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights of a model's size, so that sums are too, for one row and for more than a tile has."""
+    """Weights and sums of a model's size, for one row and for more rows than a tile."""
     for bits in BITS:
         codes = torch.randint(0, 1 << bits, (100, 256), dtype=torch.uint8, device=device)
         scales = ((0.5 + torch.rand(100, 256 // GROUP, device=device)) * 2.0 ** (-2 - bits)).half()
@@ -192,8 +191,8 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Few rows and many. One expert gets most of them and one gets none. Each row's own matrices
-    are the oracle."""
+    """Few rows and many. One expert gets most of them and another gets none. Each row's own
+    matrices are the oracle."""
     gate_up, down = (torch.randn(5, *size, device=device).to(dtype) / 8 for size in ((96, 64), (64, 48)))
     grouped = GroupedExperts(gate_up, down, "silu", None)
     for count in (2, 200):
@@ -206,7 +205,7 @@ def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
 def expert_by_expert(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """The result of experts when each pair is computed by itself."""
+    """The experts' result if each pair is computed separately."""
     out = torch.zeros(x.shape, device=x.device)
     for expert in range(len(gate_up)):
         inner = fused.gate(None, (x.float() @ gate_up[expert].float().T).to(x.dtype).float(), "silu").to(x.dtype)
@@ -216,7 +215,8 @@ def expert_by_expert(
 
 
 def _to_fp8(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Within half of the last of a value's three bits; a row of zeros stays one."""
+    """Check that values are within half of the last of three mantissa bits; a row of zeros stays
+    zero."""
     x = (torch.randn(3, width, device=device) * torch.tensor([[1.0], [0.0], [1000.0]], device=device)).to(dtype)
     codes, scales = rows.to_fp8(x)
     restored, wanted = codes.float() * scales, x.float()
