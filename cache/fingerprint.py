@@ -17,16 +17,16 @@ from typing import Any, NewType
 import msgspec
 
 Partition = NewType("Partition", bytes)
-"""16 bytes: who may see an entry. Made by `partition` from the caller's authenticated tenancy,
-never from a request.
+"""The 16 bytes that decide who may see an entry. `partition` derives it from the caller's
+authenticated tenancy, never from a request.
 """
 
 DIGEST_BYTES = 16
 TEXT_CHARS_MAX = 32_768
-"""A longer last user text is not eligible for meaning. Of a long one only a part is encoded."""
+"""A longer last user text is not eligible for meaning. Only a part of a long text is encoded."""
 
 CONTEXT_CHARS_MAX = 16_384
-"""A longer context says nothing of where in it a question points."""
+"""A longer context is not used to compare where in it questions point."""
 
 # up to here every reader takes a float and an int of the same value for the same JSON number
 _EXACT_INT_MAX = 2**53

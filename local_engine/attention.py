@@ -53,9 +53,9 @@ class RowGroup:
 class PagedRows:
     """Rows `0 .. stop` of a step for the native kernel, which reads pages in place.
 
-    `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`: the
-    attended tokens of all rows. Rows of sequences with a common prefix should be neighbours: the
-    kernel reads the shared part once for all of them.
+    `blocks`: the sequences' blocks one after the other; a row's blocks begin at `starts[row]`.
+    `work`: the attended tokens of all rows. Rows of sequences with a common prefix should be
+    neighbours: the kernel reads the shared part once for all of them.
     """
 
     stop: int

@@ -118,7 +118,7 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A sparse mixture of experts in place of the MLP (arXiv:2101.03961): `count` experts of
-    `intermediate_size`, of which each token takes `per_token`. `is_sparse`: for each layer, whether
+    `intermediate_size`; each token uses `per_token` of them. `is_sparse`: for each layer, whether
     it has a mixture. `normalises`: whether the weights of the chosen experts are scaled to sum to
     1."""
 

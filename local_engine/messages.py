@@ -148,7 +148,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a
     list of text parts). `salt` isolates reuse of KV blocks: only requests with equal salts share
-    any. `priority`: smaller is sooner. `reference`: a text with which the answer may share
+    blocks. `priority`: smaller is sooner. `reference`: a text with which the answer may share
     passages; shared passages are faster, and no answer changes. `prefix`: the beginning of the
     answer, which the generation continues. `grammar`: the grammar of the answer, after a thinking
     block if the model begins with one. `tool_choice`: the name of the tool that must be called, "*"

@@ -233,7 +233,7 @@ def _let_tail_win(
     winners: torch.Tensor,
 ) -> None:
     """In unfiltered rows, let the tokens outside the likeliest `tokens` race as one, by their
-    common share. If that one is first, draw one of its tokens in proportion, into `winners`. The
+    common share. If the tail is first, draw one of its tokens in proportion, into `winners`. The
     minimum of many exponential times is one exponential time of the summed rate."""
     tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
     nobody = torch.full_like(rows.keys, -1)

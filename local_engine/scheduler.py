@@ -63,9 +63,9 @@ class Scheduler:
     def check_queue(self, priority: int, cache_salt: bytes, queue_max: int) -> None:
         """Raise Overloaded if no further sequence of that salt and priority may wait.
 
-        That is so if `queue_max` wait, or if as many of its own wait as four times the remaining
-        places, so that a busy salt leaves room for others (dynamic thresholds; Choudhury and Hahne,
-        IEEE/ACM Transactions on Networking 6, 1998).
+        The limit is four times the remaining places of `queue_max`, so that a busy salt leaves room
+        for others (dynamic thresholds; Choudhury and Hahne, IEEE/ACM Transactions on Networking 6,
+        1998).
         """
         own = sum(s.priority == priority and s.cache_salt == cache_salt for s in self.waiting)
         if own >= 4 * (queue_max - len(self.waiting)):
@@ -181,8 +181,8 @@ class Scheduler:
         return reused
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move the first waiting sequence to the running set; returns False if there is no place
-        for it."""
+        """Move the first waiting sequence to the running set; returns False if the pool or the set
+        is full."""
         reused = self._place_for(sequence)
         if reused is None:
             return False

@@ -356,7 +356,7 @@ class Health:
     """The breakers of one deployment: a shared breaker for each operation and model, and one for
     each caller who failed there.
 
-    Its methods are those of a `Breaker`, by the call's asker.
+    Its methods correspond to a `Breaker`'s, with the call's asker as the argument.
     """
 
     def __init__(

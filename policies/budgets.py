@@ -51,7 +51,7 @@ from policies.settle_batch import Defer, SettleBatch
 from policies.windows import BUCKETS, PLACES, Budget, Window, WindowKind
 
 VALUES_MAX = 1000
-"""The values of a budget that have a count of their own, each window; further ones share one."""
+"""The most values of a budget with separate counts in a window; further values share one."""
 
 _RESTATE_BATCH = 200
 _READ_BATCH = 500
@@ -139,7 +139,7 @@ class Restated:
 
 
 _Counts = Iterable[tuple[Counter, int, int, int]]
-"""Each count with what is spent and held, and 1 if it is the one that further values share."""
+"""Each count with its spent and held amounts, and 1 if further values share it."""
 
 
 class Budgets:
@@ -189,7 +189,7 @@ class Budgets:
         return Intent(hold_id, team_id, at_ms, counters_of(team_id, budgets, need, at_ms) if budgets else ())
 
     async def hold(self, intent: Intent, lease_s: float) -> Hold | Refused:
-        """Take an intended hold. Result and errors are those of `reserve`."""
+        """Take an intended hold, with the result and the errors of `reserve`."""
         counters, at_ms = intent.counters, intent.at_ms
         if not counters:
             return Hold(intent.hold_id, intent.team_id, at_ms)

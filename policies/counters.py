@@ -20,7 +20,7 @@ from policies.prices import MICROUSD_MAX
 from policies.windows import BUCKETS, DEPLOYMENT, TEAM, Budget, Overdraft, Unit, WindowKind
 
 OTHER = "other"
-"""The name of the count that further values share once a budget has as many as it may."""
+"""The name of the count that further values share once a budget has its most counts."""
 
 _MONEY = Unit.MONEY
 _SHOWN_CHARS = 64

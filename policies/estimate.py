@@ -64,11 +64,11 @@ _CALLS_FIGURED_EACH = 100  # the first calls update the figures one by one
 _CALLS_FIGURED_TOGETHER = 16
 _NOISE_SPAN_TOKENS = 1000.0
 KEEP_PER_OBSERVATION = 0.95
-"""What each observation leaves of the sums before it."""
+"""The factor by which each observation reduces the earlier sums."""
 HALF_LIFE_S = 600.0
 """Seconds after which the sums count half."""
 SUMS = 10
-"""The number of sums."""
+"""The number of sums in an estimate."""
 _TIMEOUT_SIGMAS = 4.0
 _P95_SIGMAS = 1.645
 _LOG_SPREAD_PRIOR = 0.7

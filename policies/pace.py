@@ -1,6 +1,6 @@
 """How fast a budget is used, and when it will be used up at that rate.
 
-A pure function of a budget's state. Invariant: too early in a window there is no projection.
+A pure function of a budget's state. Invariant: it makes no projection too early in a window.
 """
 
 from __future__ import annotations

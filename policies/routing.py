@@ -57,13 +57,13 @@ class Demand(msgspec.Struct, frozen=True):
     `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
     with a lower bound is rejected; otherwise the bound shrinks to the deployment's. `warm` maps a
     deployment's name to the prompt tokens that it read last; `excluded` are the names already
-    tried. `choices` answers are generated in parallel: each costs its own output, and they take the
-    time of one. Output tokens are counted per choice. `prompt_tokens` is the expected length of the
-    prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that certainly
-    does not fit is rejected, because the deployment counts exactly. No route depends on
-    `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
-    `ttft_deadline_ms` is the time left until the first token; None without a deadline. `reserved`
-    are the parts of the request that only a deployment that allows them may get.
+    tried. `choices` answers are generated in parallel: each costs its own output, and together they
+    take the time of one answer. Output tokens are counted per choice. `prompt_tokens` is the
+    expected length of the prompt, `prompt_tokens_min` its certain length (None: the same). Only a
+    prompt that certainly does not fit is rejected, because the deployment counts exactly. No route
+    depends on `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget
+    holds. `ttft_deadline_ms` is the time left until the first token; None without a deadline.
+    `reserved` are the parts of the request that only a deployment that allows them may get.
 
     For the cost: `has_audio`, in or out; `has_long_writes` to a provider's prompt cache; the
     requested `tier`; `is_batch`, a line of a batch; `units`, for each of which the price of a

@@ -51,7 +51,7 @@ class SettleBatch:
     def settle(
         self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge]
     ) -> asyncio.Future[bool]:
-        """Settle one hold; parameters and result are those of `Budgets.settle`."""
+        """Settle one hold, with the parameters and the result of `Budgets.settle`."""
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         name = member(hold.id, hold.amount_microusd)
         self._waiting.append(

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import astuple
 
 COUNT_MAX = 1_000_000_000
-"""No count is above it: sums of counts must not overflow."""
+"""The largest count, so that sums of counts cannot overflow."""
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -102,7 +102,7 @@ PARTS = {
     ),
     "completion_tokens": ("audio_completion_tokens", "image_completion_tokens", "reasoning_tokens"),
 }  # fmt: skip
-"""The fields of a `Usage` that are parts of another one."""
+"""The fields of a `Usage` that are parts of another field, by that field."""
 
 _COUNTS = Usage.__struct_fields__.index("tool_calls") + 1
 _PARTS = Usage.__struct_fields__[2:-2]

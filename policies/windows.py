@@ -17,7 +17,7 @@ from zoneinfo import ZoneInfo
 
 HOUR_MS = 3_600_000
 BUCKETS = 48
-"""The parts in which a rolling window is counted."""
+"""The number of buckets in a rolling window."""
 
 _QUARTER_MS = 900_000  # offsets of time zones are whole quarters of an hour
 
@@ -57,7 +57,7 @@ class Window:
 
 
 class Unit(StrEnum):
-    """What a budget counts: µUSD, tokens, or requests."""
+    """The unit of a budget: µUSD, tokens, or requests."""
 
     MONEY = "money"
     TOKENS = "tokens"

@@ -202,7 +202,9 @@ class Memo:
         return Encoded(vectors, np.array([entries[key][1] for key in keys], dtype=np.int32))
 
     def encode_tokens(self, text: str) -> Tokens | None:
-        """Return vectors of a text's tokens, or None if the model has none; they are not kept."""
+        """Return vectors of a text's tokens, which are not kept, or None if the model cannot make
+        them.
+        """
         return self._embedder.encode_tokens(text)
 
 

@@ -37,7 +37,7 @@ class EmbedderInfo:
     def chars_max(self) -> int:
         """The longest text, in characters, that the tokenizer may read.
 
-        It needs seconds for a word of megabytes, which is one token.
+        The tokenizer needs seconds for a word of megabytes, which is one token.
         """
         return self.tokens_max * _TOKEN_CHARS
 
@@ -57,7 +57,7 @@ class Encoded:
 
 
 Tokens = tuple[Sequence[tuple[int, int]], NDArray[np.float32]]
-"""The characters of a text that each of its tokens stands for, none for special ones, and unit vectors of
+"""The characters of a text for each of its tokens, empty for special tokens, and unit vectors of
 the tokens in that text.
 """
 

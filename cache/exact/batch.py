@@ -22,7 +22,7 @@ from cache.redis_client import Redis
 _TOGETHER_MAX = 64
 
 Defer = Callable[[Callable[[], None]], object]
-"""Calls back when what has gathered is to leave."""
+"""Schedules the callback that sends the gathered entries."""
 
 
 class BatchTerms(msgspec.Struct, frozen=True):

@@ -92,7 +92,7 @@ class Claims:
     def look(
         self, fp: Fingerprint, keys: Sequence[str], *, wants: bool, stale: bytes = b"", words_key: bytes | None = None
     ) -> Awaitable[Any]:
-        """Look for the entry, then for the one that `words_key` points at; else claim it if
+        """Look for the entry, then for the entry at which `words_key` points; else claim it if
         `wants`.
 
         `keys` are a partition's entries, words, groups, suspended. `stale`: an encoded entry that

@@ -1,4 +1,5 @@
-"""The answers in this process' memory: no round trip, bounded in number and bytes, LRU.
+"""The answers in this process' memory: read without a round trip, bounded in number and bytes,
+evicted least recently used first.
 
 Knows no Redis and no clock. `ExactCache` decides whether it may be read.
 """

@@ -1,7 +1,7 @@
 """A pointer from the words of a prompt to the entry that answers it: the value that Redis keeps.
 
-Knows no Redis and no words. A pointer names an answer (an entry and its time), so a regenerated
-answer has none. A pointer from another prompt, which a lookup found to mean the same, has that
+Knows no Redis and no words. A pointer names an answer (an entry and its time), so it does not match
+a regenerated answer. A pointer from another prompt, which a lookup found to mean the same, has that
 hit's trial, and the answer's group. Invariant: `names` is checked before an entry is served.
 """
 

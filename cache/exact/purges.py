@@ -49,7 +49,7 @@ class Purges:
         return False
 
     async def announce(self, purge: Purge) -> None:
-        """Announce a purge; returns once no L1 can serve what was purged from Redis before.
+        """Announce a purge, after its entries left Redis; returns once no L1 can serve them.
 
         Raises redis.exceptions.RedisError.
         """

@@ -57,7 +57,7 @@ _UNKNOWN_MAX = 1_024
 # four times as long as a worker takes to look again, on the clock that a pause of the host moves, too
 _HOLDS_S = 2.0
 BUDGETS_MAX = 50
-"""The budgets that a team may have: each that applies is checked with every generation."""
+"""The most budgets of a team: every generation checks all that apply."""
 
 
 async def _notify_none() -> None:

@@ -25,7 +25,7 @@ BUDGET_RESET = "budget_reset"
 LEDGER_CORRECTED = "ledger_corrected"
 BATCH_CANCELLED = "batch_cancelled"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
-"""What a deployment is after an action; empty: in use."""
+"""The use of a deployment after an action; empty: in use."""
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):

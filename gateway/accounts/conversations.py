@@ -24,7 +24,7 @@ from gateway.accounts.schema import conversation_items, conversations
 
 _ITEMS_AT_ONCE = 1_000
 LEASE_S = 15.0
-"""How long a worker that was killed keeps what it held."""
+"""The seconds for which a killed worker keeps its leases."""
 
 Added = Sequence[tuple[str, bytes]]
 """Items with their ids, in order."""

@@ -22,7 +22,7 @@ from gateway.accounts.schema import holdings
 from gateway.wire.errors import Forbidden
 
 ROW_BYTES = 256
-"""What a row takes beside its texts: its ids, and its places in indexes."""
+"""The bytes of a row beside its texts: its ids and its index entries."""
 
 _EVICTED_AT_ONCE = 100
 

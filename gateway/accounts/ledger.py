@@ -104,7 +104,7 @@ def flat_row(row: LedgerRow) -> dict[str, Any]:
 
 
 BASELINE, SPENT, UNKNOWN_HITS = "baseline", "spent", "unknown_hits"
-"""The lines of `savings_days` that are no mechanism."""
+"""The lines of `savings_days` other than mechanisms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +266,9 @@ class Ledger:
         dearest first.
 
         With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
-        `from_ms` and `until_ms` are widened to them. A tag's values are those of the filter's
-        `tag`; without it the groups are the names of tags. Raises Invalid for a user or a tag
-        together with a key, model, deployment, kind or one another.
+        `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
+        `tag` or, without it, the names of tags. Raises Invalid for a user or a tag together with a
+        key, model, deployment, kind or one another.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
         async with self.database.reading() as connection:
@@ -381,7 +381,7 @@ _Line = tuple[tuple[int, int, str, str], int, int]
 
 
 def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
-    """The savings lines of the ledger's rows. A row without a known baseline has none."""
+    """The savings lines of the ledger's rows. A row without a known baseline yields no line."""
     unsaved: dict[tuple[int, int, str], list[int]] = defaultdict(list)  # costs of rows that are their baselines
     for row in rows:
         key, cost, baseline = (row.at_ms // DAY_MS, row.team_id, row.alias), row.cost_microusd, row.baseline_microusd

@@ -196,7 +196,9 @@ class LedgerWriter:
         )
 
     async def _restate(self) -> None:
-        """Restate the current windows, and those of `_SKEW_MS` ago for clocks that are behind."""
+        """Restate the current windows, and the windows of `_SKEW_MS` ago for clocks that are
+        behind.
+        """
         now_ms = int(self._clock() * 1000)
         windows = dict.fromkeys((*windows_at(now_ms), *windows_at(now_ms - _SKEW_MS)))
         drained = await self._ledger.spent(tuple(windows))

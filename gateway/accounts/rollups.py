@@ -33,11 +33,11 @@ TEAM, KEY, ALIAS, DEPLOYMENT, USER, TAGS = "team", "key_id", "alias", "deploymen
 """Axes. A row of TAGS has a tag's name as its value; the values of a tag have `tag_axis`."""
 
 NONE, OTHER = "", "*"
-"""Values of rows without one, and of those beyond the bound; any other user or tag begins with `=`."""
+"""The values for rows without a value, and beyond the bound; any other value begins with `=`."""
 
 TAG_NAMES_MAX = 20
 CORRECTION = "correction"
-"""The kind, and the mechanism, of rows that correct a day's cost: no generations."""
+"""The kind, and the mechanism, of rows that correct a day's cost, without a generation."""
 
 DAY_MS = 86_400_000
 _LEVEL = 1_000_000_000  # more than there are days
@@ -57,7 +57,7 @@ _amounts_of = columns_of(SUMS[1:])
 _labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
 
 Alike = tuple[LedgerRow, list[int]]
-"""One of several rows, and the sums of all in the order of SUMS."""
+"""One of several rows with equal labels, and the sums of all in the order of SUMS."""
 
 
 def tag_axis(name: str) -> str:

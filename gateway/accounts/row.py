@@ -18,14 +18,14 @@ from policies.holds import Charge, Taken
 from policies.windows import Unit
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
-"""The first columns of each row of the ledger that sums are made of; KINDS are the others."""
+"""The ledger's first summed columns; KINDS are the others."""
 
 _counted = Usage.__struct_fields__
 KINDS = _counted[_counted.index("cache_write_tokens") : _counted.index("tool_calls") + 1]
 """The counts that providers bill apart."""
 
 BOOKED = (*(name for name in COUNTS if name in _counted), *KINDS, "provider_cost_microusd")
-"""The fields of a `Usage` that the ledger has a column of."""
+"""The fields of a `Usage` that are columns of the ledger."""
 
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _COUNT_MAX = 2**53 - 1
@@ -86,8 +86,8 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
 class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that cost nothing, of one team, alias and source, in one hour.
 
-    `source` is exact, semantic or coalesced. Of the `requests`, `unknown` have no known baseline;
-    `baseline_microusd` sums the known baselines.
+    `source` is exact, semantic or coalesced. `unknown` counts the `requests` without a known
+    baseline; `baseline_microusd` sums the known baselines.
     """
 
     id: str

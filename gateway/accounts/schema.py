@@ -15,7 +15,7 @@ from gateway.accounts.row import COUNTS, KINDS
 
 VERSION = "0001"
 LIMITS = ("requests_per_min", "tokens_per_min")
-"""The limits of rates that teams and keys may have."""
+"""The rate limits of teams and keys."""
 
 
 def _columns(

@@ -31,7 +31,7 @@ _WRITE_AWAITED_S = 2.0
 _RETRY_S = 0.5
 _PURGED_AT_ONCE, _PURGE_PAUSE_S = 200, 0.2
 LIVE = ("queued", "in_progress")
-"""The statuses of a response that its worker is generating, as long as it keeps the lease."""
+"""The statuses of a response that its worker still generates under a lease."""
 _LIVE_MAX = 250  # of a team, at all workers
 _LINKS_MAX = 20_000  # as many messages as a request may have
 

@@ -44,20 +44,20 @@ from policies.redis import RedisCommands
 from policies.windows import WindowKind
 
 KEPT_S = 86_400
-"""How long a message is tried again."""
+"""The seconds for which a message is retried."""
 
 QUEUE_MAX = 1_000
 
 VALUES_TOLD = 20
-"""How many values of one budget raise the same alert in a window with a message each."""
+"""How many values of a budget get their own message for the same alert in a window."""
 
 _PREFIX = "sameway:{alerts}:"
 _SENT, _ALIKE, _LOCK = _PREFIX + "sent:", _PREFIX + "alike:", _PREFIX + "lock"
 CHANNELS = {"webhook": _PREFIX + "queue", "email": _PREFIX + "mail"}
-"""The queues of the channels that need one. The log needs none."""
+"""The queues of the channels; the log needs no queue."""
 
 DELIVERED, DELAYED, LOST = "delivered", "delayed", "lost"
-"""What becomes of a message: DELAYED at each try that fails, LOST when it is given up."""
+"""The outcomes of a message: DELAYED after each failed attempt, LOST after the last."""
 
 _LOOK_EVERY_S = 5.0
 _IDLE_S = 1.0

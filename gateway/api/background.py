@@ -89,8 +89,7 @@ class _Work:
 
 
 class Background:
-    """The background responses that this worker generates; it can follow those of any worker. One
-    per worker.
+    """Generates this worker's background responses, and follows any worker's. One per worker.
 
     `count` is called with the outcome of each response: completed, failed or cancelled.
     """

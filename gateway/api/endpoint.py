@@ -32,8 +32,8 @@ _FIELDS_MAX = 50
 class Call(msgspec.Struct):
     """An authenticated request. `object_id` and `action` are parts of its path, or empty.
 
-    `out` holds the first headers of its response. Its record has `alias`, or `named_model` without
-    one.
+    `out` holds the first headers of its response. The record names `alias` or, if that is empty,
+    `named_model`.
     """
 
     identity: Identity

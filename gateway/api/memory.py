@@ -34,10 +34,9 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 class Keeping(msgspec.Struct, frozen=True):
-    """Where a response is kept: in a row of its own if it `is_stored`, and in its conversation, if
-    any.
+    """The stores of a response: its own row if it `is_stored`, and its conversation, if any.
 
-    A response that `is_background` is also kept before its generation.
+    A response that `is_background` is also stored before its generation.
     """
 
     is_stored: bool

@@ -1,8 +1,8 @@
 """Converts the chunks of a chat completion into a message of Anthropic's API, or its events.
 
 Shapes: Anthropic API reference, "Messages", "Streaming Messages" and "Errors". Knows no HTTP, no
-cache and no backend. Invariants: the whole message equals the one that its events build; one block
-is open at a time, and each is closed before the end.
+cache and no backend. Invariants: the whole message equals the message that its events build; one
+block is open at a time, and each is closed before the end.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Converts the chunks of a chat completion into a response of the Responses API, or its events.
 
 Shapes: OpenAI API reference, "The response object" and "Responses: streaming events". Knows no
-HTTP, no cache and no backend. Invariants: the whole response equals the one that its events build;
-events are numbered without gaps; every item that was added is done before the end.
+HTTP, no cache and no backend. Invariants: the whole response equals the response that its events
+build; events are numbered without gaps; every item that was added is done before the end.
 """
 
 import re
@@ -71,14 +71,14 @@ _REPEATED: dict[str, Any] = msgspec.json.decode(
 
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
-"""Keeps a response. Raises only for one in the background."""
+"""Keeps a response. Raises only for a background response."""
 
 
 _NOT_KEPT = Keeping(is_stored=False)
 
 
 class ResponseRenderer(EventRenderer):
-    """The renderer of one response. `body` is the request, parts of which the response repeats.
+    """The renderer of one response. `body` is the request; the response repeats some of its fields.
 
     The method `keep` passes the complete response to the parameter `keep`.
     """

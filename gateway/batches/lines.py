@@ -26,7 +26,7 @@ _SKIP_BYTES = 64 << 10
 _ID_CHARS_MAX = 512
 EXPIRED = "batch_expired"
 LINE_BYTES = 512
-"""What a line's error takes, beside what it repeats of the line."""
+"""The bytes of a line's error, without the text that it repeats from the line."""
 
 
 class LineSpan(msgspec.Struct, frozen=True, kw_only=True):

@@ -347,8 +347,8 @@ class BatchRunner:
     async def _append(
         self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
     ) -> LineOutcome:
-        """Write an outcome, or a refusal instead if the team's quota is full. Returns what it
-        wrote.
+        """Write an outcome, or a refusal instead if the team's quota is full. Returns the written
+        outcome.
 
         Waits while the disk is full or the database fails, since a line that is run again is paid
         again.

@@ -202,7 +202,7 @@ def _clean(sums: list[float]) -> tuple[float, ...]:
 
 
 class SharedHealth:
-    """Keeps the breakers and estimates of `deployments` equal to those of other workers and hosts."""
+    """Keeps the breakers and estimates of `deployments` equal on all workers and hosts."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Reads a provider's CSV of usage or cost, row by row, into sums by UTC day and model.
 
-Columns are those of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console (tokens,
-cost), and a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
+Reads the columns of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console (tokens,
+cost), and of a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
 Invariants: memory grows with the days and models, not with the file; an ambiguous cell is refused,
 with its line and column.
 """
@@ -91,7 +91,7 @@ class Billed:
 
 
 COUNTS = tuple(field.name for field in fields(Billed)[:-2])
-"""What a provider's bill and the ledger both have, as the ledger calls it."""
+"""The counts that a provider's bill and the ledger share, by the ledger's names."""
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ class TooLarge(ClientError):
 
 
 class InUse(ClientError):
-    """The object is in use. SDKs retry other 409s, but not this one."""
+    """The object is in use. A header keeps SDKs from retrying it, as they do for 409."""
 
     status = 409
     code = "conflict"

@@ -56,15 +56,15 @@ TRANSLATION = Kind("translations", "/audio/translations", "file", is_plain=True,
 
 
 RESPONSE = Kind("responses", "/responses", "input", is_plain=True)
-"""A request of the Responses API as it came, for providers that have that API."""
+"""An unchanged request of the Responses API, for providers with that API."""
 
 
 PASSAGE = Kind("passthrough", "", "", is_plain=True, is_repeatable=False)
-"""A request to a path of a provider's own."""
+"""A request to a provider's own path."""
 
 
 MEDIA = (IMAGE, IMAGE_EDIT, VARIATION, SPEECH, TRANSCRIPTION, TRANSLATION)
-"""The kinds with images or sounds, which have units of their own."""
+"""The kinds with images or audio, which are priced by other units than tokens."""
 
 
 KINDS = (CHAT, COMPLETION, EMBEDDING, RERANK, MODERATION, *MEDIA, RESPONSE)

@@ -66,7 +66,7 @@ class GgufFile:
             self._map.close()
 
     def forget(self, name: str) -> None:
-        """Release the pages of a tensor, whose mapped bytes are no longer in use."""
+        """Release the pages of a tensor, once its mapped bytes are unused."""
         entry = self.tensors[name]
         end = entry.start + entry.size_bytes
         first, last = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE

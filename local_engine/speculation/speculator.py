@@ -162,9 +162,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A sequence that decodes in the coming step: its `tokens`, of which the draft model has
-    computed the first `draft_computed`, with `room` for further tokens. `in_flight` (0 or 1) counts
-    a token in flight, which a draft must guess as well."""
+    """A sequence that decodes in the coming step: its `tokens`, with `room` for further ones; the
+    draft model has computed the first `draft_computed`. `in_flight` (0 or 1) counts a token in
+    flight, which a draft must guess as well."""
 
     id: int
     speculation: Speculation

@@ -87,8 +87,8 @@ class StepTiming:
 
     def observe(self, counts: Many[int], duration_s: float, busy_s: float, *, is_decode: bool) -> None:
         """Learn from one step of each sequence's `counts` of tokens, all of them answers' if
-        `is_decode`. It took `duration_s`, of which other processes did not have the cores for
-        `busy_s`."""
+        `is_decode`. `duration_s` is its wall time, `busy_s` the same without the time that other
+        processes had the cores."""
         tokens = sum(counts)
         if is_decode:
             self.steps.observe(tokens, busy_s)

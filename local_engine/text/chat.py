@@ -199,7 +199,7 @@ def _in_system(format: Format, messages: Sequence[dict[str, Any]], tools: Any) -
 
 def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """The conversation for a template without tools: the tools are in the system's message, calls
-    in the assistant's, and their results, together, in a user's. The frames are those of Hermes."""
+    in the assistant's, and their results, together, in a user's. It uses Hermes' frames."""
     laid_out: list[dict[str, Any]] = []
     if tools:
         text = _TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

@@ -1,6 +1,6 @@
 """Anthropic's Messages API over HTTP, without litellm.
 
-The connections, time limits and failures are those of an OpenAI-compatible server; this file adds
+Connections, time limits and failures are handled as for an OpenAI-compatible server; this file adds
 the address, the headers, and two translations. A request in Anthropic's shape is sent unchanged.
 Format: Anthropic API reference, "Messages", "Versions" and "Beta headers". Knows no teams, caches
 or routes. Invariant: in such a request only `model`, `stream`, the gateway's own `cache`, and a

@@ -207,7 +207,7 @@ def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, st
     """Write a completion's `logprobs`: four lists with an item for each token.
 
     A prompt's first token has no value: no token precedes it. `text_offset` counts characters from
-    the beginning of the choice, of which `start` precede `text`. A token that the text does not
+    the beginning of the choice; `start` characters precede `text`. A token that the text does not
     contain, such as a stop token, has the offset of the next token.
     """
     said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -349,7 +349,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._fail(_unfinished(self._finishes))
 
     def _at_cut(self, error: TransportError) -> None:
-        """Handle a failed connection, or one that `_watch` or `aclose` closed."""
+        """Handle a connection that failed, or that `_watch` or `aclose` closed."""
         if self._state is _OVER:
             return
         if self._is_complete:
