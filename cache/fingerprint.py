@@ -145,17 +145,17 @@ def fingerprint(
         }
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each
         # other
-        link = before = _head_digest(
+        link = link_before = _head_digest(
             partition + _encode([namespace, turns_field, head, *(() if apart is None else (_canonical(apart),))])
         ).digest()
         chain = []
         turn: Any = None
         for turn in map(_canonical_turn, turns):
-            before, link = link, _turn_digest(link + _encode(turn)).digest()
+            link_before, link = link, _turn_digest(link + _encode(turn)).digest()
             chain.append(link)
         text, rest = _split_text(turn) if turns else (None, None)
         is_whole = text is None
-        compat = (_whole_digest(link) if is_whole else _compat_digest(before + _encode(rest))).digest()
+        compat = (_whole_digest(link) if is_whole else _compat_digest(link_before + _encode(rest))).digest()
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"not a JSON request: {why}") from error

@@ -45,7 +45,7 @@ def connect(url: str, timeout_s: float) -> Any:
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
 
-    common: dict[str, Any] = {
+    common_options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
@@ -54,7 +54,7 @@ def connect(url: str, timeout_s: float) -> Any:
     if parts.scheme in ("redis+cluster", "rediss+cluster"):
         from redis.asyncio.cluster import RedisCluster
 
-        return RedisCluster.from_url(url.replace("+cluster", "", 1), **common)
+        return RedisCluster.from_url(url.replace("+cluster", "", 1), **common_options)
     if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
         from redis.asyncio.sentinel import Sentinel
 
@@ -63,6 +63,6 @@ def connect(url: str, timeout_s: float) -> Any:
         service, _, db = parts.path.strip("/").partition("/")
         username, _, password = credentials.partition(":")
         auth = {"username": username or None, "password": password} if credentials else {}
-        sentinel: Any = Sentinel(nodes, sentinel_kwargs=common, **common, **auth)  # type: ignore[no-untyped-call]
+        sentinel: Any = Sentinel(nodes, sentinel_kwargs=common_options, **common_options, **auth)  # type: ignore[no-untyped-call]
         return sentinel.master_for(service, db=int(db or 0))
-    return Redis.from_url(url, **common)
+    return Redis.from_url(url, **common_options)

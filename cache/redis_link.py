@@ -191,10 +191,10 @@ class RedisLink:
         repeated = [pending for pending in unanswered if pending.is_repeated]
         for pending in repeated:
             fail(pending, error)
-        again = [pending for pending in unanswered if not pending.is_repeated]
-        for pending in again:
+        resent = [pending for pending in unanswered if not pending.is_repeated]
+        for pending in resent:
             pending.is_repeated = True
-        self._waiting = again + self._waiting
+        self._waiting = resent + self._waiting
         if self._waiting and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)

@@ -204,18 +204,18 @@ class RpcClient(Generic[CallT, ReplyT]):
         Checks are counted, not seconds: while this process was stopped, the server was not silent.
         """
         self._connection = connection
-        how, silent = "was left", 0
+        ending, silent = "was left", 0
         try:
             while silent < _SILENT_LOOKS_MAX and not connection.closed.done():
                 connection.has_received = False
                 await asyncio.wait({connection.closed}, timeout=self._look_s)
                 silent = 0 if connection.has_received else silent + 1
-            how = "went away" if connection.closed.done() else "fell silent"
+            ending = "went away" if connection.closed.done() else "fell silent"
         finally:
             self._connection = None
             connection.transport.abort()
             streams = list(self.streams.values())
             self.streams.clear()
             for stream in streams:
-                stream.end(self._lost(how))
+                stream.end(self._lost(ending))
             self._on_state(None)

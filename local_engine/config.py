@@ -33,10 +33,10 @@ def read_json(path: Path, *, is_needed: bool = True) -> dict[str, Any]:
     return content
 
 
-def require_among(value: object, supported: Iterable[object], what: str) -> None:
-    """Raise ModelError with the `supported` values unless `value` is among them. `what` names it."""
+def require_among(value: object, supported: Iterable[object], subject: str) -> None:
+    """Raise ModelError with the `supported` values unless `value`, named `subject`, is among them."""
     if value not in supported:
-        raise ModelError(f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
+        raise ModelError(f"{subject} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ class DraftModel:
         """Draft token after token, all sequences at once; each until it has enough tokens or would
         end."""
         guesses: dict[int, list[int]] = {}
-        wanted = {chunk.sequence.id: chunk.wanted for chunk in wanting}
+        wanted_by_id = {chunk.sequence.id: chunk.wanted for chunk in wanting}
         chunks = self._catch_up([chunk.sequence for chunk in wanting])
         ahead = 0
         while chunks:
@@ -98,7 +98,7 @@ class DraftModel:
             for sequence, id in zip(ready, ids, strict=True):
                 if id is not None:
                     guesses.setdefault(sequence.id, []).append(id)
-                    if ahead < wanted[sequence.id] and id not in sequence.stop_token_ids:
+                    if ahead < wanted_by_id[sequence.id] and id not in sequence.stop_token_ids:
                         chunks.append(TokenChunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
         return guesses
 

@@ -157,7 +157,7 @@ class Engine:
         self._scheduler.check_queue(priority, salt, self.config.queue_max)
         room = self.info.context_tokens - len(tokens)
         answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
-        known = [] if params.prompt_logprobs is None else [self.tokenizer.token_logprob(tokens[0], 0.0)]
+        prompt_logprobs = [] if params.prompt_logprobs is None else [self.tokenizer.token_logprob(tokens[0], 0.0)]
         may_be_text = grammar is None or (reads is not None and reads.grammar is None and not reads.tool_choice)
         stop, stop_token_ids = (params.stop, params.stop_token_ids) if may_be_text else ((), ())
         thinking = self.tokenizer.thinking(tokens, is_continued=is_continued)
@@ -178,7 +178,7 @@ class Engine:
             # a grammar reads the first token's space
             text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
             reader=reader,
-            prompt_logprobs=known,
+            prompt_logprobs=prompt_logprobs,
             grammar=GrammarState(grammar, thinking) if grammar is not None else None,
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:

@@ -35,10 +35,10 @@ class DeviceDrawn:
         """Wait for the copies."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        ids, *others = (copy.tolist() for copy in self.copies)
+        ids, *logprob_lists = (copy.tolist() for copy in self.copies)
         sampled = [Sampled(id if id >= 0 else None) for id in ids]
         if self.with_logprobs:
-            for place, count, chosen, values, tops in zip(self.with_logprobs, self.counts, *others, strict=True):
+            for place, count, chosen, values, tops in zip(self.with_logprobs, self.counts, *logprob_lists, strict=True):
                 if ids[place] >= 0:
                     sampled[place] = Sampled(ids[place], chosen, tuple(zip(tops[:count], values[:count], strict=True)))
         return sampled

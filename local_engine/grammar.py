@@ -135,12 +135,12 @@ class Grammars:
     def _make_room(self) -> None:
         """Drop the oldest grammars of the salts that hold most, but never the latest of all."""
         *others, latest = self._kept
-        held = Counter[bytes]()
+        bytes_by_salt = Counter[bytes]()
         for salt, grammar in others:
-            held[salt] += len(grammar.text) + _KEPT_BYTES
-        while held.total() + len(latest[1].text) + _KEPT_BYTES > _KEPT_SIZE_MAX_BYTES:
-            oldest = next(key for key in self._kept if key[0] == held.most_common(1)[0][0])
-            held[oldest[0]] -= len(oldest[1].text) + _KEPT_BYTES
+            bytes_by_salt[salt] += len(grammar.text) + _KEPT_BYTES
+        while bytes_by_salt.total() + len(latest[1].text) + _KEPT_BYTES > _KEPT_SIZE_MAX_BYTES:
+            oldest = next(key for key in self._kept if key[0] == bytes_by_salt.most_common(1)[0][0])
+            bytes_by_salt[oldest[0]] -= len(oldest[1].text) + _KEPT_BYTES
             del self._kept[oldest]
 
     def _made(self, wanted: Grammar) -> Compiled | InvalidRequest:
@@ -237,9 +237,9 @@ class Masker:
     def _allowed(self, held: Many[tuple[GrammarState, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
         began_s = time.thread_time()
         bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)
-        at = 0
+        first_row = 0
         for answer, draft in held:
-            answer.fill(bits[at : at + len(draft) + 1], draft, self._eos)
-            at += len(draft) + 1
+            answer.fill(bits[first_row : first_row + len(draft) + 1], draft, self._eos)
+            first_row += len(draft) + 1
         self._latest_s = time.thread_time() - began_s
         return bits

@@ -85,11 +85,11 @@ def available_bytes() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file():
-        text = limit.read_text().strip()
+    limit_path, used_path = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit_path.is_file() and used_path.is_file():
+        text = limit_path.read_text().strip()
         if text.isdigit():
-            free = min(free, max(0, int(text) - int(used.read_text())))
+            free = min(free, max(0, int(text) - int(used_path.read_text())))
     return free
 
 

@@ -86,11 +86,11 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
     ids: dict[int, int] = dict(enumerate(best_ids.tolist()))
     drawn = [row for row, place in enumerate(places) if place.sequence.params.temperature > 0 and is_finite[row]]
     changed = [row for row, place in enumerate(places) if place.changes_logits]
-    held = held_rows(places) if masks is not None else {}
+    mask_by_row = held_rows(places) if masks is not None else {}
     if changed:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
         change_logits(logits, places)
-    for rows in (drawn, sorted({*changed, *held}.difference(drawn))):
+    for rows in (drawn, sorted({*changed, *mask_by_row}.difference(drawn))):
         if rows:
             row_places = [places[row] for row in rows]
             temperatures = [drawing.sequence.params.temperature for drawing in row_places]
@@ -98,7 +98,7 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
             scores = scores / torch.tensor(
                 [[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=scores.device
             )
-            row_masks = [(index, held[row]) for index, row in enumerate(rows) if row in held]
+            row_masks = [(index, mask_by_row[row]) for index, row in enumerate(rows) if row in mask_by_row]
             total = scores.new_empty(len(rows), 1) if rows is drawn else None
             if total is not None and len(row_masks) < len(rows):
                 total = scores.logsumexp(-1, keepdim=True)
@@ -153,11 +153,11 @@ def change_logits(logits: torch.Tensor, places: Many[Place]) -> None:
         if drawing.position < params.min_tokens and sequence.grammar is None:
             additions.append((row, dict.fromkeys(sequence.stop_token_ids, -math.inf)))
     if factors:
-        at, factor = _flat(factors, logits.device)
-        values = logits[at]
-        logits[at] = torch.where(values > 0, values / factor, values * factor)
-    at, added = _flat(additions, logits.device)
-    logits.index_put_(at, added, accumulate=True)
+        indexes, factor = _flat(factors, logits.device)
+        values = logits[indexes]
+        logits[indexes] = torch.where(values > 0, values / factor, values * factor)
+    indexes, added = _flat(additions, logits.device)
+    logits.index_put_(indexes, added, accumulate=True)
 
 
 def _flat(edits: Edits, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -174,14 +174,14 @@ def _race(logits: torch.Tensor, places: Many[Place], total: torch.Tensor) -> lis
     device, params = logits.device, [place.sequence.params for place in places]
     keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
     ids = [0] * len(places)
-    rest = list(range(len(places)))
+    rows_left = list(range(len(places)))
     for width in (*_CANDIDATES, logits.shape[-1]):
-        if rest:
-            race = _Rows(logits[rest], keys[rest], total[rest], [params[row] for row in rest])
+        if rows_left:
+            race = _Rows(logits[rows_left], keys[rows_left], total[rows_left], [params[row] for row in rows_left])
             winners = _first(race, min(width, logits.shape[-1]))
-            for row, id in zip(rest, winners, strict=True):
+            for row, id in zip(rows_left, winners, strict=True):
                 ids[row] = id
-            rest = [row for row, id in zip(rest, winners, strict=True) if id < 0]
+            rows_left = [row for row, id in zip(rows_left, winners, strict=True) if id < 0]
     return ids
 
 
@@ -205,16 +205,16 @@ def _first(rows: _Rows, width: int) -> list[int]:
     top_p = torch.tensor([[p.top_p] for p in rows.params], device=device)
     min_p = torch.tensor([[p.min_p] for p in rows.params], device=device)
     is_open = (top_k >= vocabulary) & (top_p >= 1.0) & (min_p <= 0.0)
-    kept = torch.arange(width, device=device) < top_k
-    mass = torch.where(top_k < vocabulary, (probabilities * kept).sum(-1, keepdim=True), 1.0)
+    is_kept = torch.arange(width, device=device) < top_k
+    mass = torch.where(top_k < vocabulary, (probabilities * is_kept).sum(-1, keepdim=True), 1.0)
     before = (probabilities.cumsum(-1) - probabilities) / mass
-    kept &= (before < top_p) | (top_p >= 1.0)
-    kept &= probabilities >= min_p * probabilities[:, :1]
+    is_kept &= (before < top_p) | (top_p >= 1.0)
+    is_kept &= probabilities >= min_p * probabilities[:, :1]
     # else top-p's share is of more than is here
     has_mass = (top_k <= width) | (top_k >= vocabulary) | (top_p >= 1.0)
-    is_enough = is_open | (~kept[:, -1:] & has_mass) | (top_k <= width)
-    kept[:, 0] = True
-    rates = (probabilities * kept).double()
+    is_enough = is_open | (~is_kept[:, -1:] & has_mass) | (top_k <= width)
+    is_kept[:, 0] = True
+    rates = (probabilities * is_kept).double()
     times, at = (noise(rows.keys, tokens) / rates).min(-1, keepdim=True)
     winners = tokens.gather(1, at).squeeze(1)
     if width < vocabulary:
@@ -236,12 +236,12 @@ def _let_tail_win(
     common share. If the tail is first, draw one of its tokens in proportion, into `winners`. The
     minimum of many exponential times is one exponential time of the summed rate."""
     tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
-    nobody = torch.full_like(rows.keys, -1)
-    for row in (noise(rows.keys, nobody) / tail < times).nonzero()[:, 0].tolist():
+    tail_token = torch.full_like(rows.keys, -1)
+    for row in (noise(rows.keys, tail_token) / tail < times).nonzero()[:, 0].tolist():
         weights = rows.logits[row].double().softmax(-1)
         weights[tokens[row]] = 0.0
         cumulative = weights.cumsum(-1)
-        wanted = (-noise(rows.keys[row], nobody[row] - 1)).exp() * cumulative[-1]
+        wanted = (-noise(rows.keys[row], tail_token[row] - 1)).exp() * cumulative[-1]
         if cumulative[-1] > 0.0:  # what was left may have been rounding
             winners[row] = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[0] - 1)[0]
 

@@ -232,32 +232,32 @@ class Scheduler:
         block."""
         if draft is None:
             return None
-        size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
+        size, known_tokens = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
         spare = max(0, self.pool.free - len(self.running))
         if sequence.grammar is not None:
             draft = replace(draft, tokens=sequence.grammar.part(draft.tokens))
-        draft = draft.part(min(budget, (len(sequence.blocks) + spare) * size - known))
+        draft = draft.part(min(budget, (len(sequence.blocks) + spare) * size - known_tokens))
         if draft is not None:
-            wanted = -(-(known + len(draft.tokens) + draft.wanted) // size) - len(sequence.blocks)
+            wanted = -(-(known_tokens + len(draft.tokens) + draft.wanted) // size) - len(sequence.blocks)
             sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
         return draft
 
-    def _find_room(self, sequence: Sequence, count: int, *others: list[Sequence]) -> bool:
+    def _find_room(self, sequence: Sequence, count: int, *queues: list[Sequence]) -> bool:
         """Allocate blocks for `count` more tokens; returns False without room. If blocks are short,
-        sequences of `others` that come later in order are preempted."""
-        wanted = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
-        while wanted > self.pool.available:
-            if not self._make_way(sequence.order, *others):
+        sequences of `queues` that come later in order are preempted."""
+        blocks_needed = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
+        while blocks_needed > self.pool.available:
+            if not self._make_way(sequence.order, *queues):
                 return False
-        sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
+        sequence.blocks.extend(self.pool.allocate() for _ in range(blocks_needed))
         return True
 
-    def _make_way(self, order: tuple[float, ...], *others: list[Sequence]) -> bool:
-        """Preempt the last of `others`, if it comes after `order`; returns whether it did."""
-        victim = max((s for queue in others for s in queue if s.order > order), key=lambda s: s.order, default=None)
+    def _make_way(self, order: tuple[float, ...], *queues: list[Sequence]) -> bool:
+        """Preempt the last of `queues`, if it comes after `order`; returns whether it did."""
+        victim = max((s for queue in queues for s in queue if s.order > order), key=lambda s: s.order, default=None)
         if victim is None:
             return False
-        for queue in others:
+        for queue in queues:
             if victim in queue:
                 queue.remove(victim)
         self.preempt(victim)
@@ -265,13 +265,16 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> TokenChunk:
         pool, start = self.pool, sequence.computed
-        written, full = start // pool.block_tokens, min(start + count, len(sequence.tokens)) // pool.block_tokens
-        if sequence.registered < full:
-            pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, full)
-        while sequence.registered < full:
+        written_blocks, full_blocks = (
+            start // pool.block_tokens,
+            min(start + count, len(sequence.tokens)) // pool.block_tokens,
+        )
+        if sequence.registered < full_blocks:
+            pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, full_blocks)
+        while sequence.registered < full_blocks:
             blocks, index = sequence.blocks, sequence.registered
             block = blocks[index]
-            if not pool.register(blocks, index, sequence.keys, is_written=index < written):
+            if not pool.register(blocks, index, sequence.keys, is_written=index < written_blocks):
                 break
             if blocks[index] != block:  # another's, where the draft model may lack KV
                 sequence.draft_computed = min(sequence.draft_computed, index * pool.block_tokens)

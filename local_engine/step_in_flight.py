@@ -75,16 +75,16 @@ def draw(
     places: list[Place] = []
     rows: list[int] = []
     counts: list[int] = []
-    at = 0
+    first_row = 0
     for chunk in chunks:
-        stop = at + chunk.logit_rows
+        stop = first_row + chunk.logit_rows
         if chunk.sequence.wants_prompt_logprobs:
-            chunk.sequence.prompt_logprobs += _prompt_logprobs(chunk, logits[at:stop], tokenizer)
+            chunk.sequence.prompt_logprobs += _prompt_logprobs(chunk, logits[first_row:stop], tokenizer)
         ahead_of_last = range(len(chunk.draft) + 1 if chunk.is_last else 0)
         places += [Place(chunk.sequence, ahead) for ahead in ahead_of_last]
         rows += range(stop - len(ahead_of_last), stop)
         counts.append(len(ahead_of_last))
-        at = stop
+        first_row = stop
     return StepInFlight(chunks, counts, _drawn(logits, rows, places, masks), began)
 
 

@@ -293,10 +293,10 @@ class Breaker:
         self.was_good = self.was_good or state.has_succeeded
         if not self._has_succeeded:
             self._row = list(dict.fromkeys((*state.row, *self._row_since)))[-self._row_max :]
-        known, self.version = self.version, state.version
-        if state.version < known:  # it was lost there
+        version_before, self.version = self.version, state.version
+        if state.version < version_before:  # it was lost there
             self._has_changed = self._has_changed or self._open_until is not None
-        if state.version <= known or state.is_taken or self._has_changed:
+        if state.version <= version_before or state.is_taken or self._has_changed:
             return
         self._openings, self._cause, self.denial = state.openings, state.cause, state.denial
         self._covers = state.covers

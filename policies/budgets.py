@@ -194,7 +194,7 @@ class Budgets:
         if not counters:
             return Hold(intent.hold_id, intent.team_id, at_ms)
         keys: list[str] = [READY_KEY, keys_of.done_key(intent.hold_id)]
-        others: list[str] = []
+        value_keys: list[str] = []
         # texts: each argument costs, and a number more than its digits
         arguments = [self._lease_now(), intent.hold_id, str(int(lease_s * 1000))]
         for counter in counters:
@@ -202,13 +202,13 @@ class Budgets:
             values_max = 0
             if counter.values:
                 values_max = self._values_max
-                others += (keys_of.values_key(counter.values), *keys_of.count_keys(counter.other))
+                value_keys += (keys_of.values_key(counter.values), *keys_of.count_keys(counter.other))
             limits = ""
             for budget in counter.budgets:
                 limits += f"{budget.limit_at(at_ms)}:{budget.is_hard:d}{budget.may_cut:d},"
             amounts = f"{counter.most} {counter.usual} {counter.keep_until_ms} {counter.oldest}"
             arguments.append(f"{amounts} {limits} {values_max} {counter.digest} {counter.shown}")
-        reply = await self._redis.eval(scripts.RESERVE, len(keys) + len(others), *keys, *others, *arguments)
+        reply = await self._redis.eval(scripts.RESERVE, len(keys) + len(value_keys), *keys, *value_keys, *arguments)
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:
@@ -223,13 +223,13 @@ class Budgets:
         for counter, spent, held, is_other in counts:
             for budget in counter.budgets:
                 amount = counter.usual if budget.may_cut else counter.most
-                over = spent + held + amount - budget.limit_at(at_ms)
-                if over <= 0 or not budget.is_hard:
+                excess = spent + held + amount - budget.limit_at(at_ms)
+                if excess <= 0 or not budget.is_hard:
                     continue
                 frees_at_ms = None
                 if budget.window is WindowKind.ROLLING:
                     name = counter.other if is_other else counter.name
-                    frees_at_ms = await self._frees_at_ms(budget, name, over, at_ms)
+                    frees_at_ms = await self._frees_at_ms(budget, name, excess, at_ms)
                 state = BudgetState(
                     budget=budget,
                     window=budget.window_at(at_ms),
@@ -241,16 +241,16 @@ class Budgets:
                 refusals.append(Refused(state, budget.limit_at(at_ms), amount, state.resets_in_s(at_ms / 1000)))
         return max(refusals, key=lambda one: float("inf") if one.resets_in_s is None else one.resets_in_s)
 
-    async def _frees_at_ms(self, budget: Budget, name: str, over: int, at_ms: int) -> int:
-        """The time, unix ms, by which `over` of a rolling window's spend has expired; at most its
+    async def _frees_at_ms(self, budget: Budget, name: str, excess: int, at_ms: int) -> int:
+        """The time, unix ms, by which `excess` of a rolling window's spend has expired; at most its
         length ahead.
         """
         fields = await self._redis.execute_command("HGETALL", keys_of.count_keys(name)[0])
         flat = list(fields.items()) if isinstance(fields, dict) else list(zip(fields[::2], fields[1::2], strict=True))
         length_ms = budget.rolling_s * 1000
         for bucket, spent in sorted((int(field), int(value)) for field, value in flat if field != b"held"):
-            over -= spent
-            if over <= 0:
+            excess -= spent
+            if excess <= 0:
                 return max(at_ms, (bucket + BUCKETS + 1) * length_ms // BUCKETS + 1)
         return at_ms + length_ms
 

@@ -108,11 +108,11 @@ def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int)
         if (usual := need.usual(budget.unit)) is not None:
             counter.usual = min(usual, most)
             counter.most = counter.usual if budget.overdraft is Overdraft.ALLOW and budget.is_hard else most
-        same = counters.setdefault(counter.name, counter)
-        if same is not counter:  # a hard and a soft budget of one window
-            same.budgets.append(budget)
+        merged = counters.setdefault(counter.name, counter)
+        if merged is not counter:  # a hard and a soft budget of one window
+            merged.budgets.append(budget)
             if budget.is_hard:
-                same.most = counter.most
+                merged.most = counter.most
     return list(counters.values())
 
 
@@ -123,8 +123,8 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
         return Counter(
             f"{team_id}:{window.id}", [budget], budget.unit, keep_until_ms=keep_until(window), is_shared=True
         )
-    whole = f"b{budget.id}.{budget.epoch}"
-    counter = Counter(whole, [budget], budget.unit, keep_until_ms=keep_until(window))
+    count_name = f"b{budget.id}.{budget.epoch}"
+    counter = Counter(count_name, [budget], budget.unit, keep_until_ms=keep_until(window))
     period = window.id
     if budget.window is WindowKind.ROLLING:
         bucket = budget.bucket_at(at_ms)
@@ -135,8 +135,8 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
         text = value_of(value)
         counter.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
         counter.shown = "=" + text[:_SHOWN_CHARS] if text else "-"
-        counter.values = f"{whole}:{period}"
-    counter.name, counter.other = (f"{whole}:{part}:{window.id}" for part in (counter.digest or "-", OTHER))
+        counter.values = f"{count_name}:{period}"
+    counter.name, counter.other = (f"{count_name}:{part}:{window.id}" for part in (counter.digest or "-", OTHER))
     return counter
 
 
@@ -145,7 +145,7 @@ def place_of(name: str, field: str) -> tuple[str, str]:
 
     Both are empty if the count belongs to no single value.
     """
-    whole, digest, period = name.split(":", 2)
+    count_name, digest, period = name.split(":", 2)
     if len(digest) != 2 * _DIGEST_BYTES:
         return "", ""
-    return f"{whole}:{period if field == 'spent' else int(field) // BUCKETS}", digest
+    return f"{count_name}:{period if field == 'spent' else int(field) // BUCKETS}", digest

@@ -145,9 +145,9 @@ class Estimate:
         # bounds an outlier's weight: one call counts as at most ten times its prediction
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
         now_s = self._clock()
-        kept = self._kept(now_s)
+        kept_share = self._kept(now_s)
         self._seen_at = now_s
-        keep = kept * KEEP_PER_OBSERVATION
+        keep = kept_share * KEEP_PER_OBSERVATION
         x = float(prompt_tokens)
         w = 1.0 / (1.0 + x / _NOISE_SPAN_TOKENS) ** 2
         wx, ratio = w * x, math.log(bounded_ms / predicted_ms)
@@ -156,7 +156,7 @@ class Estimate:
         if tpot_ms is not None and math.isfinite(tpot_ms) and tpot_ms >= 0:
             tpot_weight, tpot_sum = tpot_weight * keep + 1.0, tpot_sum * keep + tpot_ms
         else:
-            tpot_weight, tpot_sum = tpot_weight * kept, tpot_sum * kept
+            tpot_weight, tpot_sum = tpot_weight * kept_share, tpot_sum * kept_share
         self._sums = (*map(add, map(mul, others, repeat(keep)), call), tpot_weight, tpot_sum)
 
     def observe_timeout(self, waited_ms: float, prompt_tokens: int) -> None:

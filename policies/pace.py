@@ -39,9 +39,9 @@ def pace_of(state: BudgetState, at_ms: int) -> Pace:
     if not start_ms or passed_ms < max(least_ms, 1):
         return Pace()
     per_ms = state.spent / passed_ms
-    left = budget.limit_at(at_ms) - state.spent
-    if left <= 0 or not per_ms:
+    amount_left = budget.limit_at(at_ms) - state.spent
+    if amount_left <= 0 or not per_ms:
         return Pace(per_ms * _DAY_MS)
-    used_up_at_ms = at_ms + left / per_ms
+    used_up_at_ms = at_ms + amount_left / per_ms
     is_within = used_up_at_ms < (float(2**53) if window.end_ms is None else window.end_ms)
     return Pace(per_ms * _DAY_MS, int(used_up_at_ms) if is_within else None)

@@ -77,7 +77,7 @@ class Price:
                 raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {usage}")
             calls = usage.tool_calls * (self.tool_call_microusd or 0)
             read = plain if self.cached_input_microusd_per_mtok is None else self.cached_input_microusd_per_mtok
-            for count, price, usual in (
+            for count, price, usual_price in (
                 (usage.cached_tokens, read, plain),
                 (usage.cached_audio_tokens, self.cached_audio_input_microusd_per_mtok, read),
                 (usage.cache_write_tokens, self.cache_write_microusd_per_mtok, plain),
@@ -89,7 +89,7 @@ class Price:
                 (usage.image_completion_tokens, self.image_output_microusd_per_mtok, answer),
             ):
                 if count and price is not None:
-                    scaled += count * (price - usual)
+                    scaled += count * (price - usual_price)
         return self.request_microusd + calls - (-scaled // _PER_MTOK)
 
     def cost_max(
@@ -125,10 +125,10 @@ class Price:
         """
         kind, _, detail = measure.partition("/")
         quality, _, size = detail.partition("/")
-        known = dict(self.units)
+        price_by_name = dict(self.units)
         for name in (measure, f"{kind}/{size}", f"{kind}/{quality}", kind):
-            if name in known and "auto" not in (quality, size):
-                return known[name]
+            if name in price_by_name and "auto" not in (quality, size):
+                return price_by_name[name]
         return max([price for name, price in self.units if name.partition("/")[0] == kind], default=None)
 
 

@@ -233,7 +233,7 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
     if len(candidates) > 1:  # one alone has no other's figures
         ttft_prior_ms = _median([c.ttft_ms for c in candidates], ttft_prior_ms)
         tpot_prior_ms = _median([c.tpot_ms for c in candidates], tpot_prior_ms)
-    able: list[tuple[Candidate, Ranked]] = []
+    able_pairs: list[tuple[Candidate, Ranked]] = []
     rejected: list[Rejected] = []
     for candidate in candidates:
         rejection = _unable(demand, candidate)
@@ -241,26 +241,26 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
             ranked = _forecast(demand, candidate, policy.kind, ttft_prior_ms, tpot_prior_ms)
             rejection = _beyond(demand, policy, candidate, ranked)
         if rejection is None:
-            able.append((candidate, ranked))
+            able_pairs.append((candidate, ranked))
         else:
             rejected.append(rejection)
     if len(candidates) > 1:
-        able.sort(key=partial(_order, demand))
+        able_pairs.sort(key=partial(_order, demand))
         rejected.sort(key=attrgetter("name"))
-    return Route(tuple([ranked for _, ranked in able]), tuple(rejected))
+    return Route(tuple([ranked for _, ranked in able_pairs]), tuple(rejected))
 
 
-def _order(demand: Demand, able: tuple[Candidate, Ranked]) -> tuple[int, float, float, MicroUSD, int, str]:
-    candidate, ranked = able
+def _order(demand: Demand, able_pair: tuple[Candidate, Ranked]) -> tuple[int, float, float, MicroUSD, int, str]:
+    candidate, ranked = able_pair
     lacks = len(demand.prefers - candidate.capabilities)
     return lacks, ranked.score, ranked.total_ms, ranked.cost_microusd, -candidate.priority, candidate.name
 
 
 def _median(values: Iterable[float | None], prior: float) -> float:
-    known = [v for v in values if v is not None]
-    if len(known) < 2:
-        return known[0] if known else prior
-    return median(known)
+    known_values = [v for v in values if v is not None]
+    if len(known_values) < 2:
+        return known_values[0] if known_values else prior
+    return median(known_values)
 
 
 def _forecast(

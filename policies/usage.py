@@ -82,10 +82,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         cut = {}
         for whole, parts in PARTS.items():
-            rest = cut[whole] = max(0, min(getattr(self, whole), sizes[whole]))
+            tokens_left = cut[whole] = max(0, min(getattr(self, whole), sizes[whole]))
             for part in parts:
-                cut[part] = max(0, min(getattr(self, part), rest))
-                rest -= cut[part]
+                cut[part] = max(0, min(getattr(self, part), tokens_left))
+                tokens_left -= cut[part]
         cut["cached_audio_tokens"] = max(0, min(self.cached_audio_tokens, cut["cached_tokens"]))
         cut["tool_calls"], cut["units"] = max(0, min(self.tool_calls, tool_calls)), max(0, min(self.units, units))
         return msgspec.structs.replace(self, rounds=max(0, self.rounds), **cut)

@@ -63,55 +63,55 @@ class StoreBatch:
 
     def store(self, terms: BatchTerms, item: BatchItem) -> Awaitable[list[Any]]:
         """Returns `[1 if it replaced an entry else 0, evicted...]`. Raises the client's errors."""
-        _, together = self._waiting.setdefault(terms.keys[0], (terms, []))
-        together.append(item)
-        if len(together) == _TOGETHER_MAX:
+        _, items = self._waiting.setdefault(terms.keys[0], (terms, []))
+        items.append(item)
+        if len(items) == _TOGETHER_MAX:
             self._leave()
-        elif len(self._waiting) == len(together) == 1:
+        elif len(self._waiting) == len(items) == 1:
             self._defer(self._leave)
         return item.stored
 
     def _leave(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for terms, together in waiting.values():
-            self._send(terms, together, is_listed=False)
+        for terms, items in waiting.values():
+            self._send(terms, items, is_listed=False)
 
-    def _send(self, terms: BatchTerms, together: list[BatchItem], is_listed: bool) -> None:
-        keys = (*terms.keys, *chain.from_iterable(item.more_keys for item in together))
-        now_ms = max(item.now_ms for item in together)
-        common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
-        entries = chain.from_iterable(item.argv for item in together)
-        commands = chain.from_iterable(item.commands for item in together)
+    def _send(self, terms: BatchTerms, items: list[BatchItem], is_listed: bool) -> None:
+        keys = (*terms.keys, *chain.from_iterable(item.more_keys for item in items))
+        now_ms = max(item.now_ms for item in items)
+        common_arguments = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
+        entries = chain.from_iterable(item.argv for item in items)
+        commands = chain.from_iterable(item.commands for item in items)
         replies = asyncio.gather(
-            self._redis.eval(PUT, len(keys), *keys, *common, *entries),
+            self._redis.eval(PUT, len(keys), *keys, *common_arguments, *entries),
             *(self._redis.execute_command(*command) for command in commands),
         )
-        replies.add_done_callback(partial(self._answered, terms, together))
+        replies.add_done_callback(partial(self._answered, terms, items))
 
-    def _answered(self, terms: BatchTerms, together: list[BatchItem], replies: asyncio.Future[list[Any]]) -> None:
-        if _failed(together, replies):
+    def _answered(self, terms: BatchTerms, items: list[BatchItem], replies: asyncio.Future[list[Any]]) -> None:
+        if _failed(items, replies):
             return
         stored_each = replies.result()[0]
         if not stored_each:
-            listing = ("ZADD", terms.list_key, together[0].now_ms // 1000, terms.partition)
+            listing = ("ZADD", terms.list_key, items[0].now_ms // 1000, terms.partition)
             listed = asyncio.ensure_future(self._redis.execute_command(*listing))
-            listed.add_done_callback(partial(self._listed, terms, together))
+            listed.add_done_callback(partial(self._listed, terms, items))
             return
-        for item, stored in zip(together, stored_each, strict=True):
+        for item, stored in zip(items, stored_each, strict=True):
             if not item.stored.done():
                 item.stored.set_result(stored)
 
-    def _listed(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
-        if not _failed(together, reply):
-            self._send(terms, together, is_listed=True)
+    def _listed(self, terms: BatchTerms, items: list[BatchItem], reply: asyncio.Future[Any]) -> None:
+        if not _failed(items, reply):
+            self._send(terms, items, is_listed=True)
 
 
-def _failed(together: list[BatchItem], reply: asyncio.Future[Any]) -> bool:
+def _failed(items: list[BatchItem], reply: asyncio.Future[Any]) -> bool:
     """Whether the call failed; if so, pass the error to every waiting caller."""
     error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
     if error is None:
         return False
-    for one in together:
+    for one in items:
         if not one.stored.done():
             one.stored.set_exception(error)
     return True

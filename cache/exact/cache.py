@@ -208,21 +208,21 @@ class ExactCache:
         purges_before, warm, depth = self._l1.purges, b"", 0
         entry, pointer = None, None
         miss: LookupMiss | None = LookupMiss.ABSENT
-        sent = None if self._l1.was_here(fp.exact) else claims  # a script costs Redis thrice
+        sent_claim = None if self._l1.was_here(fp.exact) else claims  # a script costs Redis thrice
         try:
             # no variable holds a future that may fail: its error would hold this frame, in a cycle
             if links:
                 warmed = [fp.chain[at - 1] for at in links]
                 reply, labels = await asyncio.gather(
-                    self._looking(fp, sent, words_key), self._store.lookup_warm(fp.partition, warmed)
+                    self._looking(fp, sent_claim, words_key), self._store.lookup_warm(fp.partition, warmed)
                 )
                 hints = ((label, at) for at, label in zip(links, labels, strict=True) if label)
                 warm, depth = next(hints, (b"", 0))
             else:
-                reply = await self._looking(fp, sent, words_key)
-            if reply is None and sent is not claims:  # it is gone
-                sent, reply = claims, await self._looking(fp, claims, words_key)
-            look = Look(reply) if sent is None else self._store.claims.read(fp, reply)
+                reply = await self._looking(fp, sent_claim, words_key)
+            if reply is None and sent_claim is not claims:  # it is gone
+                sent_claim, reply = claims, await self._looking(fp, claims, words_key)
+            look = Look(reply) if sent_claim is None else self._store.claims.read(fp, reply)
             if look.data is not None:
                 entry, miss = self._read(look.data, fp, max_age_s, purges_before)
                 if claims is not None and entry is None:

@@ -50,11 +50,11 @@ class L1:
         return exact in self._let_go_of
 
     def lookup(self, partition: Partition, exact: bytes) -> Entry | None:
-        held = self._entries.get((partition, exact))
-        if held is None:
+        held_entry = self._entries.get((partition, exact))
+        if held_entry is None:
             return None
         self._entries.move_to_end((partition, exact))
-        return held.entry
+        return held_entry.entry
 
     def store(self, entry: Entry) -> None:
         self._remove((entry.partition, entry.exact))
@@ -68,13 +68,13 @@ class L1:
 
     def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
         """`make(entry)`, kept under the name `form` and counted while this very entry is held."""
-        held = self._entries.get((entry.partition, entry.exact))
-        if held is None or held.entry is not entry:
+        held_entry = self._entries.get((entry.partition, entry.exact))
+        if held_entry is None or held_entry.entry is not entry:
             return make(entry)
-        data = held.forms.get(form)
+        data = held_entry.forms.get(form)
         if data is None:
-            data = held.forms[form] = make(entry)
-            held.size_bytes += len(data)
+            data = held_entry.forms[form] = make(entry)
+            held_entry.size_bytes += len(data)
             self.size_bytes += len(data)
             self._evict()
         return data
@@ -87,12 +87,12 @@ class L1:
 
     def purge(self, purge: Purge, now: float) -> None:
         self.purges += 1
-        gone = [
+        purged_keys = [
             key
             for key, held in self._entries.items()
             if purge.matches(held.entry.partition, held.entry.exact, held.entry.about(), now)
         ]
-        for key in gone:
+        for key in purged_keys:
             self._remove(key)
 
     def clear(self) -> None:

@@ -81,11 +81,11 @@ class EntryLog:
         yet.
         """
         await self._redis.execute_command("SET", _EPOCH, new_epoch, "NX")
-        epoch, last = await asyncio.gather(
+        epoch, last_records = await asyncio.gather(
             self._redis.execute_command("GET", _EPOCH),
             self._redis.execute_command("XREVRANGE", _LOG, "+", "-", "COUNT", 1),
         )
-        return LogPosition(last[0][0] if last else b"0-0", epoch)
+        return LogPosition(last_records[0][0] if last_records else b"0-0", epoch)
 
     def listen(self, position: LogPosition, wait_ms: int = 0) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
         """Request up to a thousand records after `position`. `read` takes the replies.

@@ -177,11 +177,11 @@ class EntryStore:
         argv = (entry.exact, packed.data, packed.about, facts, words_key + own_pointer(entry) if words_key else b"")
         # behind the entry: a follower that reads the record fetches the facts on it
         record = EntryAdded(entry.partition, entry.exact) if entry.text is not None else None
-        behind = (appending(record),) if record is not None and self._is_direct else ()
+        later_commands = (appending(record),) if record is not None and self._is_direct else ()
         more_keys = (*warm_keys, claim) if claim else warm_keys
         # no local keeps the item: its error would hold this frame, and the frame the item
-        was_there, *evicted = await self._batch.store(terms, BatchItem(argv, more_keys, behind, _ms(now)))
-        if record is not None and not behind:
+        was_there, *evicted = await self._batch.store(terms, BatchItem(argv, more_keys, later_commands, _ms(now)))
+        if record is not None and not later_commands:
             await self.log.append(record)
         # the indexes may have the one before
         dropped = (entry.exact, *evicted) if was_there and entry.text is None else tuple(evicted)

@@ -234,19 +234,19 @@ class Accounts:
     @uncancelled
     async def save_last_used(self) -> None:
         """Save when keys were last used. Call it regularly, and before `close`."""
-        used, self._used_at_s = self._used_at_s, {}
-        if not used:
+        used_at_s, self._used_at_s = self._used_at_s, {}
+        if not used_at_s:
             return
         keys = schema.keys
         seen: sa.BindParameter[float] = sa.bindparam("seen_at_s")
         is_newer = sa.or_(keys.c.last_used_at_s.is_(None), keys.c.last_used_at_s < seen)
         statement = sa.update(keys).where(keys.c.id == sa.bindparam("key"), is_newer).values(last_used_at_s=seen)
-        rows = [{"key": key_id, "seen_at_s": at_s} for key_id, at_s in sorted(used.items())]
+        rows = [{"key": key_id, "seen_at_s": at_s} for key_id, at_s in sorted(used_at_s.items())]
         try:
             async with self.database.writing() as connection:
                 await connection.execute(statement, rows)
         except Exception:
-            self._used_at_s = used | self._used_at_s  # for the next time
+            self._used_at_s = used_at_s | self._used_at_s  # for the next time
             raise
 
     @uncancelled

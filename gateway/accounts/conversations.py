@@ -113,10 +113,10 @@ class Conversations:
                 "key_id": conversation.key_id,
                 "metadata": dict(conversation.metadata),
             }
-            kept = {"created_at_s": conversation.created_at_s, "expires_at_s": self._clock() + self._retention_s}
+            times = {"created_at_s": conversation.created_at_s, "expires_at_s": self._clock() + self._retention_s}
             size = _size_of(conversation.metadata)
             await self.held.add(connection, conversation.team_id, size)
-            await connection.execute(sa.insert(conversations).values(**values, **kept, size_bytes=size))
+            await connection.execute(sa.insert(conversations).values(**values, **times, size_bytes=size))
             await self.append(connection, conversation.team_id, conversation.id, items)
 
     @uncancelled

@@ -187,15 +187,15 @@ class Database:
     @uncancelled
     async def shrink(self) -> None:
         """Give SQLite's free pages back to the disk, in small steps; PostgreSQL does so itself."""
-        left = None
-        while self.is_sqlite and left != 0:
+        pages_left = None
+        while self.is_sqlite and pages_left != 0:
             async with self.reading() as connection:
                 driver = (await connection.get_raw_connection()).driver_connection
                 assert driver is not None
                 # a script, as a statement ends at its first page
                 await driver.executescript(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})")
                 free = (await connection.exec_driver_sql("PRAGMA freelist_count")).scalar_one()
-            left = 0 if free == left else free
+            pages_left = 0 if free == pages_left else free
             await asyncio.sleep(_SHRINK_PAUSE_S)
 
     def insert(self, table: sa.Table) -> Any:
@@ -227,10 +227,10 @@ class Database:
         keys = [column.name for column in table.primary_key]
         names = [*keys, *columns]
         marks = ", ".join("?" if self.is_sqlite else f"${place}" for place in range(1, len(names) + 1))
-        more = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in added or columns)
+        updates = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in added or columns)
         insert = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({marks})"
         values = [(*key, *row) for key, row in sorted(rows.items())]
-        await connection.exec_driver_sql(f"{insert} ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {more}", values)
+        await connection.exec_driver_sql(f"{insert} ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}", values)
 
     async def _use_wal(self) -> None:
         """Switch the file to WAL mode, in which readers run beside a writer.
@@ -279,7 +279,7 @@ def _as_no_answer() -> Iterator[None]:
 def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
     """A PostgreSQL URL without libpq's options, and these options as asyncpg's arguments."""
     libpq = {name: value for name, value in url.query.items() if name not in _DRIVER_OPTIONS}
-    rest = url.difference_update_query(libpq)
+    driver_url = url.difference_update_query(libpq)
     arguments: dict[str, Any] = dict(POSTGRES_TIMEOUTS)
     if seconds := libpq.pop("connect_timeout", ""):
         if not (isinstance(seconds, str) and seconds.isdecimal() and int(seconds)):
@@ -289,7 +289,7 @@ def _for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
         arguments |= _BEHIND_A_POOLER
     if libpq:
         arguments["dsn"] = "postgresql://?" + urlencode(libpq, doseq=True)
-    return rest, arguments
+    return driver_url, arguments
 
 
 def _on_postgres_error(context: ExceptionContext) -> None:

@@ -80,11 +80,11 @@ class Holdings:
         is missing.
         """
         await self.lock(connection, team_id)
-        before = (await connection.execute(sa.select(self._size).where(*where))).scalar()
-        if before is None:
+        size_before = (await connection.execute(sa.select(self._size).where(*where))).scalar()
+        if size_before is None:
             return None
         await connection.execute(sa.update(self._table).where(*where).values(values))
-        return await self.add(connection, team_id, values[self._size.name] - before, 0)
+        return await self.add(connection, team_id, values[self._size.name] - size_before, 0)
 
     async def delete(self, connection: AsyncConnection, team_id: int, *where: sa.ColumnElement[bool]) -> int:
         """Delete rows of the team; returns the number of deleted rows."""
@@ -102,31 +102,31 @@ class Holdings:
 
         Raises OverQuota if that row alone has more.
         """
-        table, over = self._table, held.bytes - bytes_max
-        while over > 0:
+        table, excess_bytes = self._table, held.bytes - bytes_max
+        while excess_bytes > 0:
             oldest = sa.select(table.c.id, self._size).where(table.c.team_id == team_id, table.c.id != kept)
             rows = await connection.execute(oldest.order_by(table.c.expires_at_s, table.c.id).limit(_EVICTED_AT_ONCE))
             ids = []
             for id, size in rows:
-                if over > 0:
+                if excess_bytes > 0:
                     ids.append(id)
-                    over -= size
+                    excess_bytes -= size
             if not ids:
                 raise OverQuota(f"This does not fit into the {bytes_max:,} bytes that are kept for a team: send less")
             await self.delete(connection, team_id, table.c.id.in_(ids))
 
     @uncancelled
-    async def purge(self, *over: sa.ColumnElement[bool], most: int) -> int:
+    async def purge(self, *conditions: sa.ColumnElement[bool], most: int) -> int:
         """Delete at most `most` rows of any team; returns the number of rows found."""
         async with self._database.reading() as connection:
-            found = sa.select(self._table.c.team_id, self._table.c.id).where(*over).limit(most)
+            found = sa.select(self._table.c.team_id, self._table.c.id).where(*conditions).limit(most)
             rows: Sequence[Any] = (await connection.execute(found)).all()
         ids = defaultdict[int, list[str]](list)
         for team_id, id in rows:
             ids[team_id].append(id)
         for team_id, its in ids.items():
             async with self._database.writing(is_durable=False) as connection:
-                await self.delete(connection, team_id, self._table.c.id.in_(its), *over)
+                await self.delete(connection, team_id, self._table.c.id.in_(its), *conditions)
         return len(rows)
 
     @uncancelled

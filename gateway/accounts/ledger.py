@@ -288,11 +288,11 @@ class Ledger:
         """
         day = schema.ledger_days.c.day
         bounds = sa.select(sa.select(sa.func.min(day)).scalar_subquery(), sa.select(sa.func.max(day)).scalar_subquery())
-        first, last = (await connection.execute(bounds)).one()
+        first, last_day = (await connection.execute(bounds)).one()
         if first is None:
             return 0, 0
         block = 1 if is_by_day else SPANS[-1]
-        end = int(last) + 1
+        end = int(last_day) + 1
         since = -1 if where.from_ms is None else where.from_ms // DAY_MS
         until = end if where.until_ms is None else -(-where.until_ms // DAY_MS)
         first = since if since > first else int(first) // block * block
@@ -344,14 +344,14 @@ class Ledger:
     async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:
         """The spend in SQL of each separate count of a budget. Deletes the expired counts."""
         table = schema.budget_counts
-        past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
+        is_past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
         async with self.database.reading() as connection:
             rows = [OwnSpend(*row) for row in await connection.execute(sa.select(table))]
-        kept = tuple([row for row in rows if not row.keep_until_ms or row.keep_until_ms >= now_ms])
-        if len(kept) < len(rows):
+        live_rows = tuple([row for row in rows if not row.keep_until_ms or row.keep_until_ms >= now_ms])
+        if len(live_rows) < len(rows):
             async with self.database.writing() as connection:
-                await connection.execute(sa.delete(table).where(past))
-        return kept
+                await connection.execute(sa.delete(table).where(is_past))
+        return live_rows
 
     async def _add_to_counts(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
         sums: dict[tuple[str, str], list[int]] = {}
@@ -402,10 +402,10 @@ def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
-    key, known = (row.at_ms // DAY_MS, row.team_id, row.alias), row.requests - row.unknown
+    key, known_requests = (row.at_ms // DAY_MS, row.team_id, row.alias), row.requests - row.unknown
     for line, requests, amount in (
-        (BASELINE, known, row.baseline_microusd),
-        (row.source, known, row.baseline_microusd),
+        (BASELINE, known_requests, row.baseline_microusd),
+        (row.source, known_requests, row.baseline_microusd),
         (UNKNOWN_HITS, row.unknown, 0),
     ):
         if requests:
@@ -422,10 +422,10 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
     known = set(found.scalars())
     new = [row for row in by_id.values() if row.id not in known]
-    usual, others = list[LedgerRow](), list[LedgerRow]()
+    usual_rows, unusual_rows = list[LedgerRow](), list[LedgerRow]()
     for row in new:
-        (usual if _rest_of(row) == _USUAL_REST else others).append(row)
-    for names, read, rows in ((_PLAIN, _plain_of, usual), (COLUMNS, _values_of, others)):
+        (usual_rows if _rest_of(row) == _USUAL_REST else unusual_rows).append(row)
+    for names, read, rows in ((_PLAIN, _plain_of, usual_rows), (COLUMNS, _values_of, unusual_rows)):
         if rows:
             insert = f"INSERT INTO ledger ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
             await connection.exec_driver_sql(insert, list(map(read, rows)))

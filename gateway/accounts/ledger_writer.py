@@ -172,9 +172,9 @@ class LedgerWriter:
         return [_entry(entry_id, fields) for entry_id, fields in found]
 
     async def _write(self, entries: Sequence[_StreamEntry]) -> None:
-        good = [(entry, entry.row) for entry in entries if entry.row is not None]
+        readable = [(entry, entry.row) for entry in entries if entry.row is not None]
         try:
-            new = await self._ledger.append([row for _, row in good])
+            new = await self._ledger.append([row for _, row in readable])
         except (DataError, IntegrityError) as error:
             if len(entries) > 1:  # find the faulty one
                 for entry in entries:
@@ -183,9 +183,9 @@ class LedgerWriter:
             await self._set_aside(entries[0].id, f"{type(error).__name__}: {error.orig}")
             return
         self.stats.rows += new
-        self.stats.repeated += len(good) - new
-        if good:
-            await self._redis.execute_command("XDEL", LEDGER_STREAM, *(entry.id for entry, _ in good))
+        self.stats.repeated += len(readable) - new
+        if readable:
+            await self._redis.execute_command("XDEL", LEDGER_STREAM, *(entry.id for entry, _ in readable))
         for entry in entries:
             if entry.row is None:
                 await self._set_aside(entry.id, entry.refusal)

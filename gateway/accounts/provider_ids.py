@@ -23,15 +23,15 @@ class ProviderIds:
     @uncancelled
     async def of_team(self, deployment: str, team_id: int, ids: Collection[str] | None = None) -> set[str]:
         """The members of `ids` that the team has at `deployment`; with None, all its ids there."""
-        mine = sa.select(provider_ids.c.id).where(
+        statement = sa.select(provider_ids.c.id).where(
             provider_ids.c.deployment == deployment, provider_ids.c.team_id == team_id
         )
         if ids is not None:
             if not ids:
                 return set()
-            mine = mine.where(provider_ids.c.id.in_(ids))
+            statement = statement.where(provider_ids.c.id.in_(ids))
         async with self._database.reading() as connection:
-            return set((await connection.execute(mine)).scalars())
+            return set((await connection.execute(statement)).scalars())
 
     @uncancelled
     async def of_others(self, team_id: int, ids: Collection[str]) -> set[str]:

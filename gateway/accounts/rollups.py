@@ -104,18 +104,18 @@ def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
 async def add(connection: AsyncConnection, database: Database, rows: Sequence[Alike]) -> None:
     """Add new rows of the ledger to the sums, in the rows' transaction."""
     labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row, _ in rows}
-    wanted: dict[_Scope, set[str]] = defaultdict(set)
+    values_by_scope: dict[_Scope, set[str]] = defaultdict(set)
     for row, _ in rows:
         block = _block_of(row)
         if row.user:
-            wanted[block, USER, row.team_id].add(stored(row.user))
+            values_by_scope[block, USER, row.team_id].add(stored(row.user))
         for name, value in labels[row.id]:
-            wanted[block, TAGS, row.team_id].add(name)
-            wanted[block, tag_axis(name[1:]), row.team_id].add(value)
-    known = await _admitted(connection, wanted) if wanted else set[_Label]()
+            values_by_scope[block, TAGS, row.team_id].add(name)
+            values_by_scope[block, tag_axis(name[1:]), row.team_id].add(value)
+    known_labels = await _admitted(connection, values_by_scope) if values_by_scope else set[_Label]()
     sums: dict[_Label, list[int]] = {}
     for row, amounts in rows:
-        for axis, value in {*_fixed(row), *_bounded(row, labels[row.id], known)}:
+        for axis, value in {*_fixed(row), *_bounded(row, labels[row.id], known_labels)}:
             sum_up(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
     for (day, *rest), amounts in list(sums.items()):
         for level in range(1, len(SPANS)):
@@ -137,30 +137,30 @@ def _fixed(row: LedgerRow) -> tuple[tuple[str, str], ...]:
     return (TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment)
 
 
-def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_Label]) -> Iterator[tuple[str, str]]:
+def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], labels: Container[_Label]) -> Iterator[tuple[str, str]]:
     """The user and the tags of a row. A value beyond the bounds becomes OTHER."""
     block, user = _block_of(row), stored(row.user)
-    yield USER, user if not user or (block, USER, row.team_id, user) in known else OTHER
+    yield USER, user if not user or (block, USER, row.team_id, user) in labels else OTHER
     for name, value in tags:
-        if (block, TAGS, row.team_id, name) not in known:
+        if (block, TAGS, row.team_id, name) not in labels:
             yield TAGS, OTHER
             continue
         axis = tag_axis(name[1:])
         yield TAGS, name
-        yield axis, value if (block, axis, row.team_id, value) in known else OTHER
+        yield axis, value if (block, axis, row.team_id, value) in labels else OTHER
 
 
-async def _admitted(connection: AsyncConnection, wanted: Mapping[_Scope, Iterable[str]]) -> set[_Label]:
+async def _admitted(connection: AsyncConnection, values_by_scope: Mapping[_Scope, Iterable[str]]) -> set[_Label]:
     """The wanted values that the table counts separately, with those that it admits now."""
     scope_columns, columns = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
-    labels = sorted((*scope, value) for scope, values in wanted.items() for value in values)
-    known: set[_Label] = set()
+    labels = sorted((*scope, value) for scope, values in values_by_scope.items() for value in values)
+    known_labels: set[_Label] = set()
     for part in _parts(labels):
         rows = await connection.execute(sa.select(*columns).where(sa.tuple_(*columns).in_(part)))
-        known.update((period, axis, team_id, value) for period, axis, team_id, value in rows)
+        known_labels.update((period, axis, team_id, value) for period, axis, team_id, value in rows)
     new: dict[_Scope, list[_Label]] = defaultdict(list)
     for label in labels:
-        if label not in known:
+        if label not in known_labels:
             new[label[:3]].append(label)
     counts: dict[_Scope, int] = {}
     for scopes in _parts(list(new)):
@@ -173,8 +173,8 @@ async def _admitted(connection: AsyncConnection, wanted: Mapping[_Scope, Iterabl
         counts |= {(period, axis, team_id): count for period, axis, team_id, count in rows}
     for scope, labels_there in new.items():
         most = TAG_NAMES_MAX if scope[1] == TAGS else VALUES_MAX
-        known.update(labels_there[: max(0, most - counts.get(scope, 0))])
-    return known
+        known_labels.update(labels_there[: max(0, most - counts.get(scope, 0))])
+    return known_labels
 
 
 def _parts(values: list[Any]) -> Iterator[list[Any]]:

@@ -72,10 +72,10 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.baseline_microusd is None:
             return []
         read, written = self.prefix_read_microusd, self.prefix_write_microusd
-        rest = self.baseline_microusd - self.cost_microusd - read + written
-        if not (read or written or rest):
+        other_microusd = self.baseline_microusd - self.cost_microusd - read + written
+        if not (read or written or other_microusd):
             return []
-        parts = (("prefix_read", read), ("prefix_write", -written), (self.mechanism or "other", rest))
+        parts = (("prefix_read", read), ("prefix_write", -written), (self.mechanism or "other", other_microusd))
         return [part for part in parts if part[1]]
 
     def tags_by_name(self) -> dict[str, str]:

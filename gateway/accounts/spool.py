@@ -75,16 +75,16 @@ class Spool:
             first = len(self._used)
             if not self._grow(first + len(slots)):
                 return NOWHERE
-        self._next = last = first + len(slots)
+        self._next = end = first + len(slots)
         start = first * SLOT_BYTES
         body = start + _LENGTH_BYTES
-        if last - first > 1:
+        if end - first > 1:
             self.mapped[start:body] = (len(data) | _PARTIAL).to_bytes(_LENGTH_BYTES, "little")
         self.mapped[body : start + size_bytes] = data
         self.mapped[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
-        self._used[first:last] = b"\1" * len(slots)
+        self._used[first:end] = b"\1" * len(slots)
         self._count += 1
-        return range(first, last)
+        return range(first, end)
 
     def read(self, slots: range) -> bytes:
         """The row in these slots."""

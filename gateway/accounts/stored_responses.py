@@ -246,11 +246,11 @@ class ResponseStore:
             is_it = sa.and_(responses.c.id == id, responses.c.status.in_(LIVE), *where)
             if ended is None:
                 return (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount > 0
-            held = await self._held.resize(connection, ended.team_id, values, is_it)
-            if held is not None:
-                await self._bound(connection, ended.team_id, held, id)
+            holding = await self._held.resize(connection, ended.team_id, values, is_it)
+            if holding is not None:
+                await self._bound(connection, ended.team_id, holding, id)
                 await self._join(connection, ended)
-            return held is not None
+            return holding is not None
 
     async def end(self, row: StoredResponse) -> bool:
         """Keep a response at its end, unless it was cancelled, given up or deleted meanwhile.
@@ -331,8 +331,8 @@ class ResponseStore:
         stores = {responses.name: self._held, conversations.name: self.conversations.held}
         return {name: (await one.of_teams(team_id)).get(team_id, none) for name, one in stores.items()}
 
-    async def _bound(self, connection: AsyncConnection, team_id: int, held: Holding, kept: str) -> None:
-        await self._held.bound(connection, team_id, held, self._settings.team_bytes_max, kept)
+    async def _bound(self, connection: AsyncConnection, team_id: int, holding: Holding, kept_id: str) -> None:
+        await self._held.bound(connection, team_id, holding, self._settings.team_bytes_max, kept_id)
 
     # -- removing
 
@@ -344,10 +344,10 @@ class ResponseStore:
 
     async def purge(self) -> None:
         """Delete expired responses and conversations, in batches with a pause after each."""
-        for held, table in ((self._held, responses), (self.conversations.held, conversations)):
+        for holdings, table in ((self._held, responses), (self.conversations.held, conversations)):
             purged = _PURGED_AT_ONCE
             while purged == _PURGED_AT_ONCE:
-                purged = await held.purge(table.c.expires_at_s <= self.clock(), most=_PURGED_AT_ONCE)
+                purged = await holdings.purge(table.c.expires_at_s <= self.clock(), most=_PURGED_AT_ONCE)
                 await asyncio.sleep(_PURGE_PAUSE_S)
         await self._database.shrink()
 

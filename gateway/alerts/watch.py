@@ -218,33 +218,35 @@ class AlertWatch:
             return
         names = {team.id: team.name for team in await self._accounts.list_teams()}
         alerts = list(due(await self._budgets.states(budgets, at_ms), self._settings, names, at_ms))
-        alike = Counter(alert.kind for alert in alerts)
+        count_by_kind = Counter(alert.kind for alert in alerts)
         raised_before, self._known = self._known, {}
         for number, alert in enumerate(alerts):
             raised_ms = raised_before.get(alert.mark)
             if raised_ms is None or not 0 <= at_ms - raised_ms < _ASKED_AGAIN_MS:
-                await self._raise(alert, number, alike[alert.kind] - 1, at_ms)
+                await self._raise(alert, number, count_by_kind[alert.kind] - 1, at_ms)
                 raised_ms = at_ms
             self._known[alert.mark] = raised_ms
 
-    async def _raise(self, alert: Alert, number: int, others: int, at_ms: int) -> None:
+    async def _raise(self, alert: Alert, number: int, other_values: int, at_ms: int) -> None:
         """Log and queue an alert, unless it was raised before. `number` is its index among all due
         alerts.
 
-        `others` is the number of further values of the budget with the same alert.
+        `other_values` is the number of further values of the budget with the same alert.
         """
         facts = alert.facts
-        if others:
-            facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {others} more")
+        if other_values:
+            facts = msgspec.structs.replace(facts, text=f"{facts.text}; so it is for {other_values} more")
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
         name = f"msg_{at_ms:012x}{number:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
         message = msgspec.json.encode(_QueuedMessage(name, at_ms, msgspec.json.encode(content).decode()))
         keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
-        full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD)
-        if full == 0:
+        full_queues = await self._redis.eval(
+            _RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD
+        )
+        if full_queues == 0:
             return
         _log.warning("budget_alert", **msgspec.structs.asdict(facts))
-        for channel in (list(self._channels)[index] for index in full):
+        for channel in (list(self._channels)[index] for index in full_queues):
             self._count(channel, LOST)
             reason = f"{QUEUE_MAX} messages wait"
             _log.warning("alert_not_queued", channel=channel, budget_id=alert.facts.budget_id, reason=reason)
@@ -313,11 +315,11 @@ def _alert(
     threshold = _PROJECTED if percent is None else str(percent)
     team, used_up_at = teams.get(budget.team_id, str(budget.team_id)), None
     spent = f"{amount_words(state.spent, budget.unit)} of {amount_words(limit, budget.unit)}"
-    whose = f"The {window.kind.value} budget of team {team}{subject_words(state)}"
-    text = f"{whose} has reached {percent}%: {spent}"
+    subject = f"The {window.kind.value} budget of team {team}{subject_words(state)}"
+    text = f"{subject} has reached {percent}%: {spent}"
     if used_up_at_ms is not None:
         used_up_at = _iso(used_up_at_ms)
-        text = f"{whose} is used up at {used_up_at} at this pace, before its window ends: {spent} so far"
+        text = f"{subject} is used up at {used_up_at} at this pace, before its window ends: {spent} so far"
     facts = AlertFacts(
         budget_id=budget.id,
         team_id=budget.team_id,

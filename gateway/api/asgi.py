@@ -63,13 +63,13 @@ def key_of(headers: Mapping[str, str]) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else ""
     for name in _KEY_HEADERS.intersection(headers):
-        other = headers[name]
-        if other and key and other != key:
+        header_key = headers[name]
+        if header_key and key and header_key != key:
             raise Unauthenticated(
                 "The request has two different API keys, in two of the headers `authorization`, `api-key` and "
                 "`x-api-key`: send one key"
             )
-        key = key or other or ""
+        key = key or header_key or ""
     return key or None
 
 
@@ -97,11 +97,11 @@ async def send_body(send: Send, body: bytes) -> None:
     """Send a body. A body over 64 KiB leaves in slices as its client takes them, without a whole
     copy.
     """
-    left = memoryview(body)
-    while len(left) > _PIECE_BYTES:
-        await send({"type": "http.response.body", "body": bytes(left[:_PIECE_BYTES]), "more_body": True})
-        left = left[_PIECE_BYTES:]
-    await send({"type": "http.response.body", "body": bytes(left)})
+    unsent = memoryview(body)
+    while len(unsent) > _PIECE_BYTES:
+        await send({"type": "http.response.body", "body": bytes(unsent[:_PIECE_BYTES]), "more_body": True})
+        unsent = unsent[_PIECE_BYTES:]
+    await send({"type": "http.response.body", "body": bytes(unsent)})
 
 
 def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:

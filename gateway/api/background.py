@@ -256,12 +256,12 @@ class Background:
                     looks = 0
                     continue
                 if is_over:
-                    last = await self._link.execute_command("LRANGE", key, -1, -1)
-                    if last and last[-1].startswith(_PACKED):
+                    last_element = await self._link.execute_command("LRANGE", key, -1, -1)
+                    if last_element and last_element[-1].startswith(_PACKED):
                         first = await self._link.execute_command("LLEN", key) - 1
-                        last = await _unpacked(last[-1])
-                        yield b"".join(last[start - first :])
-                    if last and last[-1].startswith(_ENDS):
+                        last_element = await _unpacked(last_element[-1])
+                        yield b"".join(last_element[start - first :])
+                    if last_element and last_element[-1].startswith(_ENDS):
                         return
                     break
                 looks += 1
@@ -290,13 +290,13 @@ async def _unpacked(packed: bytes) -> list[bytes]:
 
 async def send_events(scope: asgi.Scope, send: asgi.Send, headers: Headers, events: AsyncIterator[bytes]) -> None:
     """Send a stream of `events` until its end, or until the client leaves."""
-    gone = asyncio.Event()
+    client_gone = asyncio.Event()
     when_gone = scope.get("extensions", {}).get(WHEN_GONE)
     if when_gone is not None:
-        when_gone(gone.set)
+        when_gone(client_gone.set)
     await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
     async for body in events:
-        if gone.is_set():
+        if client_gone.is_set():
             return
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -246,14 +246,14 @@ def event_of(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
 
 
-def call_index(call: Mapping[str, Any], known: Collection[int], last_id: Any) -> int:
+def call_index(call: Mapping[str, Any], known_indexes: Collection[int], last_id: Any) -> int:
     """The index of a call in a chunk. Without an index, an id other than `last_id` begins another
     call.
     """
     index: int | None = call.get("index")
     if index is not None:
         return index
-    return max(0, max(known, default=-1) + (call.get("id") not in (None, "", last_id)))
+    return max(0, max(known_indexes, default=-1) + (call.get("id") not in (None, "", last_id)))
 
 
 class _CompletionRenderer(Renderer):

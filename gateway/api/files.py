@@ -93,23 +93,23 @@ class FilesEndpoint(ObjectEndpoint):
 
     async def _send_content(self, call: Call, path: Path, size: int) -> None:
         """Send a file as its client takes it."""
-        gone: list[bool] = []
+        departures: list[bool] = []
         try:
             file = await asyncio.to_thread(path.open, "rb")
         except OSError as error:
             raise storage_error(error) from None
         with file:
-            call.scope.get("extensions", {}).get(WHEN_GONE, gone.clear)(lambda: gone.append(True))
+            call.scope.get("extensions", {}).get(WHEN_GONE, departures.clear)(lambda: departures.append(True))
             kind = (b"content-type", b"application/octet-stream")
             headers = [kind, (b"content-length", str(size).encode()), (b"x-content-type-options", b"nosniff")]
             await call.send({"type": "http.response.start", "status": 200, "headers": [*headers, *call.out]})
-            left = 0 if call.scope["method"] == "HEAD" else size
-            while left > 0 and not gone:
-                piece = await asyncio.to_thread(file.read, min(left, _PIECE_BYTES))
-                left -= len(piece)
+            bytes_left = 0 if call.scope["method"] == "HEAD" else size
+            while bytes_left > 0 and not departures:
+                piece = await asyncio.to_thread(file.read, min(bytes_left, _PIECE_BYTES))
+                bytes_left -= len(piece)
                 if not piece:
                     raise storage_error(OSError(f"{path.name} is shorter than its row says"))
-                await call.send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+                await call.send({"type": "http.response.body", "body": piece, "more_body": bytes_left > 0})
             if not size or call.scope["method"] == "HEAD":
                 await call.send({"type": "http.response.body", "body": b""})
 

@@ -93,7 +93,7 @@ class Memory:
             raise await self._locked(team, id)
 
     async def _locked(self, team: Team, id: str) -> ConversationLocked:
-        """The error for a conversation that could not be changed. Raises NotFound if it does not exist."""
+        """The error for a conversation that could not be changed. Raises NotFound if it is missing."""
         await self.conversation(team, id)
         return ConversationLocked(id)
 
@@ -151,10 +151,10 @@ class Memory:
     async def before(self, team: Team, id: str) -> list[Item]:
         """The items of the response `id` and of all responses that it continues. Raises BadRequest."""
         with self._bounded("previous_response_id") as bytes_max:
-            rows, lacking = await self._store.chain(team.id, id, bytes_max) if _ID.fullmatch(id) else ([], id)
-        if lacking is not None:
+            rows, missing_id = await self._store.chain(team.id, id, bytes_max) if _ID.fullmatch(id) else ([], id)
+        if missing_id is not None:
             raise BadRequest(
-                f"Previous response with id '{shown(lacking)}' not found.",
+                f"Previous response with id '{shown(missing_id)}' not found.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -178,7 +178,7 @@ class Memory:
         references = {str(item["id"]) for item in items if _is_reference(item)}
         if not references:
             return items
-        known: dict[str, Item] = {}
+        items_by_id: dict[str, Item] = {}
         for is_input in (False, True):
             parts = [found for found in map(ITEM_ID.fullmatch, references) if found and bool(found[3]) is is_input]
             owners = {found[0]: f"resp_{found[2]}" for found in parts}
@@ -187,28 +187,28 @@ class Memory:
                 texts = await self._store.texts(team.id, ids, bytes_max, is_input=is_input) if ids else {}
             for owner, text in texts.items():
                 listed = msgspec.json.decode(text)
-                known |= {
+                items_by_id |= {
                     item["id"]: item
                     for item in (listed if is_input else listed["output"])
                     if owners.get(item["id"]) == owner
                 }
-        if others := [id for id in references if id not in known and ITEM_ID.fullmatch(id)]:
+        if others := [id for id in references if id not in items_by_id and ITEM_ID.fullmatch(id)]:
             with self._bounded("input") as bytes_max:
                 added = await self.conversations.items(team.id, bytes_max, item_ids=others)
-            known |= {item["id"]: item for item in map(msgspec.json.decode, added)}
-        if lacking := [id for id in references if id not in known]:
+            items_by_id |= {item["id"]: item for item in map(msgspec.json.decode, added)}
+        if lacking := [id for id in references if id not in items_by_id]:
             raise NotFound(
                 f"Item with id '{shown(lacking[0])}' not found. Items are not persisted when `store` is set to false. Try "
                 "again with `store` set to true, or remove this item from your input.",
                 param="input",
             )
-        sizes = {id: len(msgspec.json.encode(item)) for id, item in known.items() if id in references}
-        with self._bounded("input") as left:
+        sizes = {id: len(msgspec.json.encode(item)) for id, item in items_by_id.items() if id in references}
+        with self._bounded("input") as bytes_left:
             for item in items:
-                left -= sizes[str(item["id"])] if _is_reference(item) else len(msgspec.json.encode(item))
-                if left < 0:
+                bytes_left -= sizes[str(item["id"])] if _is_reference(item) else len(msgspec.json.encode(item))
+                if bytes_left < 0:
                     raise HistoryTooLong
-        return [known[str(item["id"])] if _is_reference(item) else item for item in items]
+        return [items_by_id[str(item["id"])] if _is_reference(item) else item for item in items]
 
     @contextmanager
     def _bounded(self, param: str) -> Iterator[int]:

@@ -200,15 +200,15 @@ class MessageRenderer(EventRenderer):
     def _call(self, call: dict[str, Any]) -> None:
         """Begin a call, or extend its arguments."""
         id, function = call.get("id"), call.get("function") if isinstance(call.get("function"), dict) else {}
-        known = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
-        index = call_index(call, known, self._blocks[-1].fields.get("id") if self._blocks else None)
-        if index not in known:
+        positions = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
+        index = call_index(call, positions, self._blocks[-1].fields.get("id") if self._blocks else None)
+        if index not in positions:
             fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
             self._begin(_ContentBlock({**fields, "name": (function or {}).get("name") or ""}, call=index))
-            known[index] = len(self._blocks) - 1
+            positions[index] = len(self._blocks) - 1
         arguments = (function or {}).get("arguments")
         if isinstance(arguments, str) and arguments:
-            self._grow(known[index], arguments)
+            self._grow(positions[index], arguments)
 
     # --- blocks
 

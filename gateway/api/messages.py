@@ -210,16 +210,16 @@ def _native(
         return None
     sent = (headers.get(name, "") for name in ("anthropic-version", "anthropic-beta"))
     version, betas = [value if value.isascii() and value.isprintable() else "" for value in sent]
-    unsaid = _unsaid(request.system, "system")
+    lacking_parts = _unsaid(request.system, "system")
     for number, turn in enumerate(body["messages"]):
-        unsaid += [*_unsaid(turn["content"], number), *_further(turn, ("role", "content"), number)]
+        lacking_parts += [*_unsaid(turn["content"], number), *_further(turn, ("role", "content"), number)]
         if turn["role"] == "system" or (number and turn["role"] == body["messages"][number - 1]["role"]):
-            unsaid.append([number, turn["role"]])  # a chat completion has it in another place, or may join it
-    media = _media(unsaid)
+            lacking_parts.append([number, turn["role"]])  # a chat completion has it in another place, or may join it
+    media = _media(lacking_parts)
     for number, tool in enumerate(request.tools or ()):
-        unsaid += _further(tool, _TOOL_FIELDS, "tools", number)
-    unsaid += _further(body.get("tool_choice") or {}, _Choice.__struct_fields__, "tool_choice")
-    said: dict[str, Any] = {"blocks": unsaid, "betas": betas}
+        lacking_parts += _further(tool, _TOOL_FIELDS, "tools", number)
+    lacking_parts += _further(body.get("tool_choice") or {}, _Choice.__struct_fields__, "tool_choice")
+    said: dict[str, Any] = {"blocks": lacking_parts, "betas": betas}
     said |= {"thinking": body.get("thinking"), "context_management": body.get("context_management")}
     return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None, media)
 
@@ -298,26 +298,26 @@ def _unsaid(content: _Content | None, *path: str | int) -> list[Any]:
     """
     if not isinstance(content, list):
         return []
-    unsaid: list[Any] = []
-    before: Any = None
+    lacking_parts: list[Any] = []
+    kind_before: Any = None
     for number, block in enumerate(content):
-        at, kind = (*path, number), block.get("type") if isinstance(block, dict) else None
+        block_path, kind = (*path, number), block.get("type") if isinstance(block, dict) else None
         match kind:
             case "text":
-                unsaid += _further(block, ("type", "text"), *at)
+                lacking_parts += _further(block, ("type", "text"), *block_path)
                 if number:  # the translation may join texts, or have them before calls
-                    unsaid.append([*at, block.get("text")])
+                    lacking_parts.append([*block_path, block.get("text")])
             case "tool_use":
-                unsaid += _further(block, ("type", "id", "name", "input"), *at)
+                lacking_parts += _further(block, ("type", "id", "name", "input"), *block_path)
             case "tool_result":
-                unsaid += _further(block, ("type", "tool_use_id", "content"), *at)
-                unsaid += _unsaid(block.get("content"), *at)
-                if number and before != "tool_result":
-                    unsaid.append([*at, "tool_result"])
+                lacking_parts += _further(block, ("type", "tool_use_id", "content"), *block_path)
+                lacking_parts += _unsaid(block.get("content"), *block_path)
+                if number and kind_before != "tool_result":
+                    lacking_parts.append([*block_path, "tool_result"])
             case _:
-                unsaid.append([*at, _bare(block)])
-        before = kind
-    return unsaid
+                lacking_parts.append([*block_path, _bare(block)])
+        kind_before = kind
+    return lacking_parts
 
 
 def _media(value: Any, name: str = "") -> int:
@@ -332,8 +332,8 @@ def _media(value: Any, name: str = "") -> int:
     return own + sum(_media(item, name) for name, item in value.items())
 
 
-def _further(given: Mapping[str, Any], known: Collection[str], *path: str | int) -> list[Any]:
-    further = {name: value for name, value in given.items() if name not in known and value is not None}
+def _further(given: Mapping[str, Any], known_fields: Collection[str], *path: str | int) -> list[Any]:
+    further = {name: value for name, value in given.items() if name not in known_fields and value is not None}
     return [[*path, bare]] if (bare := _bare(further)) else []
 
 

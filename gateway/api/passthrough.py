@@ -98,17 +98,17 @@ class Passthrough(AnswerEndpoint):
                 raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
             body = decode_object(raw)
         with upload or nullcontext():
-            mentioned = {*ids, *ids_in(body), *ids_in(fields)}
-            if len(mentioned) > IDS_MAX:
+            named_ids = {*ids, *ids_in(body), *ids_in(fields)}
+            if len(named_ids) > IDS_MAX:
                 raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
-            unknown = mentioned - await self._ids.of_team(name, team_id, mentioned)
+            unknown = named_ids - await self._ids.of_team(name, team_id, named_ids)
             if unknown:
                 raise NotFound(f"There is no {shown(min(unknown))} here", code="not_found")
             if upload is not None:
                 await self._objects.check_files(upload, team_id, self._body_bytes_max)
             self._check(body, fields, is_counted=is_counted)
             self._complete(body, path, is_counted=is_counted)
-            sent = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
+            sent_headers = [(one, headers[one]) for one in _SENT if one in headers and _TEXT.fullmatch(headers[one])]
             turn = Turn(
                 arrival=call.arrival,
                 alias=f"{PASSAGE.name}/{name}",
@@ -122,10 +122,10 @@ class Passthrough(AnswerEndpoint):
                 started=time.perf_counter(),
                 labels=labels_of(headers, body.get("metadata")),
                 upload=upload,
-                passage=Passage(method, path, query, tuple(sent), is_counted),
+                passage=Passage(method, path, query, tuple(sent_headers), is_counted),
             )
-            owned = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
-            return turn, _PassedRenderer(self._ids, name, team_id, owned, may_share=is_counted)
+            owned_ids = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None
+            return turn, _PassedRenderer(self._ids, name, team_id, owned_ids, may_share=is_counted)
 
     async def _kept(self, incoming: Body, media: str) -> FormFiles:
         """Write a body's bytes to the disk. The caller closes the returned files. Raises ApiError."""
@@ -239,7 +239,9 @@ def _by_names(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _each(pairs: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """An object's pairs as separate objects, because the provider may read any of several fields with one name."""
+    """An object's pairs as separate objects, because the provider may read any field of a repeated
+    name.
+    """
     return [dict([pair]) for pair in pairs]
 
 
@@ -293,9 +295,9 @@ class _PassedRenderer(PlainRenderer):
             return
 
 
-def _filtered(body: bytes, owned: set[str]) -> bytes:
-    """A list without objects outside `owned`. Raises Forbidden if other fields may name other
-    teams' objects.
+def _filtered(body: bytes, owned_ids: set[str]) -> bytes:
+    """A list without objects outside `owned_ids`. Raises Forbidden if another field may name
+    another team's object.
     """
     try:
         answer = msgspec.json.decode(body or b"{}")
@@ -305,13 +307,13 @@ def _filtered(body: bytes, owned: set[str]) -> bytes:
         raise _others()
     listed = answer.pop("data", None)
     if isinstance(listed, list):
-        data = [item for item in listed if isinstance(item, dict) and item.get("id") in owned]
+        data = [item for item in listed if isinstance(item, dict) and item.get("id") in owned_ids]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         answer |= {"first_id": first, "last_id": last}
         body = msgspec.json.encode({**answer, "data": data})
     elif listed is not None:
         answer["data"] = listed
-    if not owned.issuperset(ids_in(answer)) or any(isinstance(item, list) for item in answer.values()):
+    if not owned_ids.issuperset(ids_in(answer)) or any(isinstance(item, list) for item in answer.values()):
         raise _others()
     return body
 

@@ -47,15 +47,15 @@ class NamedObjects:
         Raises NotFound, and UnsupportedMediaType for an unreadable line that may name objects.
         """
         for part in files.files:
-            begun, rest, left = b"", b"", part.size
+            first_bytes, last_line, bytes_left = b"", b"", part.size
             try:
                 async for piece in files.parcel.read(part.at, part.size):
-                    begun = begun or piece.lstrip(BLANK)[:2]
-                    if begun and begun[:1] not in (b"{", b"["):
+                    first_bytes = first_bytes or piece.lstrip(BLANK)[:2]
+                    if first_bytes and first_bytes[:1] not in (b"{", b"["):
                         break
-                    left -= len(piece)
-                    lines, _, rest = (rest + piece + (b"" if left else b"\n")).rpartition(b"\n")
-                    if begun[1:] == b"\0" or len(rest) > bytes_max:
+                    bytes_left -= len(piece)
+                    lines, _, last_line = (last_line + piece + (b"" if bytes_left else b"\n")).rpartition(b"\n")
+                    if first_bytes[1:] == b"\0" or len(last_line) > bytes_max:
                         raise BadRequest("Expected UTF-8, and shorter lines")
                     named = sorted(await asyncio.to_thread(_in_lines, lines))  # thousands, one by one
                     for start in range(0, len(named), IDS_MAX):
@@ -107,12 +107,12 @@ def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str]
 
 def fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """Each field at any depth, except those named in `but`."""
-    left = [value]
-    while left:
-        match left.pop():
+    values_left = [value]
+    while values_left:
+        match values_left.pop():
             case dict() as fields:
                 found = [(name, given) for name, given in fields.items() if name not in but]
                 yield from found
-                left += [given for _, given in found]
+                values_left += [given for _, given in found]
             case list() as items:
-                left += items
+                values_left += items

@@ -205,7 +205,7 @@ async def as_sent(
         if body.get(name) not in (None, allowed):
             raise BeyondChat(name, f"`{name}` is not supported here: {way}")
     request: ResponseRequest = convert(body, ResponseRequest)
-    given, before = body.get("input"), list[Item]()
+    given, items_before = body.get("input"), list[Item]()
     conversation_id = _conversation_of(request)
     previous_id = request.previous_response_id or None
     if previous_id is not None and conversation_id is not None:
@@ -220,10 +220,10 @@ async def as_sent(
     inputs = items = await memory.resolved(identity.team, inputs)
     if previous_id is not None or conversation_id is not None:
         if conversation_id is not None:
-            before = await memory.said(identity.team, conversation_id, request_id)
+            items_before = await memory.said(identity.team, conversation_id, request_id)
         else:
-            before = await memory.before(identity.team, str(previous_id))
-        items = [*before, *inputs]
+            items_before = await memory.before(identity.team, str(previous_id))
+        items = [*items_before, *inputs]
         if len(items) > MESSAGES_MAX:
             raise BadRequest(
                 f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
@@ -235,7 +235,7 @@ async def as_sent(
     may_pass = alias is not None and any("responses" in one.capabilities for one in alias.deployments.values())
     try:
         if not (may_pass and _is_beyond_chat(request, items)):
-            chat = _chat(body, request, _messages(items, request.instructions, len(before)))
+            chat = _chat(body, request, _messages(items, request.instructions, len(items_before)))
             return request, inputs, _encoded(chat, bytes_max), CHAT
     except BeyondChat:
         if not may_pass:
@@ -244,13 +244,13 @@ async def as_sent(
     return request, inputs, _encoded({**sent, "input": sendable(items), "store": False}, bytes_max), RESPONSE
 
 
-def _encoded(sent: Mapping[str, Any], bytes_max: int) -> bytes:
-    """`sent` as JSON, encoded piece by piece: a short request may refer to long items.
+def _encoded(request: Mapping[str, Any], bytes_max: int) -> bytes:
+    """`request` as JSON, encoded piece by piece: a short request may refer to long items.
 
     Raises BadRequest as soon as it is longer than a request's body may be.
     """
     encoded = bytearray()
-    for name, value in sent.items():
+    for name, value in request.items():
         encoded += b",%b:" % msgspec.json.encode(name)
         pieces = value if isinstance(value, list) and value else [value]
         for number, piece in enumerate(pieces):
@@ -300,8 +300,8 @@ def checked_items(given: list[dict[str, Any]]) -> list[Item]:
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The equivalent chat completion. Raises BadRequest with the invalid field."""
     text, reasoning = request.text or {}, request.reasoning or {}
-    for where, given, known in (("text", text, _TEXT), ("reasoning", reasoning, _REASONING)):
-        if further := given.keys() - known:
+    for where, given, known_fields in (("text", text, _TEXT), ("reasoning", reasoning, _REASONING)):
+        if further := given.keys() - known_fields:
             name = f"{where}.{min(further)}"
             raise BeyondChat(name, f"`{name}` is not supported here: leave it out")
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
@@ -317,8 +317,8 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
         "logprobs": has_logprobs or None,
         "top_logprobs": request.top_logprobs if has_logprobs else None,
     }
-    known = _DROPPED.union(_ONLY, ResponseRequest.__struct_fields__)
-    shared = {name: value for name, value in body.items() if name not in known}
+    known_fields = _DROPPED.union(_ONLY, ResponseRequest.__struct_fields__)
+    shared = {name: value for name, value in body.items() if name not in known_fields}
     if not translated["tools"]:  # of chat completions, these go with tools only
         translated["parallel_tool_calls"] = None
         translated["tool_choice"] = None if request.tool_choice in ("auto", "none") else translated["tool_choice"]
@@ -348,12 +348,12 @@ def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """
     groups, owners = [], dict[str, str | None]()
     for number, tool in enumerate(given):
-        at, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
-        members = _members(tool, at)
+        path, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
+        members = _members(tool, path)
         for name in [member["name"] for member in members if isinstance(member.get("name"), str)]:
             if owners.setdefault(name, space) != space:  # a call could not be told from the other's
-                raise BeyondChat(at, f"Two tools would be called {shown(name)} in a chat completion: rename one")
-        groups.append([_tool(member, at) for member in members])
+                raise BeyondChat(path, f"Two tools would be called {shown(name)} in a chat completion: rename one")
+        groups.append([_tool(member, path) for member in members])
     return [group[0] for group in groups if group] + [member for group in groups for member in group[1:]]
 
 
@@ -405,9 +405,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     return _nested(kind, {"name": in_namespace(named.namespace, named.name)})
 
 
-def _messages(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
-    """`instructions` and `items` as messages; the first `before` items precede the request's own
-    `input`.
+def _messages(items: Sequence[Item], instructions: str | None, count_before: int) -> list[dict[str, Any]]:
+    """`instructions` and `items` as messages; the first `count_before` items precede its `input`.
 
     Calls join the assistant's message before them, or begin a new one.
     """
@@ -415,7 +414,7 @@ def _messages(items: Sequence[Item], instructions: str | None, before: int) -> l
     calls, answered = dict[str, str](), set[str]()  # each call's id, by it and by its item's
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    for number, given in enumerate(items, -before):
+    for number, given in enumerate(items, -count_before):
         where = f"input[{number}]"
         if (kind := given.get("type") or "message") not in ITEMS or kind == "item_reference":
             message = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"

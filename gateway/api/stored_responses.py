@@ -108,7 +108,7 @@ class ConversationsEndpoint(ObjectEndpoint):
         self._memory = memory
 
     async def answer(self, call: Call) -> Any:
-        team, id, kept = call.identity.team, call.object_id, self._memory.conversations
+        team, id, conversations = call.identity.team, call.object_id, self._memory.conversations
         if (call.method, id) == ("POST", ""):
             request = await self._read(call, ConversationRequest)
             checked_items(request.items or [])
@@ -119,10 +119,10 @@ class ConversationsEndpoint(ObjectEndpoint):
                 return _shown(conversation)
             case "POST", "":
                 metadata = (await self._read(call, MetadataRequest)).metadata or {}
-                await kept.change(team.id, id, metadata)
+                await conversations.change(team.id, id, metadata)
                 return _shown(replace(conversation, metadata=metadata))
             case "DELETE", "":
-                await kept.delete(team.id, id)
+                await conversations.delete(team.id, id)
                 return {"id": id, "object": "conversation.deleted", "deleted": True}
             case "POST", "items":
                 items = checked_items((await self._read(call, ItemsRequest)).items)
@@ -131,12 +131,12 @@ class ConversationsEndpoint(ObjectEndpoint):
                 after, limit, is_ascending = _page(call.query)
                 page = None
                 if not after or ITEM_ID.fullmatch(after):
-                    page = await kept.page(id, after, limit + 1, is_ascending=is_ascending)
+                    page = await conversations.page(id, after, limit + 1, is_ascending=is_ascending)
                 if page is None:
                     raise _no_item(after)
                 return listed([msgspec.json.decode(item) for item in page], limit)
             case "GET" | "DELETE", "items", item_id:
-                item = await kept.item(id, item_id) if ITEM_ID.fullmatch(item_id) else None
+                item = await conversations.item(id, item_id) if ITEM_ID.fullmatch(item_id) else None
                 if item is None:
                     raise NotFound(f"Item with id '{shown(item_id)}' not found in conversation with id '{id}'.")
                 if call.method == "GET":

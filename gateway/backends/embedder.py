@@ -54,13 +54,13 @@ class EmbedderBackend:
         data: list[msgspec.Raw] = []
         tokens = 0
         try:
-            async for few in self._client.embed(texts):
-                if body.get("dimensions") not in (None, few.dims):
-                    words = f"`{self._model}` has {few.dims} dimensions and can't be asked for {body['dimensions']}"
+            async for batch in self._client.embed(texts):
+                if body.get("dimensions") not in (None, batch.dims):
+                    words = f"`{self._model}` has {batch.dims} dimensions and can't be asked for {body['dimensions']}"
                     raise _rejected(words, "dimensions")
-                tokens += sum(few.tokens)
+                tokens += sum(batch.tokens)
                 # written a few at a time: all together would hold other requests up
-                for vector in few.vectors:
+                for vector in batch.vectors:
                     one = {"object": "embedding", "index": len(data), "embedding": write(vector)}
                     data.append(msgspec.Raw(msgspec.json.encode(one)))
         except CacheWorkerUnavailable as error:

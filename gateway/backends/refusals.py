@@ -153,12 +153,12 @@ def in_band(error: Any, secret: str = "") -> base.BackendError:
     fields = error if isinstance(error, dict) else {"message": str(error)}
     status = 500
     for key in ("code", "status", "type"):
-        word = fields.get(key)
-        if isinstance(word, int) and 400 <= word <= 599:
-            status = word
+        cause = fields.get(key)
+        if isinstance(cause, int) and 400 <= cause <= 599:
+            status = cause
             break
-        if isinstance(word, str):
-            known = int(word) if word.isdecimal() and len(word) == 3 else _STATUS_BY_WORD.get(word.lower(), 0)
+        if isinstance(cause, str):
+            known = int(cause) if cause.isdecimal() and len(cause) == 3 else _STATUS_BY_WORD.get(cause.lower(), 0)
             if known >= 400:
                 status = known
                 break

@@ -225,10 +225,10 @@ class Files:
         row = {"id": file_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": room, "created_at_s": at_s}
         try:
             async with self._database.writing() as connection:
-                held = await self.held.add(connection, team_id, room)
-                excess = held.bytes - self.settings.team_bytes_max
-                if not is_own and held.count > self.settings.team_files_max:
-                    raise _over_quota(f"this team has {held.count - 1:,} files, the most that it may have")
+                holding = await self.held.add(connection, team_id, room)
+                excess = holding.bytes - self.settings.team_bytes_max
+                if not is_own and holding.count > self.settings.team_files_max:
+                    raise _over_quota(f"this team has {holding.count - 1:,} files, the most that it may have")
                 if excess > 0 and not is_own:
                     if bytes_max is not None or excess >= room:
                         raise _over_quota(f"this team's files may take {max(0, room - excess):,} bytes more")
@@ -337,10 +337,10 @@ class Files:
             is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
             arriving = list((await connection.execute(sa.select(_files.c.id).where(is_stale))).scalars())
             late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
-            gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
-        gone += [file_id for file_id in arriving if names.get(file_id, 0.0) < now_s - _STALE_S]
-        for start in range(0, len(gone), 500):
-            await self.held.purge(_files.c.id.in_(gone[start : start + 500]), _UNNEEDED, most=500)
+            expired_ids = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
+        expired_ids += [file_id for file_id in arriving if names.get(file_id, 0.0) < now_s - _STALE_S]
+        for start in range(0, len(expired_ids), 500):
+            await self.held.purge(_files.c.id.in_(expired_ids[start : start + 500]), _UNNEEDED, most=500)
 
     @uncancelled
     async def _kept(self) -> set[str]:

@@ -140,7 +140,7 @@ def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[byte
 
 def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
     """The chunks of an input. Raises OSError, and LineRefused for an empty input or too many lines."""
-    seen = set[bytes]()
+    custom_ids_seen = set[bytes]()
     chunks, count, number = list[LineSpan](), 0, 0
     offset = begun = lines = first = 0
     repeated: list[int] = []
@@ -155,8 +155,8 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
                 name = id_of(raw) if raw is not None else None
                 if name is not None:
                     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-                    repeated += [number] if digest in seen else []
-                    seen.add(digest)
+                    repeated += [number] if digest in custom_ids_seen else []
+                    custom_ids_seen.add(digest)
             if count > lines_max:
                 raise LineRefused("too_many_lines", f"The file has more than {lines_max:,} lines")
             if lines and (lines >= _LINES_A_CHUNK or offset - begun >= _BYTES_A_CHUNK or offset >= size):
@@ -197,14 +197,14 @@ class Segment:
 
 def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
     """The outcomes of a chunk on disk: the first outcome of each ended line."""
-    seen = set[int]()
+    lines_seen = set[int]()
     for path in sorted(folder.glob(f"{number}.*")):
         with path.open("rb") as file:
             for raw in file:
                 line, _, rest = raw.partition(b" ")
                 is_ok, _, data = rest.partition(b" ")
-                if line.isdigit() and is_ok in (b"0", b"1") and data.endswith(b"}\n") and int(line) not in seen:
-                    seen.add(int(line))
+                if line.isdigit() and is_ok in (b"0", b"1") and data.endswith(b"}\n") and int(line) not in lines_seen:
+                    lines_seen.add(int(line))
                     yield LineOutcome(int(line), is_ok == b"1", data[:-1])
 
 

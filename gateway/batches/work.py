@@ -162,11 +162,11 @@ class _OutcomeQuota:
 
     async def take(self, size: int) -> None:
         """Reserve quota for an outcome of `size` bytes. Raises OverQuota."""
-        if (lacking := size - self._left) > 0:
+        if (lacking_bytes := size - self._left) > 0:
             try:
-                await self._extend(lacking + _BLOCK_BYTES)
+                await self._extend(lacking_bytes + _BLOCK_BYTES)
             except OverQuota:
-                await self._extend(lacking)
+                await self._extend(lacking_bytes)
         self._left -= size
 
     async def _extend(self, size: int) -> None:

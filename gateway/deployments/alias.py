@@ -80,18 +80,18 @@ class Alias:
         It keeps the deployments that allow the reserved fields in the name. Raises NotFound, and
         BadRequest if no deployment is left.
         """
-        rest = name.removeprefix(self.name[:-1])
-        if not _PASSED_NAME.fullmatch(rest) or "://" in rest or ".." in rest or rest.strip("/") != rest:
+        model = name.removeprefix(self.name[:-1])
+        if not _PASSED_NAME.fullmatch(model) or "://" in model or ".." in model or model.strip("/") != model:
             raise NotFound(
                 f"The model `{shown(name)}` does not exist: expected up to {_PASSED_NAME_MAX} characters without spaces",
                 param="model",
                 code="model_not_found",
             )
-        hidden = reserved_in_name(rest)
+        hidden = reserved_in_name(model)
         takers = [d for d in self.deployments.values() if d.allowed.issuperset(one.name for one in hidden)]
         if not takers:
             raise self._refusal(hidden)
-        return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
+        return dataclasses.replace(self, deployments={d.name: d.for_model(model) for d in takers})
 
     def allow(self, models: Collection[str] | None, name: str) -> None:
         """Refuse a key unless `name`, or this alias that takes it, is among its `models`; None: all
@@ -154,10 +154,10 @@ class Alias:
 
     def usual_output(self, demand: Demand) -> int | None:
         """The length in tokens that nearly all answers stay within; None until it is learned."""
-        usual = self.lengths.usual()
-        if usual is None or not demand.output_tokens_max or demand.measure:
+        usual_tokens = self.lengths.usual()
+        if usual_tokens is None or not demand.output_tokens_max or demand.measure:
             return None
-        return max(1, min(usual, max([self.output_max(d, demand) for d in self.deployments.values()])))
+        return max(1, min(usual_tokens, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
     def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
         """`body` with the reserved length as its limit: a budget cannot hold an unlimited answer."""

@@ -126,7 +126,7 @@ def build_backend(
     key = environ.get(deployment.api_key_env, "") if deployment.api_key_env else ""
     unready = f"{deployment.api_key_env} is not set in the environment" if deployment.api_key_env and not key else ""
     assert deployment.model is not None, "the settings see to it"
-    common: dict[str, Any] = {
+    common_arguments: dict[str, Any] = {
         "model": deployment.model,
         "capabilities": facts.capabilities,
         "api_key": key,
@@ -136,7 +136,7 @@ def build_backend(
     if deployment.backend == "litellm":
         from gateway.backends.managed import ManagedBackend
 
-        return ManagedBackend(name, base_url=deployment.base_url, **common)
+        return ManagedBackend(name, base_url=deployment.base_url, **common_arguments)
     backend: type[OpenAIBackend] = OpenAIBackend
     base_url = deployment.base_url or ""
     if deployment.backend == "anthropic":
@@ -147,7 +147,7 @@ def build_backend(
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
         connections_max=deployment.concurrency_max,
         is_salted=deployment.is_salted,
-        **common,
+        **common_arguments,
     )
 
 

@@ -189,12 +189,12 @@ def with_writes(price: Price, model: str) -> Price:
     write_factors = next((factors for name, factors in _WRITES if name in model.lower()), None)
     if write_factors is None:
         return price
-    usual, long = (math.ceil(price.input_microusd_per_mtok * factor) for factor in write_factors)
+    usual_price, hour_price = (math.ceil(price.input_microusd_per_mtok * factor) for factor in write_factors)
     write, write_1h = price.cache_write_microusd_per_mtok, price.cache_write_1h_microusd_per_mtok
     return dataclasses.replace(
         price,
-        cache_write_microusd_per_mtok=usual if write is None else write,
-        cache_write_1h_microusd_per_mtok=long if write_1h is None else write_1h,
+        cache_write_microusd_per_mtok=usual_price if write is None else write,
+        cache_write_1h_microusd_per_mtok=hour_price if write_1h is None else write_1h,
     )
 
 

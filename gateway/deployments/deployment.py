@@ -203,10 +203,10 @@ class Deployment(Facts):
         )
 
     def _context(self, load: base.Load, scope: str) -> int | None:
-        known, past = load.context_tokens_max or self.context_tokens_max, self.prompts.get(scope)
-        if past is None or self.health.clock() >= past.until_s:
-            return known
-        return past.learned if known is None else min(known, past.learned)
+        context_tokens, prompts = load.context_tokens_max or self.context_tokens_max, self.prompts.get(scope)
+        if prompts is None or self.health.clock() >= prompts.until_s:
+            return context_tokens
+        return prompts.learned if context_tokens is None else min(context_tokens, prompts.learned)
 
     def learn_window(self, error: base.BackendTooLong, demand: Demand) -> int | None:
         """Keep for a while the context size in `error`. Returns the size for this request, or None.
@@ -215,14 +215,14 @@ class Deployment(Facts):
         than four times. A local engine states its size itself.
         """
         scope, size = self._scope(demand), error.context_tokens
-        known = self._context(self.backend.load(0), scope)
+        context_tokens = self._context(self.backend.load(0), scope)
         if size is None or self.settings.engine is not None:
-            return known
-        past, output = self._prompts(scope), demand.output_tokens_max if demand.is_output_asked else 0
-        least = max(1, past.served, (demand.prompt_tokens + output) // _NEAR)
+            return context_tokens
+        prompts, output = self._prompts(scope), demand.output_tokens_max if demand.is_output_asked else 0
+        least = max(1, prompts.served, (demand.prompt_tokens + output) // _NEAR)
         if least <= size < demand.prompt_tokens_max + output:
-            past.learned, past.until_s = size, self.health.clock() + _LEARNED_S
-        return min(size, known or size)
+            prompts.learned, prompts.until_s = size, self.health.clock() + _LEARNED_S
+        return min(size, context_tokens or size)
 
     def _prompts(self, scope: str) -> Prompts:
         if scope not in self.prompts and len(self.prompts) >= _SCOPES_MAX:
@@ -285,15 +285,15 @@ class Deployment(Facts):
         """
         self.health.succeeded(asker)
         assert progress.attempt is not None
-        past, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
-        past.served = max(past.served, prompt_tokens)
+        prompts, prompt_tokens = self._prompts(asker.scope), demand.prompt_tokens
+        prompts.served = max(prompts.served, prompt_tokens)
         duration_ms, usage, tokens = progress.attempt.duration_ms, progress.usage, progress.content_chunks
         figures = self.estimate.figures()
         ttft_ms = progress.ttft_ms if progress.ttft_ms is not None else duration_ms
         if usage is not None:
-            past.served = max(past.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
-            if past.served > past.learned:
-                past.until_s = 0.0  # it has grown
+            prompts.served = max(prompts.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
+            if prompts.served > prompts.learned:
+                prompts.until_s = 0.0  # it has grown
             prompt_tokens = usage.prompt_tokens - usage.cached_tokens
             tokens = usage.completion_tokens
             if usage.reasoning_tokens:

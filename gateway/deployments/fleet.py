@@ -69,10 +69,10 @@ class Fleet:
             return self._embedder
         if alias is None:
             names = [one for one in self.aliases if allowed is None or one in allowed]
-            there = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
+            names_shown = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
             more = ", ..." if len(names) > _NAMES_SHOWN_MAX else ""
             raise NotFound(
-                f"The model `{shown(name)}` does not exist; there is {there}{more} (GET /v1/models)",
+                f"The model `{shown(name)}` does not exist; there is {names_shown}{more} (GET /v1/models)",
                 param="model",
                 code="model_not_found",
             )

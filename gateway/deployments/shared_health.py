@@ -156,11 +156,11 @@ class Exchanged:
         self._sent = (sums, calls, self._clock())
         breakers = self.deployment.health.breakers
         self._news = {path: one.news() for path, one in breakers.items() if one.is_to_be_sent}
-        kept = KEEP_PER_OBSERVATION ** (calls - self._base_calls)
-        learned = self._beyond(sums, self._base, kept, self._base_at_s) if kept < 1.0 else (0.0,) * SUMS
+        kept_share = KEEP_PER_OBSERVATION ** (calls - self._base_calls)
+        learned = self._beyond(sums, self._base, kept_share, self._base_at_s) if kept_share < 1.0 else (0.0,) * SUMS
         if self._is_reset:
-            kept, learned = 0.0, sums
-        return msgspec.json.encode((kept, learned, self._news))
+            kept_share, learned = 0.0, sums
+        return msgspec.json.encode((kept_share, learned, self._news))
 
     def failed(self) -> None:
         """Put the news back into the breakers, because the message was not sent."""
@@ -180,17 +180,17 @@ class Exchanged:
         estimate = self.deployment.estimate
         self._is_reset = False
         sums, calls, at_s = self._sent
-        kept = KEEP_PER_OBSERVATION ** (estimate.calls_seen - calls)
-        since = self._beyond(estimate.sums(), sums, kept, at_s)
+        kept_share = KEEP_PER_OBSERVATION ** (estimate.calls_seen - calls)
+        since = self._beyond(estimate.sums(), sums, kept_share, at_s)
         self._base, self._base_calls, self._base_at_s = reply.sums, calls, at_s
-        estimate.restore(_clean([one * kept + more for one, more in zip(reply.sums, since, strict=True)]))
+        estimate.restore(_clean([one * kept_share + more for one, more in zip(reply.sums, since, strict=True)]))
         for path, state in reply.states.items():
             self.deployment.health.breaker(path).adopt(state)
         return True
 
-    def _beyond(self, sums: Sequence[float], base: Sequence[float], kept: float, at_s: float) -> tuple[float, ...]:
+    def _beyond(self, sums: Sequence[float], base: Sequence[float], share: float, at_s: float) -> tuple[float, ...]:
         """The part of `sums` that this worker added to `base` since `at_s`."""
-        keep = kept * 0.5 ** (max(0.0, self._clock() - at_s) / HALF_LIFE_S)
+        keep = share * 0.5 ** (max(0.0, self._clock() - at_s) / HALF_LIFE_S)
         return tuple([one - keep * before for one, before in zip(sums, base, strict=True)])
 
 

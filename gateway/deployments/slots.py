@@ -70,10 +70,10 @@ class Slots:
         """
         queue_of_team = self._queues.get(ticket.team, ())
         if self.waiting >= self.waiting_max and not is_first:
-            most = max(self._queues, key=lambda team: len(self._queues[team]), default=ticket.team)
-            if len(self._queues.get(most, ())) <= len(queue_of_team) + 1:
+            longest_team = max(self._queues, key=lambda team: len(self._queues[team]), default=ticket.team)
+            if len(self._queues.get(longest_team, ())) <= len(queue_of_team) + 1:
                 return False
-            self._push_out(next(reversed(self._queues[most])))
+            self._push_out(next(reversed(self._queues[longest_team])))
         queue = self._queues.setdefault(ticket.team, OrderedDict())
         queue[ticket] = None
         ticket.queues += 1

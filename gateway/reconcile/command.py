@@ -58,12 +58,12 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
             report = await _report(settings, ledger, export, tolerance) if booked else report
     finally:
         await database.close()
-    beyond = [difference for difference in report.differences if abs(difference.microusd) > tolerance]
+    beyond_tolerance = [difference for difference in report.differences if abs(difference.microusd) > tolerance]
     if arguments.json:
         print(json.dumps(_as_json(report, booked, tolerance), indent=2))
     else:
-        _print(report, booked, beyond)
-    return DIFFERS if beyond else 0
+        _print(report, booked, beyond_tolerance)
+    return DIFFERS if beyond_tolerance else 0
 
 
 async def _report(settings: Settings, ledger: Ledger, export: Export, tolerance: int) -> Report:
@@ -154,7 +154,7 @@ def _as_json(report: Report, booked: list[LedgerRow], tolerance: int) -> dict[st
     }
 
 
-def _print(report: Report, booked: list[LedgerRow], beyond: list[Difference]) -> None:
+def _print(report: Report, booked: list[LedgerRow], beyond_tolerance: list[Difference]) -> None:
     for note in report.notes:
         print(f"note: {note}")
     print(f"{'day':10}  {'model':32} {'provider':>14} {'ledger':>14} {'difference':>14}")
@@ -174,7 +174,7 @@ def _print(report: Report, booked: list[LedgerRow], beyond: list[Difference]) ->
         print(f"not in the export: {model}, {_usd(microusd)} in the ledger")
     if booked:
         print(f"booked {len(booked)} correcting rows, {_usd(sum(row.cost_microusd for row in booked))}")
-    print(f"{len(beyond)} of {len(report.differences)} days and models are over the tolerance")
+    print(f"{len(beyond_tolerance)} of {len(report.differences)} days and models are over the tolerance")
 
 
 def _line(day: date | str, model: str, provider: int, ledger: int) -> str:

@@ -137,52 +137,54 @@ def _priced(billed: Billed, price: Price | None) -> int:
 
 def _reasons(difference: Difference, export: Export, price: Price | None, tolerance: int) -> list[Reason]:
     """The reasons of a difference; their amounts add up to it."""
-    rest, reasons = difference.microusd, list[Reason]()
+    unexplained, reasons = difference.microusd, list[Reason]()
 
     def explain(name: str, microusd: int, explanation: str) -> None:
-        nonlocal rest
+        nonlocal unexplained
         if microusd:
             reasons.append(Reason(name, microusd, explanation))
-            rest -= microusd
+            unexplained -= microusd
 
-    theirs, ours = difference.provider, difference.ledger
-    if not ours.requests:
-        explain("not_through_sameway", rest, "the ledger has no generation of this model on this day")
+    provider, ledger = difference.provider, difference.ledger
+    if not ledger.requests:
+        explain("not_through_sameway", unexplained, "the ledger has no generation of this model on this day")
         return reasons
-    if not (theirs.requests or theirs.prompt_tokens or theirs.completion_tokens or theirs.cost_microusd):
-        explain("not_in_export", rest, "the export has no row of this model for this day")
+    if not (provider.requests or provider.prompt_tokens or provider.completion_tokens or provider.cost_microusd):
+        explain("not_in_export", unexplained, "the export has no row of this model for this day")
         return reasons
-    if theirs.batch_microusd:
-        explain("batch", theirs.batch_microusd, "the provider's own batches, which do not go through Sameway")
-    if export.has_tokens and price is not None and not theirs.batch_microusd:
-        read, written = theirs.cached_tokens, ours.cache_write_tokens + ours.cache_write_1h_tokens
-        if read != ours.cached_tokens and read + written <= ours.prompt_tokens:
-            text = f"{read:,} tokens read from the provider's prompt cache, {ours.cached_tokens:,} in the ledger"
-            as_read = replace(ours, cached_tokens=read)
-            explain("cached_tokens", _priced(as_read, price) - _priced(ours, price), text)
-        by_tokens = _priced(theirs, price) - _priced(ours, price) - sum(r.microusd for r in reasons)
+    if provider.batch_microusd:
+        explain("batch", provider.batch_microusd, "the provider's own batches, which do not go through Sameway")
+    if export.has_tokens and price is not None and not provider.batch_microusd:
+        read, written = provider.cached_tokens, ledger.cache_write_tokens + ledger.cache_write_1h_tokens
+        if read != ledger.cached_tokens and read + written <= ledger.prompt_tokens:
+            text = f"{read:,} tokens read from the provider's prompt cache, {ledger.cached_tokens:,} in the ledger"
+            as_read = replace(ledger, cached_tokens=read)
+            explain("cached_tokens", _priced(as_read, price) - _priced(ledger, price), text)
+        by_tokens = _priced(provider, price) - _priced(ledger, price) - sum(r.microusd for r in reasons)
         explain(*_of_tokens(difference, export, by_tokens))
-    elif difference.total("estimated") and abs(rest) > tolerance:
+    elif difference.total("estimated") and abs(unexplained) > tolerance:
         estimated_microusd = difference.total("estimated_microusd")
-        explain("estimated_usages", min(max(rest, -estimated_microusd), estimated_microusd), _estimated(difference))
-    if rest and abs(rest) <= max(ours.requests, tolerance):
-        explain("rounding", rest, "the ledger rounds each request up to a µUSD, an export to a cent")
-    elif rest:
+        explain(
+            "estimated_usages", min(max(unexplained, -estimated_microusd), estimated_microusd), _estimated(difference)
+        )
+    if unexplained and abs(unexplained) <= max(ledger.requests, tolerance):
+        explain("rounding", unexplained, "the ledger rounds each request up to a µUSD, an export to a cent")
+    elif unexplained:
         answers_microusd = difference.total("provider_cost_microusd")
-        remark = f"; the provider's own answers said {answers_microusd / 1e6:.6f} USD" if answers_microusd else ""
+        answers_note = f"; the provider's own answers said {answers_microusd / 1e6:.6f} USD" if answers_microusd else ""
         is_price = export.has_tokens and price is not None
         text = "the same tokens at another price: a discount, a tier, or a price to correct in the configuration"
         text = text if is_price else "no reason was found"
-        explain("price" if is_price else "unexplained", rest, text + remark)
+        explain("price" if is_price else "unexplained", unexplained, text + answers_note)
     return reasons
 
 
 def _of_tokens(difference: Difference, export: Export, microusd: int) -> tuple[str, int, str]:
-    theirs, ours = difference.provider, difference.ledger
-    shown = [f"{billed.prompt_tokens:,} + {billed.completion_tokens:,}" for billed in (theirs, ours)]
+    provider, ledger = difference.provider, difference.ledger
+    shown = [f"{billed.prompt_tokens:,} + {billed.completion_tokens:,}" for billed in (provider, ledger)]
     tokens = f"{shown[0]} tokens, {shown[1]} in the ledger"
-    if export.has_requests and theirs.requests > ours.requests:
-        return "not_through_sameway", microusd, f"{theirs.requests:,} requests, {ours.requests:,} here; {tokens}"
+    if export.has_requests and provider.requests > ledger.requests:
+        return "not_through_sameway", microusd, f"{provider.requests:,} requests, {ledger.requests:,} here; {tokens}"
     if difference.total("estimated"):
         return "estimated_usages", microusd, f"{_estimated(difference)}; {tokens}"
     name = "not_through_sameway" if microusd > 0 else "fewer_tokens"
@@ -217,11 +219,11 @@ def corrections(difference: Difference) -> list[tuple[DaySpend, int]]:
     weights = [max(row.cost_microusd, 0) for row in rows]
     if not any(weights):
         weights = [max(row.requests, 1) for row in rows]
-    weights_left, rest, parts = sum(weights), difference.microusd, list[tuple[DaySpend, int]]()
+    weights_left, microusd_left, parts = sum(weights), difference.microusd, list[tuple[DaySpend, int]]()
     for row, weight in zip(rows, weights, strict=True):
-        part = rest * weight // weights_left if weights_left else 0
+        part = microusd_left * weight // weights_left if weights_left else 0
         weights_left -= weight
-        rest -= part
+        microusd_left -= part
         parts.append((row, part))
     return [(row, part) for row, part in parts if part]
 

@@ -214,12 +214,12 @@ class _Sums:
             if len(self._read) < _GROUPS_MAX:
                 self._read[texts] = key
         day, model = key
-        known = self._exact.get((day, model))
-        if known is None:
+        sums = self._exact.get((day, model))
+        if sums is None:
             if len(self._exact) >= _GROUPS_MAX:
                 raise ExportError(f"line {line}: more than {_GROUPS_MAX:,} pairs of a day and a model")
-            known = (Billed(), Decimal(0), Decimal(0))
-        billed, cost, batch = known
+            sums = (Billed(), Decimal(0), Decimal(0))
+        billed, cost, batch = sums
         parts = tokens.get("cached", 0) + tokens.get("written", 0) + tokens.get("written_1h", 0)
         prompt = tokens["plain"] + parts if "plain" in tokens else tokens.get("prompt", 0)
         if parts > prompt:

@@ -119,10 +119,10 @@ def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
     try:
         answer = parse(data)
     except msgspec.DecodeError:
-        other = with_pairs(_without_odd_numbers(data))
-        if other == data:
+        mended_data = with_pairs(_without_odd_numbers(data))
+        if mended_data == data:
             raise
-        return other, parse(other)
+        return mended_data, parse(mended_data)
     if answer.usage != _NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
         data = _without_odd_numbers(data)
         answer = parse(data)
@@ -244,8 +244,8 @@ class DeltaTemplate:
         if len(choices) != 1 or data.find(b"\n") >= 0:
             return None
         choice = choices[0]
-        key, said = ("text", choice) if is_text(choice) else ("content", choice.get("delta") or {})
-        text = said.get(key)
+        key, delta = ("text", choice) if is_text(choice) else ("content", choice.get("delta") or {})
+        text = delta.get(key)
         if not isinstance(text, str) or choice.get("logprobs") is not None:
             return None
         before, found, after = data.partition(b'"%b":"%b"' % (key.encode(), text.encode()))
@@ -256,7 +256,7 @@ class DeltaTemplate:
             probe = msgspec.json.decode(before + b"?" + after)
         except msgspec.DecodeError:
             return None
-        other = {"text": "?"} if said is choice else {"delta": {"content": "?"}}
+        other = {"text": "?"} if delta is choice else {"delta": {"content": "?"}}
         is_alike = probe == {**piece, "choices": [{**choice, **other}]}
         return DeltaTemplate(before, after) if is_alike else None
 
@@ -353,10 +353,10 @@ def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
                 yield piece({key: part})
     for number, call in enumerate(calls or ()):
         yield piece({"tool_calls": [{**call, "index": number}]})
-    rest = {key: value for key, value in choice.items() if key not in ("index", "message", "logprobs")}
+    other_fields = {key: value for key, value in choice.items() if key not in ("index", "message", "logprobs")}
     if "logprobs" in choice and not tokens:
-        rest["logprobs"] = logprobs
-    yield piece({}, **rest)
+        other_fields["logprobs"] = logprobs
+    yield piece({}, **other_fields)
 
 
 def _tokens(content: Any, logprobs: Any) -> list[dict[str, Any]]:

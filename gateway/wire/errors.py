@@ -108,7 +108,9 @@ class BadRequest(ClientError):
 
 
 class BeyondChat(BadRequest):
-    """A chat completion cannot express the request; a deployment of the same API may take it unchanged."""
+    """No chat completion can express the request; a deployment of the same API may take it
+    unchanged.
+    """
 
     code = "unsupported_parameter"
 

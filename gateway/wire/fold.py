@@ -106,15 +106,15 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
     return msgspec.json.encode({**head, "object": kind, "choices": body, **top})
 
 
-def _fold_run(run: DeltaTemplate, payloads: Sequence[bytes], said: dict[str, Any], key: str) -> int:
+def _fold_run(run: DeltaTemplate, payloads: Sequence[bytes], message: dict[str, Any], key: str) -> int:
     """Fold the chunks that match `run` into `said[key]` by their texts, at a fifth of the cost.
 
     Returns their number.
     """
-    if not isinstance(said[key], str | _Text):
+    if not isinstance(message[key], str | _Text):
         return 0
     texts = run.texts(payloads)
-    said[key] = _merged(said[key], "".join(texts), key)
+    message[key] = _merged(message[key], "".join(texts), key)
     return len(texts)
 
 
@@ -184,12 +184,12 @@ def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
 
 def _settled_choice(choice: dict[str, Any]) -> dict[str, Any]:
     """A choice with its texts joined, its tool calls in order and without the stream's `index`."""
-    settled: dict[str, Any] = _settled(choice)
-    message = settled.get("message")
+    settled_choice: dict[str, Any] = _settled(choice)
+    message = settled_choice.get("message")
     if message and message.get("tool_calls"):
         calls = sorted(message["tool_calls"], key=lambda call: call.get("index") or 0)
         message["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
-    return settled
+    return settled_choice
 
 
 def _settled(value: Any) -> Any:

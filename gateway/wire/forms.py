@@ -30,7 +30,9 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}")
 
 
 class FormPart(msgspec.Struct, eq=False):
-    """One part of a form. `filename` is None for a field. A file's bytes begin at the offset `at` of its parcel."""
+    """One part of a form. `filename` is None for a field. `at` is the offset of its bytes in the
+    parcel.
+    """
 
     name: str = ""
     filename: str | None = None

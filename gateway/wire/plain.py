@@ -184,12 +184,12 @@ class ImageEditRequest(ImageRequest, kw_only=True):
     mask: Any = None
 
     def images_read(self) -> int:
-        several = [
+        images_given = [
             *(self.images or ()),
             *(self.images_in_form or ()),
             *(self.image if type(self.image) is list else ()),
         ]
-        given = [one for one in (self.image, self.mask, *several) if one is not None and type(one) is not list]
+        given = [one for one in (self.image, self.mask, *images_given) if one is not None and type(one) is not list]
         if not given:
             raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
         return len(given)

@@ -98,16 +98,16 @@ class ChatRequest(_Request, kw_only=True):
         """The tokens and capabilities that the request demands of a deployment. Raises BadRequest."""
         messages, size = self.messages, len(raw)
         needs = set[str]() if _ASKING.isdisjoint(body) else set(self._asked(body))
-        beyond = len(messages) - list(map(_audio_of, messages)).count(None)
+        media_count = len(messages) - list(map(_audio_of, messages)).count(None)
         if set(map(type, map(_content_of, messages))) != _TEXTS:
             self.check_contents(body)
             lists = [message.content for message in messages if type(message.content) is list]
             needs.update(kind for parts in lists for kind in _media(parts))
-            beyond += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
+            media_count += sum(part.get("type") not in _TEXT_PARTS for parts in lists for part in parts)
         candidates = self.candidates
-        bound = prompt_tokens_max(size, len(messages), beyond)
+        bound = prompt_tokens_max(size, len(messages), media_count)
         told = size if _UNTOLD.isdisjoint(body) else len(msgspec.json.encode([body.get(name) for name in _TOLD]))
-        least = 0 if beyond else int(told / BYTES_PER_TOKEN_MAX)
+        least = 0 if media_count else int(told / BYTES_PER_TOKEN_MAX)
         expected = int(size / BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
@@ -292,18 +292,18 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
     try:
         return msgspec.convert(body, shape, strict=is_strict)
     except msgspec.ValidationError as error:
-        what, _, path = in_json_words(str(error)).partition(" - at `$")
+        problem, _, path = in_json_words(str(error)).partition(" - at `$")
         param = (prefix + path.rstrip("`")).lstrip(".") or None
-        if what.startswith("Object missing required field"):
-            param = ".".join(part for part in (param, what.split("`")[1]) if part)
+        if problem.startswith("Object missing required field"):
+            param = ".".join(part for part in (param, problem.split("`")[1]) if part)
             raise BadRequest(
                 f"Missing required field: {param}", param=param, code="missing_required_parameter"
             ) from None
-        if what.startswith("Object contains unknown field"):
-            param = ".".join(part for part in (param, what.split("`")[1]) if part)
+        if problem.startswith("Object contains unknown field"):
+            param = ".".join(part for part in (param, problem.split("`")[1]) if part)
             raise BadRequest(f"Unknown field: {param}", param=param, code="unknown_parameter") from None
-        code = "invalid_type" if "got" in what else "invalid_value"
-        raise BadRequest(f"Invalid {param or 'body'}: {what}", param=param, code=code) from None
+        code = "invalid_type" if "got" in problem else "invalid_value"
+        raise BadRequest(f"Invalid {param or 'body'}: {problem}", param=param, code=code) from None
 
 
 BOM = b"\xef\xbb\xbf"  # .NET sends it; RFC 8259, section 8.1 lets a parser ignore it

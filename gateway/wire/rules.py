@@ -136,7 +136,7 @@ def _name_of(owner: dict[str, Any], where: str) -> str:
 
 
 def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
-    """Convert `owner` to a struct; a null counts as a missing field. Raises BadRequest with OpenAI's code."""
+    """Convert `owner` to a struct; a null counts as missing. Raises BadRequest with OpenAI's code."""
     given = {name: value for name, value in owner.items() if value is not None} if isinstance(owner, dict) else {}
     try:
         return convert(given, shape, where)

@@ -180,7 +180,9 @@ def without_usage_at_start(chunk: bytes) -> bytes:
 
 
 def _cleaned(given: Any) -> dict[str, Any]:
-    """The readable fields of a usage. Fractions and numbers in texts are rounded up; other values are dropped."""
+    """The readable fields of a usage. Fractions and numbers in texts are rounded up; others are
+    dropped.
+    """
     cleaned: dict[str, Any] = {}
     for name, value in given.items() if isinstance(given, dict) else ():
         if name in _PARTS:

@@ -190,18 +190,18 @@ def _exact(digits: str) -> None:
 def _check_repeats(*expressions: Any) -> None:
     """Raise ValueError if nested repeat counts multiply to too long a text."""
     for expression in expressions:
-        around, times = [1], 1
+        outer, times = [1], 1
         for part in reversed(list(_PARTS.finditer(expression if isinstance(expression, str) else ""))):
             if part[1]:
                 times *= int(part[1])
                 continue
-            here, times = around[-1] * times, 1
-            if here > _TEXT_MAX:
-                raise ValueError(f"the engine cannot hold a part repeated {here:,} times; it holds {_TEXT_MAX:,}")
+            total, times = outer[-1] * times, 1
+            if total > _TEXT_MAX:
+                raise ValueError(f"the engine cannot hold a part repeated {total:,} times; it holds {_TEXT_MAX:,}")
             if part[0] == ")":
-                around.append(here)
-            elif part[0][0] == "(" and len(around) > 1:
-                around.pop()
+                outer.append(total)
+            elif part[0][0] == "(" and len(outer) > 1:
+                outer.pop()
 
 
 def _without_format(schema: Any, name: str) -> bool:

@@ -26,8 +26,8 @@ def opened(source: str) -> Callable[[dict[str, Any]], str]:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     class GenerationTag(jinja2.ext.Extension):
         """{% generation %} marks a training target: here its content is rendered unchanged."""

@@ -65,7 +65,7 @@ def split(name: str, values: Weights, config: ModelConfig) -> Iterator[tuple[str
         sizes = list(config.attention.qkv_rows)
     if sum(sizes) != values.shape[0]:
         raise ModelError(f"tensor {name!r} has {values.shape[0]} rows, which are not those of {len(names)} matrices")
-    at = 0
+    first_row = 0
     for own, size in zip(names, sizes, strict=True):
-        yield own, values if len(names) == 1 else rows_of(values, slice(at, at + size))
-        at += size
+        yield own, values if len(names) == 1 else rows_of(values, slice(first_row, first_row + size))
+        first_row += size

@@ -235,13 +235,13 @@ def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mappin
 def _refuse_other_functions(config: Mapping[str, Any], family: Family, source: str) -> None:
     """Raise ModelError for a field that makes the model compute another function than the family's."""
     # decision: exact-or-refused
-    odd = [key for key in _MUST_BE_UNSET if config.get(key)]
-    odd += [key for key in _MUST_BE_ONE if config.get(key) not in (None, 1)]
-    odd += [key for key in ("no_rope_layers",) if not all(config.get(key) or ())]
-    odd += [key for key in ("is_causal",) if config.get(key) is False]
-    odd = [key for key in odd if key not in family.reads]
-    if odd:
-        raise ModelError(f"{source}: {odd[0]} {config[odd[0]]!r} is not supported in a {family.hf}")
+    refused_keys = [key for key in _MUST_BE_UNSET if config.get(key)]
+    refused_keys += [key for key in _MUST_BE_ONE if config.get(key) not in (None, 1)]
+    refused_keys += [key for key in ("no_rope_layers",) if not all(config.get(key) or ())]
+    refused_keys += [key for key in ("is_causal",) if config.get(key) is False]
+    refused_keys = [key for key in refused_keys if key not in family.reads]
+    if refused_keys:
+        raise ModelError(f"{source}: {refused_keys[0]} {config[refused_keys[0]]!r} is not supported in a {family.hf}")
 
 
 def token_ids(value: Any, source: str) -> tuple[int, ...]:

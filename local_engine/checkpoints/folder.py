@@ -93,12 +93,12 @@ class FolderCheckpoint:
         if _OF_IMAGES.match(name):
             return None
         packing = self._packing
-        common = _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
+        common_name = _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
         for old, new in _RENAMED:
-            common = old.sub(new, common)
+            common_name = old.sub(new, common_name)
         if packing is not None and packing.module_of(name, self._tensors) is not None:
-            return f"{common.rpartition('.')[0]}.weight"
-        return None if packing is not None and (is_beside(name) or self._is_spare_bias(name)) else common
+            return f"{common_name.rpartition('.')[0]}.weight"
+        return None if packing is not None and (is_beside(name) or self._is_spare_bias(name)) else common_name
 
     def _is_spare_bias(self, name: str) -> bool:
         """Whether a bias belongs to no matrix of the model: AutoGPTQ's first versions wrote zero

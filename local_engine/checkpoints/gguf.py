@@ -143,10 +143,10 @@ def _open_all(path: Path) -> list[GgufFile]:
     count = int(split[2])
     stem = path.name.removesuffix(".gguf")[: split.start()]
     files = [GgufFile(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf")) for number in range(1, count + 1)]
-    wanted = int(files[0].metadata.get("split.tensors.count") or 0)
+    tensors_expected = int(files[0].metadata.get("split.tensors.count") or 0)
     found = sum(len(file.tensors) for file in files)
-    if wanted and found != wanted:
-        raise ModelError(f"{files[0].path} and its other files hold {found} tensors, not {wanted}")
+    if tensors_expected and found != tensors_expected:
+        raise ModelError(f"{files[0].path} and its other files hold {found} tensors, not {tensors_expected}")
     return files
 
 
@@ -225,15 +225,15 @@ def model_config_from_gguf(
 
 def _refuse_other_functions(value_of: Callable[[str], Any], arch: str, family: families.Family, head_dim: int) -> None:
     """Raise ModelError for a key that makes the model compute another function than the family's."""
-    odd = [
+    refused_keys = [
         key
         for key, neutral in _NEUTRAL.items()
         if value_of(key) is not None and value_of(key) not in neutral and _SCALES.get(key) not in family.reads
     ]
     sizes = ["attention.value_length", *(() if "partial_rotary_factor" in family.reads else ("rope.dimension_count",))]
-    odd += [key for key in sizes if value_of(key) not in (None, 0, head_dim)]
-    if odd:
-        raise ModelError(f"the GGUF metadata: {arch}.{odd[0]} {value_of(odd[0])!r} is not supported")
+    refused_keys += [key for key in sizes if value_of(key) not in (None, 0, head_dim)]
+    if refused_keys:
+        raise ModelError(f"the GGUF metadata: {arch}.{refused_keys[0]} {value_of(refused_keys[0])!r} is not supported")
     if bool(value_of("expert_count")) != family.has_experts:
         told = f"{value_of('expert_used_count')} of {value_of('expert_count')} experts"
         raise ModelError(f"the GGUF metadata: {arch}: {told} are not supported")

@@ -191,11 +191,11 @@ class GpuExecutor:
         self._put(longs, self._padded(spans, [], rows, has_shared))
         graph = self._graph(rows, has_shared)
         graph.compute()
-        wanted = self._logits[:rows].to(torch.float32, copy=True)
+        unrecorded = self._logits[:rows].to(torch.float32, copy=True)
         self._logits.zero_()
         graph.replay()
-        error = (self._logits[:rows].float() - wanted).abs().max().item()
-        if not error <= _GRAPH_ERROR_MAX * wanted.abs().max().item():
+        error = (self._logits[:rows].float() - unrecorded).abs().max().item()
+        if not error <= _GRAPH_ERROR_MAX * unrecorded.abs().max().item():
             raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
 
     def _padded(self, short: list[RowSpan], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
@@ -264,19 +264,19 @@ class GpuExecutor:
             found.sort(key=lambda prefix: -prefix.blocks * (len(prefix.members) - 1))
             self._ordered_blocks, self._prefixes = blocks, found[:_PREFIXES_MAX]
         members = [index for prefix in self._prefixes for index in prefix.members]
-        alone = sorted(set(range(len(short))) - set(members))
+        without_prefix = sorted(set(range(len(short))) - set(members))
         at = iter(range(len(members)))
         prefixes = [Prefix(tuple(next(at) for _ in prefix.members), prefix.blocks) for prefix in self._prefixes]
         long = [chunk for chunk in chunks if chunk.count > SHORT_ROWS_MAX]
-        return _Order([*(short[index] for index in [*members, *alone]), *long], len(short), prefixes)
+        return _Order([*(short[index] for index in [*members, *without_prefix]), *long], len(short), prefixes)
 
     def _shared_tiles(self, rows: int) -> int:
         return -(-rows // self.kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
 
 
 def _spans(order: _Order) -> tuple[list[RowSpan], list[RowSpan]]:
-    spans, at = [], 0
+    spans, first_row = [], 0
     for chunk in order.chunks:
-        spans.append(RowSpan(at, chunk.count, chunk.start, chunk.sequence.blocks))
-        at += chunk.count
+        spans.append(RowSpan(first_row, chunk.count, chunk.start, chunk.sequence.blocks))
+        first_row += chunk.count
     return spans[: order.short], spans[order.short :]

@@ -28,18 +28,18 @@ def fill_rows(longs: Longs, chunks: Many[TokenChunk], block_tokens: int, before:
     draws. All other sources are -1, and so are the slots of unused rows."""
     drawn_at = {} if before is None else before.places()
     longs[SLOTS] = longs[SOURCES] = -1
-    at = 0
+    first_row = 0
     for chunk in chunks:
-        stop = at + chunk.count
+        stop = first_row + chunk.count
         first = chunk.start // block_tokens
         blocks = np.array(chunk.sequence.blocks[first : -(-chunk.end // block_tokens)], np.int64)
         where = np.arange(chunk.start, chunk.end)
-        longs[TOKENS, at:stop] = chunk.tokens
-        longs[POSITIONS, at:stop] = where
-        longs[SLOTS, at:stop] = blocks[where // block_tokens - first] * block_tokens + where % block_tokens
+        longs[TOKENS, first_row:stop] = chunk.tokens
+        longs[POSITIONS, first_row:stop] = where
+        longs[SLOTS, first_row:stop] = blocks[where // block_tokens - first] * block_tokens + where % block_tokens
         if chunk.sequence.in_flight:  # its first row is the decode of that token
-            longs[SOURCES, at] = drawn_at[chunk.sequence.id]
-        at = stop
+            longs[SOURCES, first_row] = drawn_at[chunk.sequence.id]
+        first_row = stop
 
 
 def known_tokens(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

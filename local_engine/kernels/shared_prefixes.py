@@ -35,18 +35,18 @@ def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Pref
     ]
 
 
-def _best(alike: list[int], first: int, stop: int) -> list[tuple[int, int, int]]:
-    """(first, stop, blocks) groups of the sorted tables first .. stop; neighbours share `alike`
-    blocks."""
+def _best(shared_counts: list[int], first: int, stop: int) -> list[tuple[int, int, int]]:
+    """(first, stop, blocks) groups of the sorted tables first .. stop; neighbours have
+    `shared_counts` blocks in common."""
     if stop - first < 2:
         return []
-    least = min(alike[first : stop - 1])
-    cuts = [index + 1 for index in range(first, stop - 1) if alike[index] == least]
+    least = min(shared_counts[first : stop - 1])
+    cuts = [index + 1 for index in range(first, stop - 1) if shared_counts[index] == least]
     parts = [
         group
         for start, end in zip([first, *cuts], [*cuts, stop], strict=True)
         if end - start < stop - first
-        for group in _best(alike, start, end)
+        for group in _best(shared_counts, start, end)
     ]
     whole = (first, stop, least)
     return parts if sum(map(_saved, parts)) > _saved(whole) else [whole]
@@ -57,12 +57,12 @@ def _saved(group: tuple[int, int, int]) -> int:
     return blocks * (stop - first - 1)
 
 
-def _common(table: list[int], other: list[int]) -> int:
+def _common(table: list[int], other_table: list[int]) -> int:
     """The number of blocks at the start that two tables have in common."""
-    low, high = 0, min(len(table), len(other))
+    low, high = 0, min(len(table), len(other_table))
     while low < high:
         middle = (low + high + 1) // 2
-        if table[low:middle] == other[low:middle]:
+        if table[low:middle] == other_table[low:middle]:
             low = middle
         else:
             high = middle - 1

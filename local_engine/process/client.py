@@ -100,6 +100,6 @@ class AsyncEngine:
             self.info = None
         self._is_changed.set()
 
-    def _lost(self, how: str) -> wire.EngineUnavailable:
-        is_death = how in ("went away", "fell silent") and not self._load.is_draining
-        return wire.EngineUnavailable(f"the engine's process {how}", is_death=is_death)
+    def _lost(self, ending: str) -> wire.EngineUnavailable:
+        is_death = ending in ("went away", "fell silent") and not self._load.is_draining
+        return wire.EngineUnavailable(f"the engine's process {ending}", is_death=is_death)

@@ -264,10 +264,10 @@ def _best(running: RunningRequest[Any]) -> list[wire.Output]:
     """Return the outputs of the `n` likeliest candidates, best first, by their mean log
     probability.
     """
-    held = running.held or {}
+    outputs_by_id = running.held or {}
 
     def likelihood(id: int) -> float:
-        said = [token.logprob for output in held.get(id, ()) for token in output.logprobs]
+        said = [token.logprob for output in outputs_by_id.get(id, ()) for token in output.logprobs]
         return sum(said) / len(said) if said else -math.inf
 
     no_logprobs: dict[str, Any] = {"logprobs": (), "stop_token": None}
@@ -275,5 +275,5 @@ def _best(running: RunningRequest[Any]) -> list[wire.Output]:
     return [
         msgspec.structs.replace(output, index=index, **({} if running.wants_logprobs else no_logprobs))
         for index, id in enumerate(best)
-        for output in held.get(id, ())
+        for output in outputs_by_id.get(id, ())
     ]

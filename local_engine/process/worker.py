@@ -142,9 +142,9 @@ class EngineServer:
                 del self._compiling[request.salt]
                 self._turns.pop(request.salt, None)
 
-    def _compiled(self, call: Call, wanted: wire.Grammar, salt: bytes) -> Compiled | None:
+    def _compiled(self, call: Call, grammar: wire.Grammar, salt: bytes) -> Compiled | None:
         assert self._thread.grammars is not None, "the engine is ready"
-        return self._thread.grammars.compiled(wanted, salt) if call.is_open else None
+        return self._thread.grammars.compiled(grammar, salt) if call.is_open else None
 
     def _deliver(self, replies: Replies[Call]) -> None:
         for call, reply in replies:

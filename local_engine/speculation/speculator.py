@@ -81,14 +81,14 @@ class PromptLookup:
         """The place in the reference and `tokens` where the proposed continuation begins, and how
         many tokens before it match the last of `tokens`: the longest match among the latest few
         places. None if the last two tokens never occurred together."""
-        text, before = self._text, self._before
+        text, previous_ends = self._text, self._before
         if not text:
             text.extend(self.reference)
         text.extend(tokens[len(text) - len(self.reference) :])
-        while len(before) < len(text):  # the pair that ends the text has no continuation yet
-            end = len(before)
+        while len(previous_ends) < len(text):  # the pair that ends the text has no continuation yet
+            end = len(previous_ends)
             pair = (text[end - 2], text[end - 1])
-            before.append(self._last.get(pair, 0))
+            previous_ends.append(self._last.get(pair, 0))
             self._last[pair] = end
         position = self._last.get((text[-2], text[-1]), 0) if len(text) > 2 else 0
         best, match = 0, 0
@@ -98,7 +98,7 @@ class PromptLookup:
             alike = self._alike(position)
             if alike > match:
                 best, match = position, alike
-            position = before[position]
+            position = previous_ends[position]
         return (best, match) if best else None
 
     def follow(self, position: int, count: int) -> tuple[int, ...]:
@@ -128,9 +128,9 @@ class GuessRate:
         faded = 0.999 ** (now - self._at)
         return (1.8 + faded * self._right) / (2.0 + faded * self._tried)
 
-    def add(self, right: int, tried: int, now: int) -> None:
-        faded = 0.999 ** (now - self._at) * 0.98**tried
-        self._right, self._tried, self._at = right + faded * self._right, tried + faded * self._tried, now
+    def add(self, accepted: int, drafted: int, now: int) -> None:
+        faded = 0.999 ** (now - self._at) * 0.98**drafted
+        self._right, self._tried, self._at = accepted + faded * self._right, drafted + faded * self._tried, now
 
 
 @dataclass(slots=True)
@@ -145,8 +145,8 @@ class RateCorrection:
     def factor(self) -> float:
         return self._right / self._expected
 
-    def add(self, right: int, expected: float) -> None:
-        self._right = 3.0 + right + 0.9 * (self._right - 3.0)
+    def add(self, accepted: int, expected: float) -> None:
+        self._right = 3.0 + accepted + 0.9 * (self._right - 3.0)
         self._expected = 3.0 + expected + 0.9 * (self._expected - 3.0)
 
 
@@ -251,10 +251,10 @@ class Speculator:
 
     def observe(self, speculation: Speculation, kind: DraftKind, drafted: int, accepted: int) -> None:
         """Learn from a verified draft."""
-        tried = min(accepted + 1, drafted)
+        tried_tokens = min(accepted + 1, drafted)
         tally = self._tallies.setdefault(kind, GuessRate())
-        speculation.corrections[kind.source].add(accepted, tried * tally.rate(self._now))
-        tally.add(accepted, tried, self._now)
+        speculation.corrections[kind.source].add(accepted, tried_tokens * tally.rate(self._now))
+        tally.add(accepted, tried_tokens, self._now)
         self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
 
     def forget(self) -> None:
@@ -310,26 +310,26 @@ class Speculator:
         timing, credit_ms = self.timing, self._credit_ms[DraftSource.MODEL]
         best, spent_ms = plan, 0.0
         tokens, ms = plan.tokens, plan.ms
-        going = []
+        open_offers = []
         for offer in sorted(offers, key=lambda one: len(one.request.tokens) - one.request.draft_computed):
             behind_ms = timing.draft_steps.row_ms * (len(offer.request.tokens) - offer.request.draft_computed - 1)
             if offer.room > 0 and spent_ms + behind_ms <= credit_ms:
-                going.append(offer)
+                open_offers.append(offer)
                 spent_ms += behind_ms
                 ms += behind_ms / min(_MODEL_STEPS, offer.room)
         depths: dict[int, int] = {}
         for depth in range(1, self._tokens_max + 1):
             least = timing.steps.row_ms * tokens / ms
-            going = [offer for offer in going if offer.room >= depth and offer.rate**depth > least]
-            if not going:
+            open_offers = [offer for offer in open_offers if offer.room >= depth and offer.rate**depth > least]
+            if not open_offers:
                 break
-            more_ms = (timing.draft_steps.at(len(going)) or 0.0) + len(going) * timing.steps.row_ms
-            tokens += sum(offer.rate**depth for offer in going)
+            more_ms = (timing.draft_steps.at(len(open_offers)) or 0.0) + len(open_offers) * timing.steps.row_ms
+            tokens += sum(offer.rate**depth for offer in open_offers)
             ms += more_ms
             spent_ms += more_ms
             if spent_ms > credit_ms:
                 break
-            depths |= dict.fromkeys(map(id, going), depth)
+            depths |= dict.fromkeys(map(id, open_offers), depth)
             if tokens / ms > best.speed:
                 counts = [(offer, depths[id(offer)]) for offer in offers if id(offer) in depths]
                 best = DraftPlan(tokens, ms, counts, plan.spent_ms | {DraftSource.MODEL: spent_ms})

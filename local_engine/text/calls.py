@@ -191,16 +191,16 @@ class AnswerReader:
     def read(self, text: str, *, is_last: bool = False) -> AnswerParts:
         """The parts that are certain so far; with `is_last` all parts."""
         self._rest += text
-        said = AnswerParts()
-        while self._state(said, is_last):
+        parts = AnswerParts()
+        while self._state(parts, is_last):
             pass
         if self._is_forced:
-            said.text = ""
-        return said
+            parts.text = ""
+        return parts
 
     # -- each state takes what it can from the rest; false: it needs more text
 
-    def _begin(self, said: AnswerParts, is_last: bool) -> bool:
+    def _begin(self, parts: AnswerParts, is_last: bool) -> bool:
         """Before any text: a thinking block may open, or a call without a mark may begin."""
         text = self._rest.lstrip()
         opens = self._thinking[0] if self._thinking is not None and not self._strips else None
@@ -216,44 +216,44 @@ class AnswerReader:
             self._state = self._text
         return True
 
-    def _think(self, said: AnswerParts, is_last: bool) -> bool:
+    def _think(self, parts: AnswerParts, is_last: bool) -> bool:
         assert self._thinking is not None
-        before, mark, after = self._rest.partition(self._thinking[1])
+        text_before, mark, after = self._rest.partition(self._thinking[1])
         if self._strips:
-            before = before.lstrip()
-        sure = before.rstrip() if mark or is_last else _sure(before, self._thinking[1])
-        said.reasoning += sure
-        self._strips = self._strips and not sure
-        self._rest = after if mark else before[len(sure) :]
+            text_before = text_before.lstrip()
+        sure_text = text_before.rstrip() if mark or is_last else _sure(text_before, self._thinking[1])
+        parts.reasoning += sure_text
+        self._strips = self._strips and not sure_text
+        self._rest = after if mark else text_before[len(sure_text) :]
         if mark:
             self._state, self._strips = self._begin, True
         return bool(mark)
 
-    def _text(self, said: AnswerParts, is_last: bool) -> bool:
+    def _text(self, parts: AnswerParts, is_last: bool) -> bool:
         opens = self._format.opens if self._format is not None and self._broken < _BROKEN_MAX else ""
         if self._is_alone and not self._calls and opens:
             text = self._rest.lstrip() if self._strips else self._rest
             if not opens.startswith(text[: len(opens)]):
                 self._broken, opens = _BROKEN_MAX, ""
-        before, mark, after = self._rest.partition(opens) if opens else (self._rest, "", "")
+        text_before, mark, after = self._rest.partition(opens) if opens else (self._rest, "", "")
         if self._strips:
-            before = before.lstrip()
-        sure = before.rstrip() if mark else before if is_last or not opens else _sure(before, opens)
-        said.text += sure
-        self._strips = self._strips and not sure
-        self._rest = before[len(sure) :]
+            text_before = text_before.lstrip()
+        sure_text = text_before.rstrip() if mark else text_before if is_last or not opens else _sure(text_before, opens)
+        parts.text += sure_text
+        self._strips = self._strips and not sure_text
+        self._rest = text_before[len(sure_text) :]
         if mark:
             self._open(after, frame=self._rest + opens)
         return bool(mark)
 
-    def _open(self, rest: str, frame: str = "") -> None:
-        self._rest, self._frame, self._state = rest, frame, self._call
+    def _open(self, text_left: str, frame: str = "") -> None:
+        self._rest, self._frame, self._state = text_left, frame, self._call
         self._at, self._depth, self._quote = 0, 0, ""
 
-    def _call(self, said: AnswerParts, is_last: bool) -> bool:
+    def _call(self, parts: AnswerParts, is_last: bool) -> bool:
         """Read calls: JSON, or Python, or a name and JSON."""
         if self._is_held and (head := _HEAD.match(self._rest)) and (head[1] or head[2]) in self._names:
-            said.calls.append(CallPart(self._calls, head[1] or head[2]))
+            parts.calls.append(CallPart(self._calls, head[1] or head[2]))
             self._calls += 1
             self._open(self._rest[head.end() :])
             self._state = self._arguments
@@ -271,18 +271,18 @@ class AnswerReader:
             return False
         calls = self._made(self._rest[:end]) if end > 0 else []
         for name, arguments in calls:
-            said.calls += (CallPart(self._calls, name), CallPart(self._calls, "", arguments))
+            parts.calls += (CallPart(self._calls, name), CallPart(self._calls, "", arguments))
             self._calls += 1
         if calls:
             self._rest, self._state, self._strips = self._rest[end:], self._after, True
         else:  # text: at least the frame, or the first character
             self._broken += 1
-            said.text += self._frame or self._rest[:1]
+            parts.text += self._frame or self._rest[:1]
             self._rest = self._rest if self._frame else self._rest[1:]
             self._state, self._strips = self._text, False
         return True
 
-    def _after(self, said: AnswerParts, is_last: bool) -> bool:
+    def _after(self, parts: AnswerParts, is_last: bool) -> bool:
         """After a call: its frame closes, another call follows in it, or text."""
         assert self._format is not None
         closes, self._rest = self._format.closes, self._rest.lstrip(" \t\r\n" if self._format.opens else " \t\r\n;")
@@ -301,28 +301,28 @@ class AnswerReader:
             self._state = self._text
         return True
 
-    def _arguments(self, said: AnswerParts, is_last: bool) -> bool:
+    def _arguments(self, parts: AnswerParts, is_last: bool) -> bool:
         """Pass on the arguments of a call that a grammar enforces, as they arrive."""
         end = self._end()
-        sure = self._rest[: end or self._at]
-        if sure:
-            said.calls.append(CallPart(self._calls - 1, "", sure))
-        self._rest, self._at = self._rest[len(sure) :], 0
+        sure_text = self._rest[: end or self._at]
+        if sure_text:
+            parts.calls.append(CallPart(self._calls - 1, "", sure_text))
+        self._rest, self._at = self._rest[len(sure_text) :], 0
         if end:
             self._state = self._tail
         return end > 0
 
-    def _tail(self, said: AnswerParts, is_last: bool) -> bool:
+    def _tail(self, parts: AnswerParts, is_last: bool) -> bool:
         """After a call that a grammar enforces: the next call begins, or the frame ends."""
         assert self._format is not None
-        more, last = self._format.tail + self._format.between, self._format.tail + self._format.last
-        if self._rest.startswith(more):
-            self._open(self._rest.removeprefix(more))
+        next_call, frame_end = self._format.tail + self._format.between, self._format.tail + self._format.last
+        if self._rest.startswith(next_call):
+            self._open(self._rest.removeprefix(next_call))
             return True
-        if not is_last and (_is_part(self._rest, more) or _is_part(self._rest, last)):
+        if not is_last and (_is_part(self._rest, next_call) or _is_part(self._rest, frame_end)):
             return False
-        whole = self._rest.startswith(last)
-        self._rest = self._rest.removeprefix(last) if whole or not more.startswith(self._rest) else ""
+        whole = self._rest.startswith(frame_end)
+        self._rest = self._rest.removeprefix(frame_end) if whole or not next_call.startswith(self._rest) else ""
         self._state, self._strips = self._text, True
         return True
 

@@ -64,29 +64,29 @@ def _signed(value: int | bytes) -> int:
 def _fields(message: bytes) -> Iterator[Field]:
     """The fields of a protobuf message: numbers as numbers, all others as bytes. Raises ValueError,
     IndexError."""
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
         kind = tag & 7
         if kind == 0:
-            number, at = _varint(message, at)
+            number, position = _varint(message, position)
             yield tag >> 3, number
             continue
         size_bytes = {1: 8, 5: 4}.get(kind)
         if kind == 2:
-            size_bytes, at = _varint(message, at)
-        if size_bytes is None or at + size_bytes > len(message):
-            raise ValueError(f"a field of kind {kind} at byte {at} of {len(message)}")
-        yield tag >> 3, message[at : at + size_bytes]
-        at += size_bytes
+            size_bytes, position = _varint(message, position)
+        if size_bytes is None or position + size_bytes > len(message):
+            raise ValueError(f"a field of kind {kind} at byte {position} of {len(message)}")
+        yield tag >> 3, message[position : position + size_bytes]
+        position += size_bytes
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        octet = message[at]
-        at += 1
+        octet = message[position]
+        position += 1
         value |= (octet & 127) << shift
         if octet < 128:
-            return value, at
+            return value, position
         shift += 7

@@ -222,13 +222,13 @@ def _runs(parts: list[_Part]) -> list[list[_Part]]:
     """Group neighbouring parts that one product can serve."""
     runs: list[list[_Part]] = []
     for part in parts:
-        last = runs[-1][-1] if runs else None
-        if isinstance(last, _Panels) and isinstance(part, _Panels):
-            can_join = last.can_go_before(part)
-        elif isinstance(last, Quantised) and isinstance(part, Quantised):
-            can_join = last.bits == part.bits and last.order is None and part.order is None
+        last_part = runs[-1][-1] if runs else None
+        if isinstance(last_part, _Panels) and isinstance(part, _Panels):
+            can_join = last_part.can_go_before(part)
+        elif isinstance(last_part, Quantised) and isinstance(part, Quantised):
+            can_join = last_part.bits == part.bits and last_part.order is None and part.order is None
         else:
-            can_join = any(isinstance(last, kind) and isinstance(part, kind) for kind in (torch.Tensor, Scaled))
+            can_join = any(isinstance(last_part, kind) and isinstance(part, kind) for kind in (torch.Tensor, Scaled))
         if can_join:
             runs[-1].append(part)
         else:

@@ -216,8 +216,8 @@ def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None
 Blocks = tuple[Bytes, Halves, Halves]
 
 
-def _halves(blocks: Bytes, at: int) -> Halves:
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+def _halves(blocks: Bytes, offset: int) -> Halves:
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16)
 
 
 def _nibbles(packed: Bytes) -> Bytes:

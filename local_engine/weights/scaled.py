@@ -54,9 +54,9 @@ class Scaled:
 Weights = torch.Tensor | Quantised | Scaled
 
 
-def rows_of(values: Weights, which: torch.Tensor | slice) -> Weights:
-    """The rows that `which` selects, in that order, of a matrix in any form."""
-    return values[which] if isinstance(values, torch.Tensor) else values.rows(which)
+def rows_of(values: Weights, order: torch.Tensor | slice) -> Weights:
+    """The rows that `order` selects, in that order, of a matrix in any form."""
+    return values[order] if isinstance(values, torch.Tensor) else values.rows(order)
 
 
 def to_scaled(values: torch.Tensor) -> Scaled:

@@ -159,10 +159,10 @@ class MessageReader:
         reason = delta.get("stop_reason")
         if reason is None:
             return []
-        more: dict[str, Any] = {"native_finish_reason": reason} if reason in _OWN else {}
+        choice_fields: dict[str, Any] = {"native_finish_reason": reason} if reason in _OWN else {}
         if reason == "stop_sequence":
-            more["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
-        return [self._chunk({}, _FINISHES.get(reason, "stop"), **more)]
+            choice_fields["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
+        return [self._chunk({}, _FINISHES.get(reason, "stop"), **choice_fields)]
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None, *, head: Any = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}

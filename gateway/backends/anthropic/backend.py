@@ -34,9 +34,9 @@ class AnthropicBackend(OpenAIBackend):
     paths: Mapping[str, str] = {CHAT.path: "/v1/messages", _COUNT.path: "/v1/messages/count_tokens"}
     reader = MessageReader
 
-    def __init__(self, name: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> None:
+    def __init__(self, name: str, *, headers: Mapping[str, str] | None = None, **options: Any) -> None:
         self._has_version = "anthropic-version" in map(str.lower, headers or ())
-        super().__init__(name, headers=headers, **more)
+        super().__init__(name, headers=headers, **options)
 
     async def count_tokens(self, native: Native, request_id: str, model: str = "") -> int:
         """Ask the server for the number of a prompt's tokens. Raises BackendError, KeyError."""
@@ -74,22 +74,22 @@ class AnthropicBackend(OpenAIBackend):
         native = request.native
         if native is None:
             return super().payload(request)
-        wanted: dict[str, Any] = {"model": request.model or self._model}
+        changes: dict[str, Any] = {"model": request.model or self._model}
         try:
-            sent = decode_strictly(native.raw)  # a second field of one name was not checked
+            client_body = decode_strictly(native.raw)  # a second field of one name was not checked
         except BadRequest as error:
             raise BackendRejected(error.message, status=400, body=error.body()) from None
-        if bool(sent.get("stream")) is not request.is_stream:
-            wanted["stream"] = request.is_stream
+        if bool(client_body.get("stream")) is not request.is_stream:
+            changes["stream"] = request.is_stream
         if native.tokens_max is not None:
-            wanted["max_tokens"] = native.tokens_max
-        if native.are_calls_bound and "tools" in sent:
-            wanted["tools"] = with_calls_bound(sent)["tools"]
-        if "cache" not in sent and sent | wanted == sent:
+            changes["max_tokens"] = native.tokens_max
+        if native.are_calls_bound and "tools" in client_body:
+            changes["tools"] = with_calls_bound(client_body)["tools"]
+        if "cache" not in client_body and client_body | changes == client_body:
             return native.raw
         fields: dict[str, Any] = msgspec.json.decode(native.raw, type=dict[str, msgspec.Raw])
         fields.pop("cache", None)
-        return msgspec.json.encode(fields | wanted)
+        return msgspec.json.encode(fields | changes)
 
     def _body(self, request: BackendRequest) -> dict[str, Any]:
         body = to_message(request.body) | {"model": request.model or self._model}

@@ -127,15 +127,15 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _block(part: dict[str, Any], where: str) -> dict[str, Any]:
-    kept = {"cache_control": part["cache_control"]} if part.get("cache_control") else {}
+    cache_mark = {"cache_control": part["cache_control"]} if part.get("cache_control") else {}
     match part:
         case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
-            return {"type": "text", "text": text, **kept}
+            return {"type": "text", "text": text, **cache_mark}
         case {"type": "image_url", "image_url": {"url": str(url)}}:
-            return {"type": "image", "source": _source(url), **kept}
+            return {"type": "image", "source": _source(url), **cache_mark}
         case {"type": "file", "file": {"file_data": str(url), **more}} if _DATA.fullmatch(url):
             title = {"title": more["filename"]} if more.get("filename") else {}
-            return {"type": "document", "source": _source(url), **title, **kept}
+            return {"type": "document", "source": _source(url), **title, **cache_mark}
     kind = msgspec.json.encode(part.get("type")).decode()[:100]
     raise unfit(f"`{where}` has a part that this model's API does not take: {kind}", where)
 

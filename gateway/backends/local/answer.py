@@ -210,33 +210,33 @@ def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, st
     the beginning of the choice; `start` characters precede `text`. A token that the text does not
     contain, such as a stop token, has the offset of the next token.
     """
-    said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    data, at, offset = text.encode(), 0, start
+    lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    data, byte_position, offset = text.encode(), 0, start
     for number, token in enumerate(tokens):
         is_given = is_first_given and number == 0
         likeliest = {_name(candidate): _finite(candidate) for candidate in (*token.top[:top], token)}
-        said["tokens"].append(_name(token))
-        said["token_logprobs"].append(None if is_given else _finite(token))
-        said["top_logprobs"].append(None if is_given else likeliest)
-        begin, end = _range(token.raw, data, at, has_rest=start > 0)
-        offset += _characters(data[at:begin])
-        said["text_offset"].append(offset)
+        lists["tokens"].append(_name(token))
+        lists["token_logprobs"].append(None if is_given else _finite(token))
+        lists["top_logprobs"].append(None if is_given else likeliest)
+        begin, end = _range(token.raw, data, byte_position, has_rest=start > 0)
+        offset += _characters(data[byte_position:begin])
+        lists["text_offset"].append(offset)
         offset += _characters(data[begin:end])
-        at = end
-    return said
+        byte_position = end
+    return lists
 
 
-def _range(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, int]:
-    """Return the range of a token in the text, searched from `at`.
+def _range(raw: bytes, data: bytes, position: int, *, has_rest: bool) -> tuple[int, int]:
+    """Return the range of a token in the text, searched from `position`.
 
     The text may lack the space that begins its first token. With `has_rest` the text can begin with
     the rest of a token of the previous piece.
     """
     for spelled in (raw, raw.removeprefix(b" ")):
-        if data.startswith(spelled, at):
-            return at, at + len(spelled)
-    begin = data.find(raw, at) if has_rest else -1
-    return (begin, begin + len(raw)) if begin >= 0 else (at, at)
+        if data.startswith(spelled, position):
+            return position, position + len(spelled)
+    begin = data.find(raw, position) if has_rest else -1
+    return (begin, begin + len(raw)) if begin >= 0 else (position, position)
 
 
 def _characters(data: bytes) -> int:
@@ -247,12 +247,12 @@ def _of_prompt(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any] | None]:
     """Write vLLM's `prompt_logprobs`: for each prompt token but the first, the likeliest tokens and
     the token itself, by id.
     """
-    said: list[dict[str, Any] | None] = []
+    fields_by_token: list[dict[str, Any] | None] = []
     for number, token in enumerate(tokens):
         fields = {str(token.token_id): _ranked(token, None)}
         fields |= {str(top.token_id): _ranked(top, rank) for rank, top in enumerate(token.top, 1)}
-        said.append(fields if number else None)
-    return said
+        fields_by_token.append(fields if number else None)
+    return fields_by_token
 
 
 def _ranked(token: TokenLogprob, rank: int | None) -> dict[str, Any]:

@@ -236,12 +236,12 @@ def _translated(
                 f"This model's maximum context length is {error.context_tokens} tokens. "
                 f"However, your {prompt} resulted in {error.prompt_tokens} tokens."
             )
-            wrong = error_body(message, None, prompt, "context_length_exceeded")
-            return base.BackendTooLong(message, status=400, body=wrong, context_tokens=error.context_tokens)
+            refusal_body = error_body(message, None, prompt, "context_length_exceeded")
+            return base.BackendTooLong(message, status=400, body=refusal_body, context_tokens=error.context_tokens)
         case local_engine.InvalidRequest(param="grammar"):  # also where the model cannot go on within it
             message = str(error).partition("\n")[0][:_WORDS_MAX]  # what a library adds is for its makers
-            wrong = error_body(message, None, form_field(body, message), "unsupported_grammar")
-            return base.BackendUnfit(message, status=400, body=wrong)
+            refusal_body = error_body(message, None, form_field(body, message), "unsupported_grammar")
+            return base.BackendUnfit(message, status=400, body=refusal_body)
         case local_engine.InvalidRequest() if not has_output:
             param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
             return rejected(str(error), param, "invalid_value")

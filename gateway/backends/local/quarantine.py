@@ -85,8 +85,8 @@ class Quarantine:
         return crashes
 
 
-def _refused(what: str, status: int) -> BackendRejected:
-    message = f"The local engine died while it worked on this request, which {what}"
+def _refused(consequence: str, status: int) -> BackendRejected:
+    message = f"The local engine died while it worked on this request, which {consequence}"
     return BackendRejected(message, status=status, body=error_body(message, None, None, "engine_died"))
 
 

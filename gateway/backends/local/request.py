@@ -58,7 +58,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         what, _, path = in_json_words(str(error)).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
         raise rejected(f"Invalid {param or 'request'}: {what}", param, "invalid_type") from None
-    common: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "n": parameters.n or 1,
         "best_of": parameters.best_of,
         "salt": request.salt,
@@ -68,7 +68,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "grammar": _grammar_of(body),
     }
     if request.kind is CHAT:
-        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(parameters), **common, **_calls_of(body))]
+        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(parameters), **shared, **_calls_of(body))]
     if body.get("suffix"):
         raise rejected("This model can't be told what follows", "suffix", "unsupported_parameter")
     return [
@@ -76,7 +76,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=prompt if isinstance(prompt, list) else None,
             sampling=_of_text(parameters, body, prompt),
-            **common,
+            **shared,
         )
         for prompt in prompts_of(body)
     ]
@@ -222,13 +222,13 @@ _GRAMMARS = {"json": "json", "json_object": "json", "regex": "regex", "choice": 
 def _grammar(field: str, kind: Any, value: Any) -> Grammar:
     if kind == "choice":
         is_good = isinstance(value, list) and bool(value) and all(isinstance(choice, str) for choice in value)
-        wanted = "a list of texts, and not empty"
+        expected = "a list of texts, and not empty"
     elif kind == "json":
-        is_good, wanted = isinstance(value, dict | str), "a JSON schema"
+        is_good, expected = isinstance(value, dict | str), "a JSON schema"
     else:
-        is_good, wanted = isinstance(value, str), "a text"
+        is_good, expected = isinstance(value, str), "a text"
     if not is_good:
-        raise rejected(f"`{field}` must be {wanted}", field, "invalid_type")
+        raise rejected(f"`{field}` must be {expected}", field, "invalid_type")
     return Grammar(kind, value if isinstance(value, str) else msgspec.json.encode(value).decode())
 
 

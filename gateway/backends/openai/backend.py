@@ -84,11 +84,11 @@ class OpenAIBackend:
             proxy_of(url.scheme, host),
         )
 
-    def _fields(self, sent: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
+    def _fields(self, client_headers: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
         """The header fields of every request by lower-case name, and why they cannot be sent, or
         empty.
 
-        `sent` are the client's headers; a deployment's header of the same name replaces a client's.
+        A deployment's header replaces the header of the same name in `client_headers`.
         """
         url, headers = self._url, self._headers
         fields = {
@@ -98,7 +98,7 @@ class OpenAIBackend:
             "accept-encoding": ("Accept-Encoding", "identity"),
             "user-agent": ("User-Agent", "sameway"),
         }
-        fields |= {name: (name, value) for name, value in sent}
+        fields |= {name: (name, value) for name, value in client_headers}
         if url.username is not None:
             fields["authorization"] = ("Authorization", basic(url).decode())
         fields |= self._own_fields()
@@ -110,22 +110,22 @@ class OpenAIBackend:
             if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(
                 value + self._media
             ) & set("\r\n\0"):
-                what = (
+                subject = (
                     "the API key"
                     if name in ("authorization", "x-api-key") and not headers.get(name)
                     else f"the header {name!r}"
                 )
-                return {}, f"{what} holds characters that no header can carry"
+                return {}, f"{subject} holds characters that no header can carry"
         return fields, ""
 
-    def _head(self, path: str, method: str = "POST", query: str = "", sent: Iterable[tuple[str, str]] = ()) -> bytes:
+    def _head(self, path: str, method: str = "POST", query: str = "", headers: Iterable[tuple[str, str]] = ()) -> bytes:
         """The request line and the headers that all requests to `path` share."""
         origin, url = self._origin, self._url
         query = "&".join(filter(None, (url.query, query)))
         target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{query}" if query else "")
         if origin.is_forwarded:
             target = f"http://{origin.authority}{target}"
-        fields = {"host": ("Host", origin.authority)} | self._fields(sent)[0]
+        fields = {"host": ("Host", origin.authority)} | self._fields(headers)[0]
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
         head = "\r\n".join(lines).encode()
         return head + (proxy_authorization(origin.proxy) if origin.is_forwarded and origin.proxy is not None else b"")
@@ -203,8 +203,8 @@ class OpenAIBackend:
             raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
         if self._pool is None:
             raise BackendUnavailable("The deployment is not started")
-        at = request.passage
-        if at is not None and request.upload is None and not request.body:
+        passage = request.passage
+        if passage is not None and request.upload is None and not request.body:
             media, pieces, body, size = self._media, None, b"", 0
         elif request.upload is None:
             media, pieces, body = self._media, None, self.payload(request)
@@ -212,16 +212,16 @@ class OpenAIBackend:
         else:
             body, (media, size, pieces) = (
                 b"",
-                request.upload.written(self._body(request) if at is None else request.body),
+                request.upload.written(self._body(request) if passage is None else request.body),
             )
-        more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
-        more += f"Content-Length: {size}\r\n\r\n"
+        header_lines = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
+        header_lines += f"Content-Length: {size}\r\n\r\n"
         self.running += 1
-        if at is not None:
-            head = self._head(at.path, at.method, at.query, at.headers)
+        if passage is not None:
+            head = self._head(passage.path, passage.method, passage.query, passage.headers)
         elif (head := self._heads.get(request.kind.path, b"")) == b"":
             head = self._heads[request.kind.path] = self._head(self.paths[request.kind.path])
-        return Exchange(head + more.encode(), body, pieces=pieces)
+        return Exchange(head + header_lines.encode(), body, pieces=pieces)
 
     async def _sent(self, exchange: Exchange) -> None:
         assert self._pool is not None  # `_admit` has checked it

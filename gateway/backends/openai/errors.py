@@ -72,10 +72,10 @@ class Translator:
         """The error for a response whose body broke off."""
         return BackendBroken("The deployment's answer broke off", detail=self._text(error))
 
-    def not_json(self, thing: str, payload: bytes, error: Exception) -> BackendError:
-        """The error for an "answer" or "stream" (`thing`) that cannot be decoded."""
+    def not_json(self, subject: str, payload: bytes, error: Exception) -> BackendError:
+        """The error for an "answer" or "stream" (`subject`) that cannot be decoded."""
         excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
-        return BackendBroken(f"The deployment's {thing} is not JSON", detail=f"{error}: {excerpt}")
+        return BackendBroken(f"The deployment's {subject} is not JSON", detail=f"{error}: {excerpt}")
 
     def _text(self, error: BaseException) -> str:
         return scrubbed(f"{type(error).__name__}: {error}", self._api_key)

@@ -148,14 +148,14 @@ class OpenAIStream(msgspec.Struct, eq=False):
             raise (
                 (self._error and fresh(self._error)) or (not is_own and self._late()) or self.translate.unsent(error)
             ) from None
-        at = request.passage
-        if exchange.status != 200 and (at is None or exchange.status // 100 != 2):
+        passage = request.passage
+        if exchange.status != 200 and (passage is None or exchange.status // 100 != 2):
             refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
-            raise self.translate.refused(exchange, refused, is_passage=at is not None)
+            raise self.translate.refused(exchange, refused, is_passage=passage is not None)
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
-        if request.kind.is_plain and (at is not None or not is_json_or_page):
-            self._passing = _Passing(kind, exchange.status, at)
+        if request.kind.is_plain and (passage is not None or not is_json_or_page):
+            self._passing = _Passing(kind, exchange.status, passage)
         is_stream = request.is_stream or kind.startswith(b"text/event-stream")
         if self._passing is not None or (is_stream and not is_json_or_page):
             await self._fill()
@@ -285,10 +285,10 @@ class OpenAIStream(msgspec.Struct, eq=False):
         position = 0
         while position < len(payloads):
             if self._template is not None:
-                rest = payloads[position:] if position else payloads
-                count = len(self._template.texts(rest))
+                payloads_left = payloads[position:] if position else payloads
+                count = len(self._template.texts(payloads_left))
                 if count:
-                    self._ready.append(Chunk(b"\n".join(rest[:count]), has_content=True, count=count))
+                    self._ready.append(Chunk(b"\n".join(payloads_left[:count]), has_content=True, count=count))
                 position += count
                 if position == len(payloads):
                     return
