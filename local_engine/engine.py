@@ -161,9 +161,9 @@ class Engine:
         may_be_text = grammar is None or (reads is not None and reads.grammar is None and not reads.tool_choice)
         stop, stop_token_ids = (params.stop, params.stop_token_ids) if may_be_text else ((), ())
         thinking = self.tokenizer.thinking(tokens, is_continued=is_continued)
-        reader, shown = None, frozenset[int]()
+        reader, shown_tokens = None, frozenset[int]()
         if reads is not None:
-            reader, shown = self.tokenizer.reader(reads, thinking, is_held=grammar is not None)
+            reader, shown_tokens = self.tokenizer.reader(reads, thinking, is_held=grammar is not None)
         self._submitted += 1
         sequence = Sequence(
             id=self._submitted,
@@ -176,7 +176,7 @@ class Engine:
             priority=priority,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
             # a grammar reads the first token's space
-            text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
+            text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown_tokens),
             reader=reader,
             prompt_logprobs=prompt_logprobs,
             grammar=GrammarState(grammar, thinking) if grammar is not None else None,

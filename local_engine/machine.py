@@ -79,18 +79,18 @@ def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
 def available_bytes() -> int:
     """The available memory in bytes: the machine's, or the container's if less."""
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    free_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
+                free_bytes = int(line.split()[1]) * 1024
     limit_path, used_path = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit_path.is_file() and used_path.is_file():
         text = limit_path.read_text().strip()
         if text.isdigit():
-            free = min(free, max(0, int(text) - int(used_path.read_text())))
-    return free
+            free_bytes = min(free_bytes, max(0, int(text) - int(used_path.read_text())))
+    return free_bytes
 
 
 def return_unused_memory() -> None:

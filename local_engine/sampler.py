@@ -84,13 +84,13 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
     ids: dict[int, int] = dict(enumerate(best_ids.tolist()))
-    drawn = [row for row, place in enumerate(places) if place.sequence.params.temperature > 0 and is_finite[row]]
-    changed = [row for row, place in enumerate(places) if place.changes_logits]
+    random_rows = [row for row, place in enumerate(places) if place.sequence.params.temperature > 0 and is_finite[row]]
+    changed_rows = [row for row, place in enumerate(places) if place.changes_logits]
     mask_by_row = held_rows(places) if masks is not None else {}
-    if changed:
+    if changed_rows:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
         change_logits(logits, places)
-    for rows in (drawn, sorted({*changed, *mask_by_row}.difference(drawn))):
+    for rows in (random_rows, sorted({*changed_rows, *mask_by_row}.difference(random_rows))):
         if rows:
             row_places = [places[row] for row in rows]
             temperatures = [drawing.sequence.params.temperature for drawing in row_places]
@@ -99,7 +99,7 @@ def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) 
                 [[max(t, TEMPERATURE_MIN) if t else 1.0] for t in temperatures], device=scores.device
             )
             row_masks = [(index, mask_by_row[row]) for index, row in enumerate(rows) if row in mask_by_row]
-            total = scores.new_empty(len(rows), 1) if rows is drawn else None
+            total = scores.new_empty(len(rows), 1) if rows is random_rows else None
             if total is not None and len(row_masks) < len(rows):
                 total = scores.logsumexp(-1, keepdim=True)
             if masks is not None:

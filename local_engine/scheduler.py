@@ -233,10 +233,10 @@ class Scheduler:
         if draft is None:
             return None
         size, known_tokens = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
-        spare = max(0, self.pool.free - len(self.running))
+        spare_blocks = max(0, self.pool.free - len(self.running))
         if sequence.grammar is not None:
             draft = replace(draft, tokens=sequence.grammar.part(draft.tokens))
-        draft = draft.part(min(budget, (len(sequence.blocks) + spare) * size - known_tokens))
+        draft = draft.part(min(budget, (len(sequence.blocks) + spare_blocks) * size - known_tokens))
         if draft is not None:
             wanted = -(-(known_tokens + len(draft.tokens) + draft.wanted) // size) - len(sequence.blocks)
             sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))

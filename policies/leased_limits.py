@@ -185,12 +185,12 @@ class LocalRateLimits:
     def correct(self, scope: str, limits: Sequence[RateLimit], unit: str, actual: int) -> None:
         """Correct the charge of a request that `take` charged and that used `actual` of `unit`."""
         now_us = self._clock() * 1e6
-        changed = [limit for limit in limits if limit.unit == unit and limit.cost != actual]
+        changed_limits = [limit for limit in limits if limit.unit == unit and limit.cost != actual]
         leads_us = [
             max(self._lead_us(scope, limit, now_us) + (actual - limit.cost) * MINUTE_US / limit.per_min, 0.0)
-            for limit in changed
+            for limit in changed_limits
         ]
-        self._keep(scope, changed, leads_us, now_us)
+        self._keep(scope, changed_limits, leads_us, now_us)
 
     def _lead_us(self, scope: str, limit: RateLimit, now_us: float) -> float:
         return max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0)

@@ -54,7 +54,7 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, p
     path = packaged_folder() if name == DEFAULT else Path(name).expanduser()
     if path.is_absolute() and not path.exists():
         raise FileNotFoundError(f"no embedder at {path}")
-    shown = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
+    shown_name = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
     if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
@@ -63,10 +63,10 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, p
             is_bfloat16 = precision != "float32" and has_bfloat16()
             if precision == "bfloat16" and not is_bfloat16:
                 raise PrecisionUnavailable(_NO_BFLOAT16.format("this processor has none"))
-            return BertEmbedder(plan, shown, threads, is_bfloat16=is_bfloat16)
+            return BertEmbedder(plan, shown_name, threads, is_bfloat16=is_bfloat16)
     if precision == "bfloat16":
         raise PrecisionUnavailable(_NO_BFLOAT16.format("plain BERT models have it, on CPUs with OpenVINO"))
-    return SentenceEmbedder(path, shown, device, threads)
+    return SentenceEmbedder(path, shown_name, device, threads)
 
 
 class SentenceEmbedder:
@@ -75,7 +75,7 @@ class SentenceEmbedder:
     `path` is a folder or a name that the library knows; `shown` is for people.
     """
 
-    def __init__(self, path: Path, shown: str, device: str, threads: int = 1) -> None:
+    def __init__(self, path: Path, shown_name: str, device: str, threads: int = 1) -> None:
         import torch
         from sentence_transformers import SentenceTransformer
 
@@ -88,7 +88,7 @@ class SentenceEmbedder:
         # static models state infinity
         window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)
         key = folder_key(path) if path.is_dir() else _weights_key(self._model)
-        self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
+        self.info = EmbedderInfo(shown_name, int(self._model.get_embedding_dimension()), int(window), key)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return vectors and token counts (special tokens included), in order. Thread-safe."""

@@ -214,12 +214,12 @@ class Database:
         table: sa.Table,
         columns: Sequence[str],
         rows: Mapping[tuple[Any, ...], Sequence[int]],
-        added: Sequence[str] | None = None,
+        added_columns: Sequence[str] | None = None,
     ) -> None:
         """Insert `rows`, the values of `columns` by primary key, or add them to the rows with these
         keys.
 
-        If `added` is given, only these columns are added to an existing row.
+        If `added_columns` is given, only these columns are added to an existing row.
         """
         if not rows:
             return
@@ -227,7 +227,7 @@ class Database:
         keys = [column.name for column in table.primary_key]
         names = [*keys, *columns]
         marks = ", ".join("?" if self.is_sqlite else f"${place}" for place in range(1, len(names) + 1))
-        updates = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in added or columns)
+        updates = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in added_columns or columns)
         insert = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({marks})"
         values = [(*key, *row) for key, row in sorted(rows.items())]
         await connection.exec_driver_sql(f"{insert} ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}", values)

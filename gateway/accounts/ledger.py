@@ -188,12 +188,12 @@ class Ledger:
     @uncancelled
     async def saved(self, ids: Collection[str]) -> set[str]:
         """The members of `ids` that the ledger contains."""
-        column, saved, listed = schema.ledger.c.id, set[str](), list(ids)
+        column, saved_ids, id_list = schema.ledger.c.id, set[str](), list(ids)
         async with self.database.reading() as connection:
-            for start in range(0, len(listed), _SAVED_BATCH):
-                statement = sa.select(column).where(column.in_(listed[start : start + _SAVED_BATCH]))
-                saved.update((await connection.execute(statement)).scalars())
-        return saved
+            for start in range(0, len(id_list), _SAVED_BATCH):
+                statement = sa.select(column).where(column.in_(id_list[start : start + _SAVED_BATCH]))
+                saved_ids.update((await connection.execute(statement)).scalars())
+        return saved_ids
 
     @uncancelled
     async def day_spends(self, first: date, last: date) -> tuple[DaySpend, ...]:

@@ -233,12 +233,12 @@ class HitsWriter:
 
 
 def _entry(entry_id: bytes, fields: list[Any] | None) -> _StreamEntry:
-    named = dict(zip(fields[::2], fields[1::2], strict=False)) if fields else {}
+    value_by_name = dict(zip(fields[::2], fields[1::2], strict=False)) if fields else {}
     try:
-        row = decode_row(named[b"row"])
+        row = decode_row(value_by_name[b"row"])
     except (KeyError, msgspec.MsgspecError) as error:
         return _StreamEntry(entry_id, None, f"not a row: {type(error).__name__} {error}")
-    booked = (named.get(b"team"), named.get(b"at_ms"), named.get(b"cost"))
+    booked = (value_by_name.get(b"team"), value_by_name.get(b"at_ms"), value_by_name.get(b"cost"))
     if booked != (b"%d" % row.team_id, b"%d" % row.at_ms, b"%d" % row.cost_microusd):
         return _StreamEntry(entry_id, None, "its row says other than what was booked")
     return _StreamEntry(entry_id, row)

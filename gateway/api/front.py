@@ -107,11 +107,11 @@ def _as_v1(path: str) -> tuple[str, str]:
     """
     if not path.startswith("/openai/"):
         return path, ""
-    named = path.removeprefix(_AZURE_DEPLOYMENTS)
-    if named != path and f"/{named}" not in _OF_DEPLOYMENTS:  # which has no name at all
+    below = path.removeprefix(_AZURE_DEPLOYMENTS)
+    if below != path and f"/{below}" not in _OF_DEPLOYMENTS:  # which has no name at all
         for ending in _OF_DEPLOYMENTS:
-            if named.endswith(ending) and named != ending:
-                return f"/v1{ending}", named.removesuffix(ending)
+            if below.endswith(ending) and below != ending:
+                return f"/v1{ending}", below.removesuffix(ending)
     return f"/v1/{path.removeprefix('/openai/').removeprefix('v1/')}", ""
 
 

@@ -82,10 +82,10 @@ class Memory:
         ConversationLocked.
         """
         self._check_allowed(team)
-        named = self.named(items)
-        if not await self.conversations.add(team.id, id, _encoded(named)):
+        named_items = self.named(items)
+        if not await self.conversations.add(team.id, id, _encoded(named_items)):
             raise await self._locked(team, id)
-        return named
+        return named_items
 
     async def remove(self, team: Team, id: str, item_id: str) -> None:
         """Delete an item of a conversation. Raises NotFound, ConversationLocked."""
@@ -186,10 +186,10 @@ class Memory:
                 ids = set(owners.values())
                 texts = await self._store.texts(team.id, ids, bytes_max, is_input=is_input) if ids else {}
             for owner, text in texts.items():
-                listed = msgspec.json.decode(text)
+                document = msgspec.json.decode(text)
                 items_by_id |= {
                     item["id"]: item
-                    for item in (listed if is_input else listed["output"])
+                    for item in (document if is_input else document["output"])
                     if owners.get(item["id"]) == owner
                 }
         if others := [id for id in references if id not in items_by_id and ITEM_ID.fullmatch(id)]:
@@ -231,9 +231,11 @@ class Memory:
         For a background response, raises the database's error when it is queued, and ClientGone at
         its end if it was cancelled or deleted before.
         """
-        id, status, added = response["id"], response["status"], keeping.conversation_id
+        id, status, conversation_id = response["id"], response["status"], keeping.conversation_id
         digits = id.removeprefix("resp_")
-        items = [_kept(item, digits, number, is_new=added is not None) for number, item in enumerate(input_items)]
+        items = [
+            _kept(item, digits, number, is_new=conversation_id is not None) for number, item in enumerate(input_items)
+        ]
         row = StoredResponse(
             id=id,
             team_id=identity.team.id,
@@ -241,8 +243,8 @@ class Memory:
             previous_id=keeping.previous_id,
             input=msgspec.json.encode(items),
             body=msgspec.json.encode(response),
-            conversation_id=added,
-            added=_encoded([*items, *response["output"]]) if added is not None and status in _ENDED else (),
+            conversation_id=conversation_id,
+            added=_encoded([*items, *response["output"]]) if conversation_id is not None and status in _ENDED else (),
             is_stored=keeping.is_stored,
             status=status if keeping.is_background and status not in _ENDED else None,
         )
@@ -294,11 +296,11 @@ def _kept(item: Item, digits: str, number: int, *, is_new: bool) -> Item:
     The item keeps its given id unless `is_new`.
     """
     kind = item.get("type") or "message"
-    given = None if is_new else item.get("id")
+    given_id = None if is_new else item.get("id")
     if is_new and kind == "local_shell_call_output" and not item.get("call_id"):
         item = {**item, "call_id": item.get("id")}  # its id is its call's
     own_id = f"{_PREFIXES.get(kind, 'item')}_{digits}_in{number}"
-    item = {**item, "type": kind, "id": given if isinstance(given, str) and given else own_id}
+    item = {**item, "type": kind, "id": given_id if isinstance(given_id, str) and given_id else own_id}
     if kind != "message":
         return item
     role, content = item.get("role") or "user", item.get("content")

@@ -260,10 +260,10 @@ def _input(arguments: str) -> dict[str, Any]:
     Source: Anthropic's guide, "Fine-grained tool streaming".
     """
     try:
-        given = decoded(arguments.encode() or b"{}")
+        value = decoded(arguments.encode() or b"{}")
     except UNREADABLE:
-        given = None
-    return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

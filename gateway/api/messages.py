@@ -332,8 +332,8 @@ def _media(value: Any, name: str = "") -> int:
     return own + sum(_media(item, name) for name, item in value.items())
 
 
-def _further(given: Mapping[str, Any], known_fields: Collection[str], *path: str | int) -> list[Any]:
-    further = {name: value for name, value in given.items() if name not in known_fields and value is not None}
+def _further(fields: Mapping[str, Any], known_fields: Collection[str], *path: str | int) -> list[Any]:
+    further = {name: value for name, value in fields.items() if name not in known_fields and value is not None}
     return [[*path, bare]] if (bare := _bare(further)) else []
 
 
@@ -527,10 +527,10 @@ def _tool_choice(choice: _Choice | None) -> str | dict[str, Any] | None:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _response_format(given: _Format | None) -> dict[str, Any] | None:
-    if given is None:
+def _response_format(format: _Format | None) -> dict[str, Any] | None:
+    if format is None:
         return None
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema, "strict": True}}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": format.schema, "strict": True}}
 
 
 def _effort(thinking: _Thinking | None) -> str | None:

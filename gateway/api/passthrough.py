@@ -129,11 +129,11 @@ class Passthrough(AnswerEndpoint):
 
     async def _kept(self, incoming: Body, media: str) -> FormFiles:
         """Write a body's bytes to the disk. The caller closes the returned files. Raises ApiError."""
-        begun = b""
+        first_byte = b""
         with FormFiles(self._settings.data_dir, media) as upload:
             async for data in incoming.pieces(self._settings.upload_bytes_max):
-                begun = begun or data.lstrip(BLANK)[:1]
-                if begun in (b"{", b"["):  # a provider that ignores the type would find ids in it
+                first_byte = first_byte or data.lstrip(BLANK)[:1]
+                if first_byte in (b"{", b"["):  # a provider that ignores the type would find ids in it
                     raise UnsupportedMediaType(f"The body begins as JSON does, and is said to be {media}")
                 await upload.parcel.write(data)
             return upload
@@ -305,14 +305,14 @@ def _filtered(body: bytes, owned_ids: set[str]) -> bytes:
         raise _others() from None
     if not isinstance(answer, dict):
         raise _others()
-    listed = answer.pop("data", None)
-    if isinstance(listed, list):
-        data = [item for item in listed if isinstance(item, dict) and item.get("id") in owned_ids]
+    objects = answer.pop("data", None)
+    if isinstance(objects, list):
+        data = [item for item in objects if isinstance(item, dict) and item.get("id") in owned_ids]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         answer |= {"first_id": first, "last_id": last}
         body = msgspec.json.encode({**answer, "data": data})
-    elif listed is not None:
-        answer["data"] = listed
+    elif objects is not None:
+        answer["data"] = objects
     if not owned_ids.issuperset(ids_in(answer)) or any(isinstance(item, list) for item in answer.values()):
         raise _others()
     return body

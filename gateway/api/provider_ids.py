@@ -64,11 +64,11 @@ class NamedObjects:
                 words = f"send a JSON object, or one on each line. {error.message}"
                 raise UnsupportedMediaType(f"{shown(part.filename or '')} can't be searched for ids: {words}") from None
 
-    async def _check(self, named: set[str], team_id: int) -> None:
-        if len(named) > IDS_MAX:
+    async def _check(self, ids: set[str], team_id: int) -> None:
+        if len(ids) > IDS_MAX:
             raise BadRequest(f"The request names more than {IDS_MAX} objects: send fewer", code="invalid_value")
-        odd = {one for one in named if "\0" in one}  # no id, and no database takes it
-        if self.have_owners and (others := odd or (named and await self._ids.of_others(team_id, named))):
+        odd = {one for one in ids if "\0" in one}  # no id, and no database takes it
+        if self.have_owners and (others := odd or (ids and await self._ids.of_others(team_id, ids))):
             raise NotFound(f"There is no {shown(min(others))} here", code="not_found")
 
 
@@ -94,9 +94,9 @@ def _in_lines(lines: bytes) -> set[str]:
         raise
 
 
-def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
-    """The values of fields whose names match `keys`, at any depth, without the fields in `but`."""
-    for name, given in fields_of(value, but):
+def ids_in(value: Any, excluded: Sequence[str] = ("metadata",), keys: re.Pattern[str] = _ID_KEY) -> Iterator[str]:
+    """The values of fields whose names match `keys`, at any depth, except fields in `excluded`."""
+    for name, given in fields_of(value, excluded):
         if keys.fullmatch(name):
             given = given.get("id") if isinstance(given, dict) else given  # Anthropic's container
             for id in given if isinstance(given, list) else [given]:
@@ -105,13 +105,13 @@ def ids_in(value: Any, but: Sequence[str] = ("metadata",), keys: re.Pattern[str]
                     yield id
 
 
-def fields_of(value: Any, but: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each field at any depth, except those named in `but`."""
+def fields_of(value: Any, excluded: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Each field at any depth, except those named in `excluded`."""
     values_left = [value]
     while values_left:
         match values_left.pop():
             case dict() as fields:
-                found = [(name, given) for name, given in fields.items() if name not in but]
+                found = [(name, given) for name, given in fields.items() if name not in excluded]
                 yield from found
                 values_left += [given for _, given in found]
             case list() as items:

@@ -237,21 +237,21 @@ class ResponseRenderer(EventRenderer):
         id = _text(call.get("id"))
         call = {**call, "id": id}
         kind, field = ("custom", "input") if isinstance(call.get("custom"), dict) else ("function", "arguments")
-        given = call.get(kind)
+        body = call.get(kind)
         index = call_index(call, self._calls, self._output[-1].get("call_id") if self._output else None)
-        given = given if isinstance(given, dict) else {}
+        body = body if isinstance(body, dict) else {}
         if index not in self._calls:
             self._close_text()
             fields: dict[str, Any] = {"call_id": id or f"call_{self._key}_{index}"}
-            if self._has_shell and given.get("name") == "local_shell":
+            if self._has_shell and body.get("name") == "local_shell":
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
                 fields |= {"type": "function_call" if kind == "function" else "custom_tool_call"}
-                fields |= {**_names(_text(given.get("name")), self._response["tools"]), field: ""}
+                fields |= {**_names(_text(body.get("name")), self._response["tools"]), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
         position, pieces = self._calls[index]
-        text = given.get(field)
+        text = body.get(field)
         if isinstance(text, str) and text:
             pieces.append(text)
             if (growing := _GROWING.get(self._output[position]["type"])) is not None:
@@ -393,11 +393,11 @@ def _shell_action(arguments: str) -> dict[str, Any]:
     text.
     """
     try:
-        given = decoded(arguments.encode())
-        command = given["command"]
+        action = decoded(arguments.encode())
+        command = action["command"]
     except (msgspec.DecodeError, KeyError, TypeError):
-        given, command = {}, arguments
-    fields = {name: value for name, value in given.items() if name in _SHELL_FIELDS and value is not None}
+        action, command = {}, arguments
+    fields = {name: value for name, value in action.items() if name in _SHELL_FIELDS and value is not None}
     return {**fields, "command": [command] if isinstance(command, str) else command}
 
 

@@ -284,9 +284,9 @@ def _conversation_of(request: ResponseRequest) -> str | None:
     return named.id if isinstance(named, _Conversation) else named
 
 
-def checked_items(given: list[dict[str, Any]]) -> list[Item]:
-    """`given` as the items of a conversation. Raises BadRequest with the invalid field."""
-    for number, one in enumerate(given):
+def checked_items(items: list[dict[str, Any]]) -> list[Item]:
+    """`items` as the items of a conversation. Raises BadRequest with the invalid field."""
+    for number, one in enumerate(items):
         where = f"items[{number}]"
         item: _Item = convert(one, _Item, where)
         kind = item.type or "message"
@@ -294,7 +294,7 @@ def checked_items(given: list[dict[str, Any]]) -> list[Item]:
             raise BeyondChat(f"{where}.type", f"Items of type `{kind[:100]}` are not supported here")
         if kind in ("message", *_OUTPUTS):
             _content(item.content if kind == "message" else item.output, where)
-    return given
+    return items
 
 
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -342,12 +342,12 @@ _SHELL: dict[str, Any] = {
 }
 
 
-def _tools(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """`given` in a chat completion's shape, in order; a namespace's second and later tools come
+def _tools(tools: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """`tools` in a chat completion's shape, in order; a namespace's second and later tools come
     last.
     """
     groups, owners = [], dict[str, str | None]()
-    for number, tool in enumerate(given):
+    for number, tool in enumerate(tools):
         path, space = f"{where}[{number}]", tool.get("name") if tool.get("type") == "namespace" else None
         members = _members(tool, path)
         for name in [member["name"] for member in members if isinstance(member.get("name"), str)]:
@@ -414,12 +414,12 @@ def _messages(items: Sequence[Item], instructions: str | None, count_before: int
     calls, answered = dict[str, str](), set[str]()  # each call's id, by it and by its item's
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    for number, given in enumerate(items, -count_before):
+    for number, fields in enumerate(items, -count_before):
         where = f"input[{number}]"
-        if (kind := given.get("type") or "message") not in ITEMS or kind == "item_reference":
+        if (kind := fields.get("type") or "message") not in ITEMS or kind == "item_reference":
             message = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
             raise BeyondChat(f"{where}.type", f"{message}; leave out what another tool has left")
-        item: _Item = convert(given, _Item, where)
+        item: _Item = convert(fields, _Item, where)
         match kind:
             case "message":
                 messages.append({"role": item.role or "user", "content": _content(item.content, f"{where}.content")})
@@ -482,14 +482,14 @@ def _part(part: dict[str, Any], where: str) -> dict[str, Any]:
     raise BeyondChat(where, f"A content part of this type, with these fields, is not supported here: {kind}")
 
 
-def _response_format(given: Any) -> dict[str, Any] | None:
-    match given:
+def _response_format(format: Any) -> dict[str, Any] | None:
+    match format:
         case None | {"type": "text"}:
             return None
         case {"type": "json_object"}:
             return {"type": "json_object"}
         case {"type": "json_schema"}:
-            return _nested("json_schema", given)
+            return _nested("json_schema", format)
     raise BeyondChat("text.format", "`text.format.type` may be text, json_object or json_schema")
 
 

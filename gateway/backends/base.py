@@ -88,10 +88,10 @@ class BackendRequest(msgspec.Struct, frozen=True):
 
         The prefix loses its trailing white space, because some servers refuse it.
         """
-        begun = self.prefix.rstrip()
+        prefix = self.prefix.rstrip()
         if self.kind is not CHAT:
-            return {**self.body, "prompt": prompts_of(self.body)[0] + begun}  # type: ignore[operator]  # a text
-        message = {"role": "assistant", "content": begun, "prefix": True}
+            return {**self.body, "prompt": prompts_of(self.body)[0] + prefix}  # type: ignore[operator]  # a text
+        message = {"role": "assistant", "content": prefix, "prefix": True}
         return {**self.body, "messages": [*self.body["messages"], message]}
 
     @property

@@ -197,14 +197,14 @@ class Batches:
         """
         batch = await self.get(team_id, batch_id)
         async with self._database.writing() as connection:
-            changed = await connection.execute(
+            update = await connection.execute(
                 sa.update(_batches)
                 .where(_batches.c.id == batch.id, _batches.c.status.in_(LIVE), _batches.c.status != "cancelling")
                 .values(status="cancelling", cancelling_at_s=self.clock())
             )
-            if changed.rowcount and row is not None:
+            if update.rowcount and row is not None:
                 await connection.execute(inserted(row))
-        if not changed.rowcount and (batch := await self.get(team_id, batch_id)).status not in LIVE:
+        if not update.rowcount and (batch := await self.get(team_id, batch_id)).status not in LIVE:
             raise InUse(f"The batch has ended: its status is {batch.status}")
 
     @uncancelled

@@ -142,7 +142,7 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
     """The chunks of an input. Raises OSError, and LineRefused for an empty input or too many lines."""
     custom_ids_seen = set[bytes]()
     chunks, count, number = list[LineSpan](), 0, 0
-    offset = begun = lines = first = 0
+    offset = chunk_start = lines = first = 0
     repeated: list[int] = []
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -159,10 +159,10 @@ def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
                     custom_ids_seen.add(digest)
             if count > lines_max:
                 raise LineRefused("too_many_lines", f"The file has more than {lines_max:,} lines")
-            if lines and (lines >= _LINES_A_CHUNK or offset - begun >= _BYTES_A_CHUNK or offset >= size):
-                span = {"offset": begun, "size": offset - begun, "first_line": first + 1}
+            if lines and (lines >= _LINES_A_CHUNK or offset - chunk_start >= _BYTES_A_CHUNK or offset >= size):
+                span = {"offset": chunk_start, "size": offset - chunk_start, "first_line": first + 1}
                 chunks.append(LineSpan(number=len(chunks), lines=lines, repeated=repeated, **span))
-                begun, first, lines, repeated = offset, number, 0, []
+                chunk_start, first, lines, repeated = offset, number, 0, []
     if not count:
         raise LineRefused("empty_file", "The file has no line")
     return chunks

@@ -117,11 +117,11 @@ def _embedder(settings: Settings, clock: Callable[[], float], client: SemanticCl
     name = settings.embedding_alias
     price = PriceSettings(input_usd_per_mtok=settings.embedding_usd_per_mtok)
     # no setting names this kind of backend
-    given = DeploymentSettings.model_construct(name=EMBEDDER, backend="local", model=name, price=price)
-    model = ModelSettings.model_construct(deployments=[given], is_semantic=False)
+    deployment = DeploymentSettings.model_construct(name=EMBEDDER, backend="local", model=name, price=price)
+    model = ModelSettings.model_construct(deployments=[deployment], is_semantic=False)
     backend = EmbedderBackend(EMBEDDER, name, client)
-    facts = dataclasses.replace(describe(given), capabilities=backend.capabilities)
-    return Alias(name, model, RoutingPolicy(), {EMBEDDER: _deployed(given, facts, backend, clock)})
+    facts = dataclasses.replace(describe(deployment), capabilities=backend.capabilities)
+    return Alias(name, model, RoutingPolicy(), {EMBEDDER: _deployed(deployment, facts, backend, clock)})
 
 
 def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:

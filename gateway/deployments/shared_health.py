@@ -273,15 +273,15 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
 
     It includes `host` if only this host reaches the deployment. It reveals no API key.
     """
-    given = deployment.settings
+    config = deployment.settings
     where = (
         [host, str(settings.run_dir)]
-        if given.engine
+        if config.engine
         else [host]
-        if is_loopback(urlsplit(given.base_url or "").hostname or "")
+        if is_loopback(urlsplit(config.base_url or "").hostname or "")
         else []
     )
-    facts = (where, deployment.name, given.backend, given.engine, given.model, given.base_url, given.headers)
-    secret = os.environ.get(given.api_key_env or "", "")
+    facts = (where, deployment.name, config.backend, config.engine, config.model, config.base_url, config.headers)
+    secret = os.environ.get(config.api_key_env or "", "")
     key = (settings.secret or "").encode()[:64]
     return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()

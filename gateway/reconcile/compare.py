@@ -104,14 +104,14 @@ def compare(
     tolerance_microusd: int = _CENT,
 ) -> Report:
     """Compare `export` with the ledger's `spends` on the export's days."""
-    named = {model for _, model in export.billed}
+    models_in_export = {model for _, model in export.billed}
     differences = {key: Difference(*key, billed) for key, billed in export.billed.items()}
     uncompared: dict[str, int] = {}
     for spend in spends:
         model = models.get((spend.alias, spend.deployment))
         if model is None:
             continue
-        if model not in named:
+        if model not in models_in_export:
             uncompared[model] = uncompared.get(model, 0) + spend.cost_microusd
             continue
         differences.setdefault((spend.day, model), Difference(spend.day, model)).rows.append(spend)

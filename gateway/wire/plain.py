@@ -91,13 +91,13 @@ class Extent(NamedTuple):
     output_tokens: int = 0  # the most of the answer, where a provider counts them
 
 
-def _size(given: Any) -> tuple[float, int]:
+def _size(value: Any) -> tuple[float, int]:
     """The expected tokens of an input and the most, since a token has at least one byte."""
-    if isinstance(given, list):
-        return len(given), len(given)
-    if isinstance(given, dict) and given.get("type") == "image_url":
+    if isinstance(value, list):
+        return len(value), len(value)
+    if isinstance(value, dict) and value.get("type") == "image_url":
         return 0, MEDIA_TOKENS_MAX
-    size_bytes = len(given.encode() if isinstance(given, str) else msgspec.json.encode(given))
+    size_bytes = len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
     return size_bytes / BYTES_PER_TOKEN, size_bytes
 
 
@@ -189,10 +189,10 @@ class ImageEditRequest(ImageRequest, kw_only=True):
             *(self.images_in_form or ()),
             *(self.image if type(self.image) is list else ()),
         ]
-        given = [one for one in (self.image, self.mask, *images_given) if one is not None and type(one) is not list]
-        if not given:
+        images = [one for one in (self.image, self.mask, *images_given) if one is not None and type(one) is not list]
+        if not images:
             raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
-        return len(given)
+        return len(images)
 
 
 class VariationRequest(ImageEditRequest, kw_only=True):
@@ -371,14 +371,14 @@ class Counted:
     @property
     def usage(self) -> Usage | None:
         """The counted usage; None if no part reported usage."""
-        given = {_NAMES.get(name, name): value for name, value in self._usage.items()}
+        counts = {_NAMES.get(name, name): value for name, value in self._usage.items()}
         if "input_tokens" in self._usage and not _ANTHROPICS.isdisjoint(self._usage):
-            given = from_anthropic(self._usage)
-        given.setdefault("prompt_tokens", given.get("total_tokens"))
-        given["rounds"] = self._rounds or given.get("rounds")
+            counts = from_anthropic(self._usage)
+        counts.setdefault("prompt_tokens", counts.get("total_tokens"))
+        counts["rounds"] = self._rounds or counts.get("rounds")
         if self._searches:
-            given["server_tool_use"] = {"web_search_requests": self._searches}
-        usage = usage_of(msgspec.json.encode(given)) if given["prompt_tokens"] else None
+            counts["server_tool_use"] = {"web_search_requests": self._searches}
+        usage = usage_of(msgspec.json.encode(counts)) if counts["prompt_tokens"] else None
         if self._units:
             return msgspec.structs.replace(usage or Usage(0, 0), units=self._units)
         return usage

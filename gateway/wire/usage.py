@@ -179,12 +179,12 @@ def without_usage_at_start(chunk: bytes) -> bytes:
     return msgspec.json.encode({k: v for k, v in msgspec.json.decode(chunk).items() if k != "usage_at_start"})
 
 
-def _cleaned(given: Any) -> dict[str, Any]:
+def _cleaned(usage: Any) -> dict[str, Any]:
     """The readable fields of a usage. Fractions and numbers in texts are rounded up; others are
     dropped.
     """
     cleaned: dict[str, Any] = {}
-    for name, value in given.items() if isinstance(given, dict) else ():
+    for name, value in usage.items() if isinstance(usage, dict) else ():
         if name in _PARTS:
             cleaned[name] = _cleaned(value)
         elif name == "cost":

@@ -208,12 +208,12 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
 
 def _rotated(config: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
     """For each layer, whether it rotates."""
-    given = config.get("no_rope_layers")  # which names those that do
-    if given is None:
+    rotates = config.get("no_rope_layers")  # which names those that do
+    if rotates is None:
         period = int(config.get("no_rope_layer_interval") or 0)
-        given = [not period or (layer + 1) % period for layer in range(layers)]
+        rotates = [not period or (layer + 1) % period for layer in range(layers)]
     is_left_out = "position_embedding_type" in family.reads and config.get("position_embedding_type") != "rope"
-    return [bool(turns) and not is_left_out for turns in given[:layers]]
+    return [bool(turns) and not is_left_out for turns in rotates[:layers]]
 
 
 def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:

@@ -264,10 +264,10 @@ def _rope_scaling(value_of: Callable[[str], Any], divisors: list[float], is_shor
     context. (Other files encode llama3's rule in them.)"""
     kind, factor = str(value_of("rope.scaling.type") or "none"), float(value_of("rope.scaling.factor") or 1.0)
     original = value_of("rope.scaling.original_context_length") or value_of("context_length")
-    given = float(value_of("rope.scaling.attn_factor") or 1.0)
+    attention_factor = float(value_of("rope.scaling.attn_factor") or 1.0)
     if divisors and kind in ("none", "longrope"):
         ends = original if is_short else value_of("context_length")
-        scaling = {"rope_type": "longrope", "short_factor": divisors, "attention_factor": given}
+        scaling = {"rope_type": "longrope", "short_factor": divisors, "attention_factor": attention_factor}
         return {**scaling, "original_max_position_embeddings": ends}
     require_among(kind, ("none", "longrope") if divisors else ("none", "linear", "yarn"), f"{source}: rope scaling")
     of_yarn = float(value_of("rope.scaling.yarn_attn_factor") or families.yarn_scale(factor, 1.0))
@@ -277,5 +277,5 @@ def _rope_scaling(value_of: Callable[[str], Any], divisors: list[float], is_shor
         "original_max_position_embeddings": original,
         "beta_fast": value_of("rope.scaling.yarn_beta_fast"),
         "beta_slow": value_of("rope.scaling.yarn_beta_slow"),
-        "attention_factor": of_yarn * given,
+        "attention_factor": of_yarn * attention_factor,
     }

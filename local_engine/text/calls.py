@@ -86,27 +86,27 @@ def calls_grammar(
         (function["name"], _schema(function) if choice or function.get("strict") else {"type": "object"})
         for function in functions
     ]
-    spelled = {
+    description = {
         "format": asdict(format),
         "tools": schemas,
         "calls_max": calls_max or CALLS_MAX,
         "is_forced": bool(choice),
     }
     form = None if answer is None or choice else {"kind": answer.kind, "text": answer.text}
-    return Grammar("calls", json.dumps({**spelled, "answer": form}))
+    return Grammar("calls", json.dumps({**description, "answer": form}))
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments, which are an object without unnamed properties: these
     would fail at the tool. Raises InvalidRequest."""
-    given = function.get("parameters") or {"properties": {}}
-    kind = given.get("type", "object")
+    parameters = function.get("parameters") or {"properties": {}}
+    kind = parameters.get("type", "object")
     if kind != "object" and (not isinstance(kind, list) or "object" not in kind):
         raise InvalidRequest(f"the parameters of the tool {function['name']} must be an object", param="tools")
-    names, required = given.get("properties"), given.get("required", ())
+    names, required = parameters.get("properties"), parameters.get("required", ())
     is_all = isinstance(names, dict) and isinstance(required, list | tuple) and names.keys() >= set(map(str, required))
-    closed = {"additionalProperties": False} if is_all and _NAMERS.isdisjoint(given) else {}
-    return {**closed, **given, "type": "object"}
+    closed = {"additionalProperties": False} if is_all and _NAMERS.isdisjoint(parameters) else {}
+    return {**closed, **parameters, "type": "object"}
 
 
 # with these, a schema names properties elsewhere, too
@@ -262,10 +262,10 @@ class AnswerReader:
             body = self._rest.lstrip()
             self._frame, self._rest = self._frame + self._rest[: len(self._rest) - len(body)], body
             if not body.startswith(("{", "[")):
-                named = _NAMED.match(body)
-                if named is None and not is_last and (not body or _NAMES.fullmatch(body)):
+                name_match = _NAMED.match(body)
+                if name_match is None and not is_last and (not body or _NAMES.fullmatch(body)):
                     return False
-                self._at = named.end() if named is not None else -1
+                self._at = name_match.end() if name_match is not None else -1
         end = self._end() if self._at >= 0 else -1
         if end == 0 and not is_last:
             return False
@@ -348,12 +348,12 @@ class AnswerReader:
 
     def _made(self, body: str) -> list[tuple[str, str]]:
         """The calls in `body`: names, and arguments as JSON. Empty if it contains anything else."""
-        named = _NAMED.match(body)
+        name_match = _NAMED.match(body)
         try:
-            if named is None:
+            if name_match is None:
                 calls = _python(body) if body[0] == "[" and not body[1:].lstrip().startswith("{") else _json(body)
-            elif body[named.end()] == "{":
-                calls = [(named[1], _object(body[named.end() :]))]
+            elif body[name_match.end()] == "{":
+                calls = [(name_match[1], _object(body[name_match.end() :]))]
             else:
                 calls = _python(f"[{body}]")
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -382,14 +382,14 @@ def _json(body: str) -> list[tuple[str, str]]:
     return [(one.name, _object(bytes(one.arguments or one.parameters).decode())) for one in every]
 
 
-def _object(given: str) -> str:
+def _object(arguments: str) -> str:
     """The arguments as a JSON object, which some models write in a string. Raises ValueError."""
-    value = msgspec.json.decode(given)
+    value = msgspec.json.decode(arguments)
     if isinstance(value, str):
-        given, value = value, msgspec.json.decode(value)
+        arguments, value = value, msgspec.json.decode(value)
     if not isinstance(value, dict | None):
         raise ValueError("arguments are an object")
-    return "{}" if value is None else given
+    return "{}" if value is None else arguments
 
 
 class _JsonWords(ast.NodeTransformer):

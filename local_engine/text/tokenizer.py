@@ -72,9 +72,9 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in kinds
         self._has_spaces_between = not kinds
         self.strips_first_space = not kinds or any(_strips_first_space(step) for step in steps)
-        added = backend.get_added_tokens_decoder()
-        self._special = frozenset(id for id, token in added.items() if token.special)
-        self._added: dict[int, str] = {id: token.content for id, token in added.items()}
+        added_tokens = backend.get_added_tokens_decoder()
+        self._special = frozenset(id for id, token in added_tokens.items() if token.special)
+        self._added: dict[int, str] = {id: token.content for id, token in added_tokens.items()}
         # what frames calls, where it is a control token
         self.marks = {text: id for id, text in self._added.items() if text in MARKS and id in self._special}
         blocks = ([backend.token_to_id(mark) for mark in marks] for marks in THINKING)
@@ -83,7 +83,7 @@ class Tokenizer:
         )
         self._chat: ChatTemplate | None = None
         if chat_template is not None:
-            control = tuple(token.content for token in added.values() if token.special)
+            control = tuple(token.content for token in added_tokens.values() if token.special)
             self._chat = ChatTemplate(chat_template, bos_token, eos_token, control)
 
     def start_chat(self) -> None:

@@ -126,10 +126,10 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         "chat_template"
     )
     if isinstance(template, list):
-        named = {str(entry.get("name")): str(entry.get("template")) for entry in template}
-        template = named.get("default") or next(iter(named.values()), None)
-        if "tool_use" in named:
-            template = f"{{% if tools %}}{named['tool_use']}{{% else %}}{template}{{% endif %}}"
+        template_by_name = {str(entry.get("name")): str(entry.get("template")) for entry in template}
+        template = template_by_name.get("default") or next(iter(template_by_name.values()), None)
+        if "tool_use" in template_by_name:
+            template = f"{{% if tools %}}{template_by_name['tool_use']}{{% else %}}{template}{{% endif %}}"
     return str(template) if template else None
 
 

@@ -77,11 +77,11 @@ def _message(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in {**others, **message}.items() if value is not None}
 
 
-def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _dialogue(chat_messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The system's blocks, and the messages; consecutive messages of one role are merged."""
     system: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
-    for number, message in enumerate(given):
+    for number, message in enumerate(chat_messages):
         where, role = f"messages[{number}]", message["role"]
         if role in ("system", "developer"):
             system += _blocks(message.get("content"), where)
@@ -183,8 +183,8 @@ def _tool_choice(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_choice": choice} if body.get("tool_choice") is not None else {}
 
 
-def _format(given: Any) -> dict[str, Any]:
-    match given:
+def _format(format: Any) -> dict[str, Any]:
+    match format:
         case None | {"type": "text"}:
             return {}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:

@@ -168,18 +168,18 @@ class TextWriter(Writer):
         if self._is_silent:
             text, tokens, finish_reason = "", (), finish_reason and "length"
         choice: dict[str, Any] = {"index": index}
-        given: tuple[TokenLogprob, ...] = ()
+        prompt_tokens: tuple[TokenLogprob, ...] = ()
         if index not in self._sent:
             self._sent[index] = 0
             if self._prompts:
                 prompt = self._prompts[index // self._per_prompt]
                 text = (prompt if isinstance(prompt, str) else _spelled(output.prompt_logprobs)) + text
-                given = output.prompt_logprobs
+                prompt_tokens = output.prompt_logprobs
             if self._wants_prompt_logprobs:
                 choice["prompt_logprobs"] = _of_prompt(output.prompt_logprobs)
         logprobs = None
-        if self._top is not None and (given or tokens):
-            logprobs = _of_text((*given, *tokens), bool(given), text, self._sent[index], self._top)
+        if self._top is not None and (prompt_tokens or tokens):
+            logprobs = _of_text((*prompt_tokens, *tokens), bool(prompt_tokens), text, self._sent[index], self._top)
         self._sent[index] += len(text)
         choice |= {"text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         data = b'%b,"choices":[%b]}' % (self.head, _encode(choice))

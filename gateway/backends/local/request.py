@@ -172,11 +172,11 @@ def form_field(body: Mapping[str, Any], why: str) -> str | None:
 
 def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar that constrains the answer, or None. Raises BackendRejected."""
-    given = _forms(body)
-    if len(given) > 1:
-        fields = ", ".join(field for field, _, _ in given)
-        raise rejected(f"An answer has one form: send one of {fields}", given[1][0], "invalid_value")
-    return _grammar(*given[0]) if given else None
+    forms = _forms(body)
+    if len(forms) > 1:
+        fields = ", ".join(field for field, _, _ in forms)
+        raise rejected(f"An answer has one form: send one of {fields}", forms[1][0], "invalid_value")
+    return _grammar(*forms[0]) if forms else None
 
 
 def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
@@ -185,13 +185,13 @@ def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
 
     Sources: OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises BackendRejected.
     """
-    given: list[tuple[str, str, Any]] = []
+    forms: list[tuple[str, str, Any]] = []
     format = body.get("response_format") or {}
     if format.get("type") == "json_object":
-        given.append(("response_format", "json", _OBJECT))
+        forms.append(("response_format", "json", _OBJECT))
     elif format.get("type") == "json_schema":
         schema = format["json_schema"].get("schema")
-        given.append(("response_format", "json", _OBJECT if schema is None else schema))
+        forms.append(("response_format", "json", _OBJECT if schema is None else schema))
     outputs = body.get("structured_outputs")
     if outputs is not None and not isinstance(outputs, dict):
         raise rejected("`structured_outputs` must be an object", "structured_outputs", "invalid_type")
@@ -207,8 +207,8 @@ def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
             (f"structured_outputs.{name}", (outputs or {}).get(name)),
         ):
             if value is not None and value is not False:
-                given.append((field, kind, _OBJECT if name == "json_object" else value))
-    return given
+                forms.append((field, kind, _OBJECT if name == "json_object" else value))
+    return forms
 
 
 _OBJECT = {"type": "object"}

@@ -126,18 +126,18 @@ def _rotate_write(
 def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Two sequences over a shared prefix, one with a draft, and a prompt after a cached part: in
     every kind of layer of the model."""
-    size, long = shape.block_tokens, 3 * SHORT_ROWS_MAX
+    size, prompt_rows = shape.block_tokens, 3 * SHORT_ROWS_MAX
     # blocks of what a sequence with a draft has beyond the prefix
     drafted = range(4, 6 + -(-3 // size))
-    prompt_blocks = range(drafted.stop, drafted.stop + 2 + -(-long // size))
+    prompt_blocks = range(drafted.stop, drafted.stop + 2 + -(-prompt_rows // size))
     spans = [
         RowSpan(0, 1, 3 * size, [0, 1, 2, 3]),
         RowSpan(1, 3, 2 * size + 1, [0, 1, *drafted]),
-        RowSpan(4, long, size, list(prompt_blocks)),
+        RowSpan(4, prompt_rows, size, list(prompt_blocks)),
     ]
     positions = torch.tensor([span.position + row for span in spans for row in range(span.rows)], device=device)
     pool = torch.randn(2 * shape.kv_heads, prompt_blocks.stop, size, shape.head_dim, device=device).to(dtype)
-    qkv = torch.randn(4 + long, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device).to(dtype)
+    qkv = torch.randn(4 + prompt_rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device).to(dtype)
     queries = qkv[:, : shape.heads]
     step = plan(shape, spans[:2], spans[2:], [Prefix((0, 1), 2)])
     tiles = step.on(shape, on_device(step.numbers, device))
