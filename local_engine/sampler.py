@@ -41,7 +41,7 @@ class Drawn(Protocol):
 
     @property
     def ids(self) -> torch.Tensor:
-        """int64 [places], on the device: for the next step to read without waiting."""
+        """The drawn ids, int64 [places], on the device: for the next step to read without waiting."""
 
     def read(self) -> list[Sampled]:
         """Wait for the drawn tokens."""

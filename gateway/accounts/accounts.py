@@ -385,8 +385,8 @@ class Accounts:
 
     @uncancelled
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
-        """Add `by` to a budget's limit until `until_ms` (unix milliseconds), and record it in
-        `row`.
+        """Add `by` to a budget's limit until `until_ms` (unix milliseconds), and write `row` to the
+        audit log.
 
         A later raise replaces it; `by` 0 ends it. Raises DoesNotExist.
         """
@@ -397,7 +397,8 @@ class Accounts:
 
     @uncancelled
     async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
-        """Restart a budget's count at 0, and record it in `row`. Running requests count as before.
+        """Restart a budget's count at 0, and write `row` to the audit log. Running requests count
+        as before.
 
         Raises DoesNotExist.
         """

@@ -461,7 +461,7 @@ def _encoded(fields: dict[str, Any]) -> bytes:
 
 
 def _tidy(fields: dict[str, Any]) -> None:
-    """Remove the field `provider_specific_fields` where it has no value."""
+    """Remove the field `provider_specific_fields` if it has no value."""
     own = fields.pop("provider_specific_fields", None)
     if own and any(value is not None for value in own.values()):
         fields["provider_specific_fields"] = own

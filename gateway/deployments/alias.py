@@ -75,7 +75,7 @@ class Alias:
         self.unpriced = next(models, "")
 
     def for_name(self, name: str) -> "Alias":
-        """This pattern alias for the name of one request.
+        """This pattern alias for the model that one request names.
 
         It keeps the deployments that allow the reserved fields in the name. Raises NotFound, and
         BadRequest if no deployment is left.

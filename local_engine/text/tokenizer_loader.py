@@ -87,8 +87,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Build it from tokenizer.model, with the tokens that tokenizer_config.json adds. Raises
-    ModelError."""
+    """Build the tokenizer of tokenizer.model, with the tokens that tokenizer_config.json adds.
+    Raises ModelError."""
     # not by `transformers`, which needs two more packages for it and reads unigram models as BPE
     path = folder / "tokenizer.model"
     if not path.is_file():
@@ -134,8 +134,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Tokenizer:
-    """Build it from a GGUF file's metadata, or the same facts of a SentencePiece model. Raises
-    ModelError for a kind that cannot be rebuilt."""
+    """Build the tokenizer of a GGUF file's metadata, or the same facts of a SentencePiece model.
+    Raises ModelError for a kind that cannot be rebuilt."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
     require_among(kind, ("gpt2", "llama", "t5"), "a GGUF file's tokenizer")
     is_byte_level = kind == "gpt2"
