@@ -76,7 +76,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     shared state, `has_succeeded` means that there ever was a success. `rests`: it has opened or
     closed since it knew the state with the number `version`; the next fields are then its new
     state. Durations are in seconds from now, 0 if it is closed. `covers` is the shape that rests.
-    `is_taken`: the state is the sent one.
+    `is_taken`: the shared state is now the one that this process sent.
     """
 
     version: int = 0

@@ -199,10 +199,10 @@ class ExactCache:
     ) -> Lookup:
         """Like `lookup`, but without this process' own memory.
 
-        If no entry exists, and no other process has claimed to make it, the caller claims it if
-        `claims`. None: claims and `words_key` do not matter. `store` or `release` ends a claim.
-        `words_key`, the digest of its words, may point at another request's entry, which counts as
-        used only after `use`.
+        With `claims` True, the caller claims an absent entry that no other process has claimed;
+        `store` or `release` ends the claim. With None, claims and `words_key` are ignored.
+        `words_key`, the digest of the request's words, may point at another request's entry, which
+        counts as used only after `use`.
         """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before, warm, depth = self._l1.purges, b"", 0

@@ -149,7 +149,7 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """A transaction for reading. Enter it, like `writing`, only in an `uncancelled` method.
 
-        Both raise only sqlalchemy's errors, including NoAnswer.
+        `reading` and `writing` raise only sqlalchemy's errors, including NoAnswer.
         """
         with _as_no_answer():
             async with self._engine.connect() as connection:

@@ -380,7 +380,7 @@ class DisconnectWatcher:
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
 
     def attend(self, reply: Reply) -> None:
-        """Watch the client of `reply`."""
+        """Stop reading the answer of `reply` when its client leaves or its deadline passes."""
         self.reply, self._reader = reply, reply.reader
         if self._when_gone is not None:
             self._when_gone(self._gone)

@@ -190,7 +190,7 @@ class Linear:
         return value.to(self._device).to(self._dtype)
 
     def _product(self, run: list[_Part]) -> Product:
-        """The product of these parts, by their form."""
+        """Return the product for parts of one storage form: floats, panels, quantised or scaled."""
         makers: dict[type, Callable[[list[Any]], Product]] = {
             torch.Tensor: self._of_floats,
             _Panels: self._of_panels,
