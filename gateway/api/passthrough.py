@@ -36,7 +36,7 @@ from gateway.pipeline import Pipeline
 from gateway.reserved import calls_of, reserved_names
 from gateway.settings import ModelSettings, Settings, reports_tokens
 from gateway.wire.chunks import UNREADABLE
-from gateway.wire.errors import BadRequest, Forbidden, NotFound, UnsupportedMediaType, shown
+from gateway.wire.errors import UNSUPPORTED_MEDIA, BadRequest, Forbidden, NotFound, UnsupportedMediaType, shown
 from gateway.wire.forms import FormFiles, boundary_of
 from gateway.wire.requests import decode_object
 from gateway.wire.sse import Splitter
@@ -95,7 +95,9 @@ class Passthrough(AnswerEndpoint):
         elif method != "GET" and (raw := await call.body.whole(self._body_bytes_max)):
             if media.partition(";")[0].strip().lower() != "application/json":
                 words = "Expected a body of application/json, or of multipart/form-data with files, or sounds, images, videos"
-                raise UnsupportedMediaType(f"{words} or other bytes; the latter two for a path that reports no tokens")
+                raise UnsupportedMediaType(
+                    f"{words} or other bytes; the latter two for a path that reports no tokens", code=UNSUPPORTED_MEDIA
+                )
             body = decode_object(raw)
         with upload or nullcontext():
             named_ids = {*ids, *ids_in(body), *ids_in(fields)}
@@ -134,7 +136,9 @@ class Passthrough(AnswerEndpoint):
             async for data in incoming.pieces(self._settings.upload_bytes_max):
                 first_byte = first_byte or data.lstrip(BLANK)[:1]
                 if first_byte in (b"{", b"["):  # a provider that ignores the type would find ids in it
-                    raise UnsupportedMediaType(f"The body begins as JSON does, and is said to be {media}")
+                    raise UnsupportedMediaType(
+                        f"The body begins as JSON does, and is said to be {media}", code=UNSUPPORTED_MEDIA
+                    )
                 await upload.parcel.write(data)
             return upload
 

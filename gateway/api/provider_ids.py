@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, NotFound, UnsupportedMediaType, shown
+from gateway.wire.errors import UNSUPPORTED_MEDIA, BadRequest, NotFound, UnsupportedMediaType, shown
 from gateway.wire.forms import FormFiles
 from gateway.wire.requests import BOM, decode_object, decode_strictly
 
@@ -62,7 +62,9 @@ class NamedObjects:
                         await self._check(set(named[start : start + IDS_MAX]), team_id)
             except BadRequest as error:
                 words = f"send a JSON object, or one on each line. {error.message}"
-                raise UnsupportedMediaType(f"{shown(part.filename or '')} can't be searched for ids: {words}") from None
+                raise UnsupportedMediaType(
+                    f"{shown(part.filename or '')} can't be searched for ids: {words}", code=UNSUPPORTED_MEDIA
+                ) from None
 
     async def _check(self, ids: set[str], team_id: int) -> None:
         if len(ids) > IDS_MAX:

@@ -180,6 +180,10 @@ class StorageFull(ApiError):
     own_headers = _NO_RETRY
 
 
+UNSUPPORTED_MEDIA = "unsupported_media_type"
+"""The code of a body whose type, not its encoding, is not supported."""
+
+
 class UnsupportedMediaType(ClientError):
     """The body's encoding or type is not supported.
 

@@ -222,8 +222,10 @@ def _demand(
         prompt_tokens=prompt_tokens,
         prompt_tokens_min=min(bounds[0], prompt_tokens),
         prompt_tokens_max=bounds[1],
-        output_tokens_max=output_tokens or OUTPUT_TOKENS_MAX,
-        output_tokens_expected=min(output_tokens or OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_EXPECTED),
+        output_tokens_max=OUTPUT_TOKENS_MAX if output_tokens is None else output_tokens,
+        output_tokens_expected=OUTPUT_TOKENS_EXPECTED
+        if output_tokens is None
+        else min(output_tokens, OUTPUT_TOKENS_EXPECTED),
         is_output_asked=output_tokens is not None,
         choices=choices,
         needs=frozenset(needs) if needs else _NO_NEEDS,

@@ -216,11 +216,11 @@ class OpenAIBackend:
             )
         header_lines = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
         header_lines += f"Content-Length: {size}\r\n\r\n"
-        self.running += 1
         if passage is not None:
             head = self._head(passage.path, passage.method, passage.query, passage.headers)
         elif (head := self._heads.get(request.kind.path, b"")) == b"":
             head = self._heads[request.kind.path] = self._head(self.paths[request.kind.path])
+        self.running += 1
         return Exchange(head + header_lines.encode(), body, pieces=pieces)
 
     async def _sent(self, exchange: Exchange) -> None:
