@@ -186,7 +186,7 @@ class Pipeline:
         """5. The flight of an identical request under way, or a new one."""
         controls = turn.controls
         # decision: flights-by-freshness
-        key = (looked.fingerprint.exact, controls.max_age_s, controls.error_max)
+        key = (looked.fingerprint.exact, controls.max_age_s, controls.error_max, controls.verify)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
             looked = self.semantic.relaxed(looked, turn, identity.team, alias)

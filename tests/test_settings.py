@@ -57,6 +57,28 @@ LOCAL = "{backend: local, engine: default}"
             f"cache: {{judge_model: x}}\nmodels: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}",
             ["cache.judge_model: found 'x'", "models.a.deployments.1.name: 'a@default' is used twice"],
         ),
+        (
+            f"cache: {{verifier: sml, verify: before, verify_share: 5}}\nmodels: {{small: {{deployments: [{LOCAL}]}}}}",
+            ["cache.verify_share: found 5, expected"],
+        ),
+        (
+            f"cache: {{verifier: smal}}\nmodels: {{small: {{deployments: [{LOCAL}], verifier: other}}}}",
+            [
+                "cache.verifier: found 'smal', expected `auto` or one of ['small']; did you mean small?",
+                "models.small.verifier: found 'other', expected `auto` or one of ['small']",
+            ],
+        ),
+        (
+            f"cache: {{verify: before}}\nmodels: {{small: {{deployments: [{LOCAL}], verify: after}}}}",
+            [
+                "cache.verify: found 'before' without a verifier, expected `verifier` beside it, or `observe` or `off`",
+                "models.small.verify: found 'after' without a verifier, expected `verifier` beside it",
+            ],
+        ),
+        (
+            "cache: {verify: sometimes}",
+            ["cache.verify: found 'sometimes', expected 'before', 'after', 'observe' or 'off'"],
+        ),
         ("redis_url: http://x", ["redis_url: found 'http', expected a URL that begins with one of redis://"]),
         ("database_url: mysql://u:pw@x/y", ["database_url: found 'mysql', expected"]),
         (

@@ -26,6 +26,7 @@ from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
+from policies.verification import Verify
 from policies.windows import Overdraft, Unit
 
 
@@ -42,6 +43,7 @@ _Label = Annotated[str, Field(min_length=1, max_length=256)]
 _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
 _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
+_Verify = Annotated[Verify, Strict(False), Field(description="null: the gateway's own mode")]
 _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX), _Whole]
 
 
@@ -133,6 +135,7 @@ class TeamIn(_In):
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     semantic_error_max: _ErrorMax | None = None
+    verify: _Verify | None = None
     is_semantic_enabled: bool = True
     is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
@@ -287,6 +290,7 @@ class TeamOut(_Out):
     requests_per_min: int | None
     tokens_per_min: int | None
     semantic_error_max: float | None
+    verify: Verify | None
     is_semantic_enabled: bool
     is_store_enabled: bool
     time_zone: str

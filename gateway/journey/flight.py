@@ -90,7 +90,7 @@ class Flight(SharedStream, eq=False, kw_only=True):
             self._task.cancel()
 
 
-Key = tuple[bytes, int | None, float | None]
+Key = tuple[bytes, int | None, float | None, str | None]
 
 
 class Flights:
