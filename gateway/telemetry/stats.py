@@ -24,6 +24,7 @@ import msgspec
 from cache.stored import reader
 from gateway.accounts import HitsRow
 from gateway.journey.record import PATHS, Record, flat, of_flat
+from gateway.journey.savings import CHECKING
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
@@ -132,7 +133,11 @@ _SUMMED = {
     "uncompared": _reader("is_baseline_unknown"),
     "saved_ms": _reader("saved_ms"),
 }
-_LATENCIES = {buckets.TTFT: _reader("ttft_ms"), buckets.DURATION: _reader("duration_ms")}
+_LATENCIES = {
+    buckets.TTFT: _reader("ttft_ms"),
+    buckets.DURATION: _reader("duration_ms"),
+    buckets.VERIFIED: _reader("verify_ms"),
+}
 _OF_DEPLOYMENTS = ("completion_tokens", "cost_microusd")
 _TRIED = {"ok": "ok", "error": "failed", "denied": "failed"}  # the counts of `DeploymentTally`, by an attempt's verdict
 _LABELS = ("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
@@ -187,7 +192,7 @@ class Stats:
         return certificate
 
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
-        """Count a question to a judge model about a team's answers."""
+        """Count a question to a verifier about answers for a team's requests."""
         counts = {"questions": 1, "judging_microusd": cost_microusd}
         self._count(self._now(), counts, team_id, buckets.CHECKS, model)
 
@@ -237,7 +242,7 @@ class Stats:
                 self._hits[minute // 60, team_id, kind, model].update(sums)
             else:
                 self._count_deployments(minute_buckets, deployment, kind, group, sums)
-            if kind in buckets.ANSWERED and team_id:
+            if kind in buckets.ANSWERED and team_id and route not in CHECKING:
                 certificate = self.certificates.get((team_id, model), "")
                 counts = {"requests": len(group), "hits": len(group) if kind == "semantic" else 0}
                 self._count(_CERTIFIED, counts, team_id, certificate, model)

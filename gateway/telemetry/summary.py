@@ -105,6 +105,7 @@ class Summary(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
+    verified: dict[str, Percentiles]  # the waits for a verifier's word
     rulings: dict[str, RulingCounts]  # of two judges, with a line feed between their names; for all teams
     samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
 
@@ -191,6 +192,7 @@ class WindowSums:
             series=tuple(self._series),
             ttft=self._latencies.by_group(buckets.TTFT),
             duration=self._latencies.by_group(buckets.DURATION),
+            verified=self._latencies.by_group(buckets.VERIFIED),
             rulings=self._checked.rulings,
             samples=self._checked.counts,
         )
