@@ -123,12 +123,19 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.verifiers import assigned
+
     settings = _settings(arguments, check_settings)
     unpriced = [
         f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
     ]
-    for note in (*notes(settings), *unpriced):
+    chosen = list(assigned(settings))
+    unasked = [one.line for one in chosen if not one.deployment]
+    for note in (*notes(settings), *unpriced, *unasked):
         print(f"sameway: note: {note}", file=sys.stderr)
+    for one in chosen:
+        if one.deployment:
+            print(f"verifier of {one.line}")
     counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0

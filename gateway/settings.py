@@ -26,6 +26,7 @@ from policies.verification import Verification, Verify, effective
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
 DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
+AUTO = "auto"  # the verifier that is the cheapest able deployment of an alias
 
 
 CAPABILITIES = frozenset(
@@ -740,7 +741,7 @@ class Settings(_Section):
         places = [("cache", default, self.cache.verify, has_any)]
         places += [(f"models.{name}", one.verifier, one.verify, default is not None) for name, one in models.items()]
         for where, verifier, verify, has_another in places:
-            if verifier not in (None, "auto") and (verifier not in models or is_pattern(verifier)):
+            if verifier not in (None, AUTO) and (verifier not in models or is_pattern(verifier)):
                 known, hint = sorted(name for name in models if not is_pattern(name)), did_you_mean(verifier, models)
                 wrong.append(f"{where}.verifier: found {verifier!r}, expected `auto` or one of {known}{hint}")
             if verify in (Verify.BEFORE, Verify.AFTER) and verifier is None and not has_another:

@@ -35,7 +35,7 @@ ROOMS = {
         "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
     ),
     "policies": (
-        "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
+        "policies", "asking", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
         "budgets", "settle_batch", "scripts", "counters", "pace", "holds", "lease", "redis", "windows", "prices", "usage",
         "durations", "verification",
     ),
