@@ -130,12 +130,12 @@ def _check_config(arguments: argparse.Namespace) -> int:
         f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
     ]
     chosen = list(assigned(settings))
-    unasked = [one.line for one in chosen if not one.deployment]
+    unasked = [verifier.line for verifier in chosen if not verifier.deployment]
     for note in (*notes(settings), *unpriced, *unasked):
         print(f"sameway: note: {note}", file=sys.stderr)
-    for one in chosen:
-        if one.deployment:
-            print(f"verifier of {one.line}")
+    for verifier in chosen:
+        if verifier.deployment:
+            print(f"verifier of {verifier.line}")
     counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0

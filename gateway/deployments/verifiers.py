@@ -53,9 +53,8 @@ def assigned(settings: Settings) -> Iterator[Assigned]:
         target = alias if is_auto else verifier
         able = _able(target, settings.models[target].deployments)
         if not able and is_auto:
-            able = [
-                one for name, other in settings.models.items() for one in _able(name, other.deployments, is_local=True)
-            ]
+            for name, other in settings.models.items():
+                able += _able(name, other.deployments, is_local=True)
         cost, name = min(able, default=(None, ""))
         is_priced = cost is not None and cost < _UNKNOWN and not is_pattern(target)
         yield Assigned(alias, mode, verifier, name, cost if is_priced else None)
@@ -65,11 +64,11 @@ def _able(alias: str, deployments: Sequence[DeploymentSettings], *, is_local: bo
     """The cost of a question in µUSD and the name, for each deployment that can chat; with
     `is_local` for engines alone. Those without a known price come last.
     """
-    facts = [(one, describe(one)) for one in deployments if one.engine or not is_local]
+    described = [(place, describe(place)) for place in deployments if place.engine or not is_local]
     return [
-        (fact.price.cost(QUESTION) if fact.is_price_known else _UNKNOWN, deployment_name(alias, one))
-        for one, fact in facts
-        if fact.can_chat
+        (facts.price.cost(QUESTION) if facts.is_price_known else _UNKNOWN, deployment_name(alias, place))
+        for place, facts in described
+        if facts.can_chat
     ]
 
 
