@@ -30,7 +30,7 @@ def problems(
     *,
     is_judged: bool = False,
 ) -> list[Problem]:
-    """All current problems; empty when all is well. `is_judged`: deployments judge answers of their alias."""
+    """All current problems; empty when all is well. `is_judged`: deployments are the verifiers of their alias."""
     current = [
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is PartHealth.STARTING}),
@@ -106,13 +106,13 @@ def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
 
 
 def _of_judges(deployments: Sequence[DeploymentOut]) -> list[Problem]:
-    """Aliases without a judge for their answers."""
+    """Aliases without a verifier for their answers."""
     if any(view.backend == "local" for view in deployments):
         return []
     able = {view.alias for view in deployments if view.can_chat}
     return [
         Problem(
-            f"`judge_model: auto` asks nothing about answers of {alias}: no deployment of it can chat, and there is no "
+            f"`verifier: auto` asks nothing about answers of {alias}: no deployment of it can chat, and there is no "
             "local engine",
             _DEPLOYMENTS,
         )

@@ -41,6 +41,7 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import FIELDS, Record, flat
+from gateway.settings import AUTO
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import false_different, false_same
 from gateway.telemetry.stats import Page
@@ -334,7 +335,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             team_names=names,
             last_hour=summary,
             truths=parts.truth.live,
-            is_judged=parts.settings.cache.judge_model == "auto",
+            is_judged=parts.settings.cache.verifier == AUTO,
         ),
     )
 

@@ -508,7 +508,7 @@ def test_an_alias_without_a_judge_is_a_problem() -> None:
 
     def messages(*views: DeploymentOut, is_judged: bool = True) -> list[str]:
         found = problems([], views, [], {}, None, is_judged=is_judged)
-        return [problem.message for problem in found if "judge_model" in problem.message]
+        return [problem.message for problem in found if "`verifier: auto`" in problem.message]
 
     assert [message.split(" of ")[1].split(":")[0] for message in messages(vectors, REMOTE)] == ["vectors"]
     assert messages(vectors, LOCAL) == messages(REMOTE) == messages(vectors, is_judged=False) == []
