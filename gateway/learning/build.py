@@ -166,7 +166,7 @@ def _open_verifiers(
     def count(source: Source, ruling: Ruling, judge: str) -> None:
         metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
 
-    verifiers = Verifiers(
+    return Verifiers(
         settings,
         fleet=fleet,
         accounts=accounts,
@@ -177,8 +177,6 @@ def _open_verifiers(
         note=note,
         count=count,
     )
-    verifiers.whom.announce()
-    return verifiers
 
 
 async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, model: str | None) -> Certificates:

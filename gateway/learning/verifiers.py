@@ -13,7 +13,7 @@ of the deployment with a breaker of its own.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,10 +44,10 @@ from gateway.learning.verifier import (
     Verifier,
     question_chars,
 )
-from gateway.learning.whom import AUTO, Askable, Whom
+from gateway.learning.whom import Askable, Whom
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
-from gateway.settings import Settings
+from gateway.settings import AUTO, Settings
 from gateway.wire.fold import fold
 from policies import Demand
 from policies.asking import ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
@@ -98,7 +98,7 @@ class Verifiers:
         self._note = note
         self._count = count
         self._errors = ErrorAccount(settings.workers)  # of the pipeline, once it is connected
-        self.whom = Whom(settings, fleet, random.random)
+        self.whom = Whom(fleet, random.random)
         self._recent = Recent()
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -210,38 +210,45 @@ class Verifiers:
         that may be served.
         """
         verifier = self._verifier(plan.askable, generation.identity, generation.alias.name, asking)
-        fingerprint, right = generation.looked.fingerprint, None
-        shown = [_stored(asked, entry) for asked, entry in answers]
-        prompt = fingerprint.text or ""
-        choice = await verifier.choose(prompt, shown)
-        if choice.number is None:
-            verdict = "failed" if choice.why == NO_ANSWER else "unsure"
-        elif choice.number < 0:
-            verdict = "no"
-        else:
-            asked, entry = answers[choice.number]
-            false_yes = plan.askable.exam.false_yes
-            verdict, risk = "yes", risk_of(asked.p, false_yes)
-            if not self._errors.has(fingerprint.compat, risk, semantic.error_max):
-                is_right, risk = (
-                    await verifier.confirm(prompt, shown[choice.number]),
-                    risk_of(asked.p, false_yes_again(false_yes)),
-                )
-                has_room = self._errors.has(fingerprint.compat, risk, semantic.error_max)
-                verdict = "unsure" if is_right is None else "no" if not is_right else "yes" if has_room else "risky"
-                if not is_right:
-                    number = None if is_right is None else -1
-                    choice = Choice(number, "not confirmed", (choice.number,))
-            right = (asked, entry, risk) if verdict == "yes" else None
-        asking.verdict = verdict
+        shown = [_stored(candidate, entry) for candidate, entry in answers]
+        choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
+        right = None
+        if choice.number is not None and choice.number >= 0:
+            candidate, entry = answers[choice.number]
+            choice, risk = await self._confirmed(plan, verifier, generation, semantic, choice, shown, candidate.p)
+            right = (candidate, entry, risk) if risk is not None else None
+        asking.verdict = _verdict(choice, is_right=right is not None)
         asking.entry = right[1] if right is not None and plan.is_observed else None
-        if verdict != "failed":
+        if choice.why != NO_ANSWER:
             self._start(self._take(plan, generation, semantic, answers, choice))
             self._start(self._examine(plan, generation, answers[0]))
         return right
 
+    async def _confirmed(
+        self,
+        plan: _Plan,
+        verifier: Verifier,
+        generation: Generation,
+        semantic: SemanticResult,
+        choice: Choice,
+        shown: Sequence[StoredAnswer],
+        p: float,
+    ) -> tuple[Choice, float | None]:
+        """The choice, after a second question where the account has no room for the risk of one yes;
+        and the risk that is left, None where it may not be served.
+        """
+        assert choice.number is not None
+        fingerprint, false_yes = generation.looked.fingerprint, plan.askable.exam.false_yes
+        risk = risk_of(p, false_yes)
+        if not self._errors.has(fingerprint.compat, risk, semantic.error_max):
+            is_right = await verifier.confirm(fingerprint.text or "", shown[choice.number])
+            if not is_right:
+                return Choice(None if is_right is None else -1, "not confirmed", (choice.number,)), None
+            risk = risk_of(p, false_yes_again(false_yes))
+        return choice, risk if self._errors.has(fingerprint.compat, risk, semantic.error_max) else None
+
     def _served(
-        self, generation: Generation, semantic: SemanticResult, asked: Asked, entry: Entry, risk: float
+        self, generation: Generation, semantic: SemanticResult, candidate: Asked, entry: Entry, risk: float
     ) -> SemanticResult:
         """The hit on a verifier's word."""
         fingerprint = generation.looked.fingerprint
@@ -251,11 +258,11 @@ class Verifiers:
         return replace(
             semantic,
             entry=entry,
-            similarity=asked.similarity,
+            similarity=candidate.similarity,
             miss_reason="",
             nearest="",
             question=(fingerprint.text or "") if self._settings.log_prompts else "",
-            trial=replace(_trial(semantic, asked), p=1.0 - risk),
+            trial=replace(_trial(semantic, candidate), p=1.0 - risk),
             verified_by=semantic.asking.verifier,
         )
 
@@ -270,7 +277,7 @@ class Verifiers:
         """Keep what the verifier said: a verdict on each answer that it ruled on."""
         name, at = plan.askable.name, time.time()
         for number in choice.shown:
-            asked, entry = answers[number]
+            candidate, entry = answers[number]
             is_right = None if choice.number is None else number == choice.number
             if choice.number is not None and choice.number >= 0 and not is_right:
                 continue  # it chose another one, and said nothing of this
@@ -278,7 +285,7 @@ class Verifiers:
                 source=Source.VERIFIER,
                 compat=generation.looked.fingerprint.compat,
                 is_right=is_right,
-                trial=_trial(semantic, asked),
+                trial=_trial(semantic, candidate),
                 at=at,
                 judge=name,
                 why=choice.why,
@@ -289,7 +296,7 @@ class Verifiers:
             self._count(Source.VERIFIER, ruling, name)
             id = f"{generation.turn.arrival.request_id}:{Source.VERIFIER}:{number}"
             partition = generation.looked.fingerprint.partition
-            await self._verdicts.take(partition, id, verdict, AnswerRef(asked.exact, entry.created_at))
+            await self._verdicts.take(partition, id, verdict, AnswerRef(candidate.exact, entry.created_at))
 
     async def _examine(self, plan: _Plan, generation: Generation, answer: tuple[Asked, Entry]) -> None:
         fingerprint, exam = generation.looked.fingerprint, plan.askable.exam
@@ -394,21 +401,28 @@ class _AfterMiss:
         return await self._ask(fresh, cached)
 
 
-def _trial(semantic: SemanticResult, asked: Asked) -> Trial:
+def _trial(semantic: SemanticResult, candidate: Asked) -> Trial:
     """The trial of one candidate, from that of the decision: its features are of the first alone."""
     known = semantic.trial or Trial((), b"", 0.0, 1.0, b"")
-    is_first = known.ranked[:1] == (asked.exact,)
+    is_first = known.ranked[:1] == (candidate.exact,)
     features = known.features if is_first else b""
-    return Trial(ranked=(asked.exact,), features=features, p=asked.p, chance=1.0, rule=known.rule)
+    return Trial(ranked=(candidate.exact,), features=features, p=candidate.p, chance=1.0, rule=known.rule)
 
 
-def _stored(asked: Asked, entry: Entry) -> StoredAnswer:
+def _verdict(choice: Choice, *, is_right: bool) -> str:
+    """A choice as an `Asking` has it; `is_right`: the answer that it names may be served."""
+    if choice.number is None:
+        return "failed" if choice.why == NO_ANSWER else "unsure"
+    return "no" if choice.number < 0 else "yes" if is_right else "risky"
+
+
+def _stored(candidate: Asked, entry: Entry) -> StoredAnswer:
     """What a verifier is shown; an answer that can't be read as a text is empty."""
     try:
         answer = answer_text(fold(chunks_of(entry))) or ""
     except msgspec.DecodeError:
         answer = ""
-    return StoredAnswer(asked.text, answer[: ANSWER_CHARS_MAX + 1], asked.differing)
+    return StoredAnswer(candidate.text, answer[: ANSWER_CHARS_MAX + 1], candidate.differing)
 
 
 def _demand(chars: int) -> Demand:

@@ -14,18 +14,17 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.slots import Slots
+from gateway.deployments.verifiers import QUESTION
 from gateway.learning.exam import Exam
 from gateway.loggers import get_logger
-from gateway.settings import Settings
+from gateway.settings import AUTO
 from gateway.wire.errors import ApiError
-from policies import Demand, Estimate, Health, Usage
+from policies import Demand, Estimate, Health
 from policies.asking import Expense
 
-AUTO = "auto"
 NO_VERIFIER = "no deployment of this model can chat, and there is no local engine"
 _AT_ONCE = 32  # questions of one worker to one deployment
 _COPIES_MAX = 200
-_TYPICAL = Usage(800, 2)
 _NOTHING_TRIED = frozenset[str]()
 _log = get_logger()
 
@@ -50,8 +49,7 @@ class Askable:
 class Whom:
     """Whom to ask, of one worker's fleet. `random` gives numbers in [0, 1), for exams."""
 
-    def __init__(self, settings: Settings, fleet: Fleet, random: Callable[[], float]) -> None:
-        self._settings = settings
+    def __init__(self, fleet: Fleet, random: Callable[[], float]) -> None:
         self._fleet = fleet
         self._random = random
         self._copies: dict[tuple[str, ...], Alias] = {}
@@ -70,7 +68,7 @@ class Whom:
         target = alias if is_auto else self.alias(verifier) if verifier else None
         if target is None:
             return None
-        able = [one for one in verifiers_of(target, self._fleet, is_auto=is_auto) if _has_room(one, is_auto=is_auto)]
+        able = [d for d in verifiers_of(target, self._fleet, is_auto=is_auto) if _has_room(d, is_auto=is_auto)]
         if not able:
             self._warn(target, is_auto=is_auto)
             return None
@@ -80,19 +78,6 @@ class Whom:
         has_odds = all("logprobs" in one.capabilities for one in chosen)
         return Askable(self._copy(target, chosen), name, exam, has_odds)
 
-    def announce(self) -> None:
-        """Log whom `auto` has chosen for each alias, with what a typical question costs."""
-        for name, model in self._settings.models.items():
-            alias = self._fleet.aliases[name]
-            if self._settings.verification(name).verifier != AUTO or alias.is_pattern or not model.is_semantic:
-                continue
-            able = verifiers_of(alias, self._fleet, is_auto=True)
-            if not able:
-                self._warn(alias, is_auto=True)
-                continue
-            cost = able[0].price.cost(_TYPICAL)
-            _log.info("verifier_chosen", model=name, verifier=able[0].name, microusd_a_question=cost)
-
     def _warn(self, alias: Alias, *, is_auto: bool) -> None:
         """Say once that no deployment can be asked about an alias's answers."""
         if alias.name not in self._warned and not verifiers_of(alias, self._fleet, is_auto=is_auto):
@@ -101,22 +86,22 @@ class Whom:
 
     def _copy(self, alias: Alias, deployments: list[Deployment]) -> Alias:
         """An alias of these deployments, with breakers, estimates and slots of their own."""
-        key = (alias.name, *sorted(one.model if one.is_any_model else one.name for one in deployments))
+        key = (alias.name, *sorted(d.model if d.is_any_model else d.name for d in deployments))
         known = self._copies.get(key)
         if known is None:
             if len(self._copies) >= _COPIES_MAX:
                 self._copies.clear()
             copies = [
                 dataclasses.replace(
-                    one,
+                    deployment,
                     health=Health(time.monotonic, self._random),
                     estimate=Estimate(time.monotonic),
                     slots=Slots(_AT_ONCE, 0),
                 )
-                for one in deployments
+                for deployment in deployments
             ]
             settings = alias.settings.model_copy(update={"is_semantic": False, "fallbacks": [], "hedge_cost_max": 0.0})
-            by_name = {one.name: one for one in copies}
+            by_name = {copy.name: copy for copy in copies}
             known = self._copies[key] = dataclasses.replace(alias, settings=settings, deployments=by_name)
         return known
 
@@ -126,7 +111,7 @@ def verifiers_of(alias: Alias, fleet: Fleet, *, is_auto: bool) -> list[Deploymen
     able = [deployment for deployment in alias.deployments.values() if deployment.can_chat]
     if not able and is_auto:
         able = [deployment for deployment in fleet.deployments if deployment.settings.engine is not None]
-    return sorted(able, key=lambda deployment: deployment.price.cost(_TYPICAL))
+    return sorted(able, key=lambda deployment: deployment.price.cost(QUESTION))
 
 
 def _has_room(deployment: Deployment, *, is_auto: bool) -> bool:

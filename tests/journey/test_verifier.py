@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 
 from cache.verdicts import QAPair, Ruling
+from gateway.learning.verifier import NO_ANSWER
 from tests.services import RedisServer
 from tests.world import Finish, Reply, Tokens, World, deployment, open_world, unavailable, until
 
 FIRST, SECOND, THIRD = "the first wording", "the second wording", "a third wording"
 SMALL = {"deployments": [deployment("reader", usd=(0.1, 0.1), capabilities=["json_object"])]}
 LARGE = {"policy": "cheapest", "deployments": [deployment("large", usd=(100.0, 100.0))]}
+VECTORS = {
+    "name": "vectors",
+    "backend": "openai",
+    "base_url": "https://api.openai.com/v1",
+    "model": "text-embedding-3-small",
+}
 MODELS: dict[str, Any] = {"mock": LARGE, "small": SMALL}
 
 
@@ -414,12 +421,10 @@ async def test_a_deployment_in_trouble_is_not_asked(world: World, state: str) ->
 
 
 async def test_an_alias_that_cannot_chat_has_no_verifier(open_a_world: Any, logged: list[Any]) -> None:
-    """It is said once, at the start; another's choice with its cost is said, too."""
-    embeds = {"name": "vectors", "backend": "openai", "base_url": "https://api.openai.com/v1"}
-    models = {"mock": LARGE, "vectors": {"deployments": [{**embeds, "model": "text-embedding-3-small"}]}}
-    world = await open_a_world(models=models, cache={"verifier": "auto"})
+    """It is said once."""
+    world = await open_a_world(models={"mock": {"deployments": [VECTORS]}}, cache={"verifier": "auto"})
+    judge = world.judge("mock")
+    assert judge is not None
     for _ in range(2):
-        world.verifiers.whom.announce()
-    assert [event["model"] for event in logged if event["event"] == "no_verifier"] == ["vectors"]
-    chosen = next(event for event in logged if event["event"] == "verifier_chosen")
-    assert (chosen["verifier"], chosen["microusd_a_question"]) == ("large", 80_200)
+        assert (await judge.judge(QAPair("How?", "Press it."), QAPair("How so?", "A press."))).why == NO_ANSWER
+    assert [event["model"] for event in logged if event["event"] == "no_verifier"] == ["mock"]
