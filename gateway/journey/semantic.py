@@ -174,17 +174,13 @@ class SemanticLookup:
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
+        question = (fingerprint.text or "") if self._settings.log_prompts else ""
         if not is_served:
-            return SemanticResult(similarity=result.similarity, miss_reason=OBSERVED, would=pointed.entry)
+            near, would = result.similarity, pointed.entry
+            return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         if result.trial is not None:
             self.errors.charge(fingerprint.compat, 1.0 - result.trial.p)
-        return SemanticResult(
-            entry=pointed.entry,
-            similarity=result.similarity,
-            error_max=bound.error_max,
-            question=fingerprint.text if self._settings.log_prompts else "",
-            trial=result.trial,
-        )
+        return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
 
     def _missed(
         self, result: Miss | Undecided, fingerprint: Fingerprint, team: Team, alias: Alias, bound: Bound

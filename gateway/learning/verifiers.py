@@ -134,7 +134,8 @@ class Verifiers:
         if semantic.trial is not None:  # what it says is the verdict that a judge would cost again
             semantic = replace(semantic, trial=replace(semantic.trial, worth=0.0))
         if plan.is_observed:
-            return replace(semantic, asking=asking)
+            question = (generation.looked.fingerprint.text or "") if self._settings.log_prompts else ""
+            return replace(semantic, asking=asking, question=question)
         began, served = time.perf_counter(), None
         try:
             async with asyncio.timeout(plan.within_ms / 1000.0):
