@@ -51,7 +51,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2550, "gateway/accounts": 2660, "gateway/admin": 3370, "gateway/alerts": 450, "gateway/api": 3510,
+    "gateway": 2550, "gateway/accounts": 2660, "gateway/admin": 3350, "gateway/alerts": 450, "gateway/api": 3510,
     "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2890,
     "gateway/learning": 1500, "gateway/reconcile": 610, "gateway/telemetry": 2120, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,

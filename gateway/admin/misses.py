@@ -23,7 +23,7 @@ CAUSES: Mapping[str, str] = {
     "context": "Nothing was cached with the same model, parameters, tools, documents and system prompt: keep them equal.",
     "new": "No cached prompt is near: nothing is lost but to new questions.",
     "vetoes": "Near prompts differ in numbers, names, negation or form: these are other questions, as a rule.",
-    "doubt": "Too likely to be wrong for the bound: verdicts settle it. Name a `cache.verifier`, or report answers.",
+    "doubt": "Too likely to be wrong for the bound: a verifier settles it. Name one in `cache.verifier`, or report answers.",
     "coldness": "Few verdicts yet: a `cache.verifier` or reports end that sooner.",
     "checks": "Generated to measure the cache's errors: `cache.is_audited` turns that off, and the bound's proof with it.",
     "off": "Turned off, by the settings, the team or the request.",
