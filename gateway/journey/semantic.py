@@ -27,19 +27,19 @@ from cache.exact import Verified
 from cache.query import Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
-from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
+from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager
 from gateway.wire.fold import fold
+from policies.checks import check_share
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
 _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
-# of a hit by the same words: as sure as the rule can be, and as rarely audited
-_WORDS_P, _WORDS_AUDITED = 0.998, 0.006
+_WORDS_P = 0.998  # of a hit by the same words: as sure as the rule can be
 _NAMESPACES_MAX = 20_000
 
 
@@ -109,8 +109,7 @@ class _ColdShare:
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
-    `audited` gets the team, the alias and the trial of each audit when it is drawn. `random` gives
-    numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
+    `random` gives numbers in [0, 1) and draws the checks; `clock` gives unix seconds.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class SemanticLookup:
         exact: ExactCache,
         bounds: Bounds,
         *,
-        audited: Callable[[int, str, Trial], AuditDraw] | None = None,
         random: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -128,12 +126,12 @@ class SemanticLookup:
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
-        self.audited = audited
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._learned = Learned()
         self.random = random
         self._clock = clock
         self._cold = _ColdShare(COLD_FIRST / settings.workers)
+        self._hits: OrderedDict[bytes, int] = OrderedDict()  # would-be ones, by namespace
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
@@ -173,9 +171,6 @@ class SemanticLookup:
         if not isinstance(result, Hit):
             result = result.miss if isinstance(result, Undecided) else result
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
-            audit = None
-            if result.reason is MissReason.AUDIT and result.trial is not None and self.audited is not None:
-                audit = self.audited(team.id, alias.name, result.trial)
             return SemanticResult(
                 similarity=nearest.similarity if nearest is not None else None,
                 # another date, user or history is all that may keep an answer from it
@@ -183,21 +178,43 @@ class SemanticLookup:
                 nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
                 trial=result.trial,
                 degraded=("cache_worker",) if is_away else (),
-                audit=audit,
             )
         pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s)
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if result.trial is not None and result.trial.is_cold:
-            self._cold.spend(fingerprint.compat)
-        return SemanticResult(
+        hit = SemanticResult(
             entry=pointed.entry,
             similarity=result.similarity,
             error_max=bound.error_max,
             question=fingerprint.text if self._settings.log_prompts else "",
             trial=result.trial,
         )
+        found = self.checked(fingerprint, controls, hit)
+        if found.entry is not None and result.trial is not None and result.trial.is_cold:
+            self._cold.spend(fingerprint.compat)
+        return found
+
+    def checked(self, fingerprint: Fingerprint, controls: Controls, hit: SemanticResult) -> SemanticResult:
+        """A hit by meaning; or, where a check is drawn, the miss that it becomes: the request is
+        generated, and its answer compared with the one that `hit` has. Its trial's chance is the share.
+        """
+        entry, trial = hit.entry, hit.trial
+        if entry is None or trial is None or controls.only_if_cached:
+            return hit
+        space = fingerprint.partition + fingerprint.compat
+        hits = max(trial.hits, self._hits.pop(space, 0))
+        self._hits[space] = hits + 1
+        if len(self._hits) > _NAMESPACES_MAX:
+            self._hits.popitem(last=False)
+        share = check_share(hits, self._settings.cache.check_share)
+        if self.random() >= share:
+            return hit
+        ranked = (entry.exact, *[exact for exact in trial.ranked if exact != entry.exact])
+        # features are of the answer that the rule found likeliest
+        features = trial.features if trial.ranked[:1] == ranked[:1] else b""
+        trial = msgspec.structs.replace(trial, ranked=ranked, features=features, chance=share)
+        return msgspec.structs.replace(hit, entry=None, miss_reason=MissReason.AUDIT.value, trial=trial)
 
     def words_key(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> bytes | None:
         """The key by which this prompt's words may find another request's answer; None if none may."""
@@ -211,14 +228,13 @@ class SemanticLookup:
     def hit_by_words(
         self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias, lookup: Lookup
     ) -> SemanticResult | None:
-        """What a pointer from this prompt's words means: a hit, or an audit of one; None if the
+        """What a pointer from this prompt's words means: a hit, or a check of one; None if the
         cache worker is to decide.
         """
         entry, verified = lookup.entry, lookup.pointer.verified if lookup.pointer is not None else None
         assert entry is not None
         if verified is None:
-            chance = _WORDS_AUDITED if self._settings.cache.is_audited else 1.0
-            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, chance, b"")
+            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, 1.0, b"")
         else:
             similarity, trial = verified.similarity, verified.trial
             bound = self._bounds.bound(team, alias.name, controls.error_max)
@@ -228,14 +244,14 @@ class SemanticLookup:
                 if not self._cold.has_one(fingerprint.compat):
                     return None
                 self._cold.pay(fingerprint.compat, bound.error_max)
-        if self.audited is not None and trial.chance < 1.0 and self.random() < trial.chance:
-            audit = self.audited(team.id, alias.name, trial)
-            return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
-        if trial.is_cold:
-            self._cold.spend(fingerprint.compat)
-        self._exact.use(entry)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
-        return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
+        hit = SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
+        found = self.checked(fingerprint, controls, hit)
+        if found.entry is not None:
+            if trial.is_cold:
+                self._cold.spend(fingerprint.compat)
+            self._exact.use(entry)
+        return found
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim."""

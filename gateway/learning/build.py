@@ -19,7 +19,6 @@ from gateway.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds
-from gateway.journey.turn import Turn
 from gateway.learning.allowance import Allowance
 from gateway.learning.comparisons import Findings, Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
@@ -29,8 +28,7 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
-from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors, shadow_share
+from gateway.telemetry.measured_error import Certificates, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 
@@ -64,31 +62,23 @@ class Learning:
         """
         teams, status = await self._accounts.list_teams(), self._semantic.status
         found = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
-        certified = {pair: (one.start.since_s, one.counts) for pair, one in found.items()}
-        for live in self.truth.update(await self._stats.hours(), teams, certified):
-            _log_bound(live)
+        for live in self.truth.update(await self._stats.hours(), teams, found):
+            facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
+            if live.strictness < 1.0:
+                _log.warning("semantic_bound_tightened", **facts, error_low=live.measured.low, by=live.strictness)
+            else:
+                _log.info("semantic_bound_relaxed", **facts)
         names = {team.id: team.name for team in teams}
-        for (team_id, alias), (_, counts) in certified.items():
-            if not counts.is_empty:
-                high = self.truth.measure(counts).high
-                self._metrics.set(m.SEMANTIC_CERTIFIED, high, names[team_id], alias)
-        for live in self.truth.live:
-            labels = (live.team, live.alias)
-            if live.measured.estimate is not None:
-                self._metrics.set(m.SEMANTIC_ERROR, live.measured.estimate, *labels)
-            self._metrics.set(m.SEMANTIC_ERROR_LOW, live.measured.low, *labels)
-            self._metrics.set(m.SEMANTIC_ERROR_HIGH, live.measured.high, *labels)
-            self._metrics.set(m.SEMANTIC_BOUND, live.error_max, *labels)
-            self._metrics.set(m.SEMANTIC_STRICTNESS, live.strictness, *labels)
-
-
-def _log_bound(live: LiveError) -> None:
-    facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
-    if live.drift is not None:
-        error, by, since_s = live.measured.estimate, live.strictness, live.drift.since_s
-        _log.warning("semantic_bound_tightened", **facts, error=error, by=by, since_s=since_s)
-    else:
-        _log.info("semantic_bound_relaxed", **facts)
+        for (team_id, alias), one in found.items():
+            if not one.counts.is_empty:
+                labels, measured = (names[team_id], alias), self.truth.measure(one.counts)
+                if measured.estimate is not None:
+                    self._metrics.set(m.SEMANTIC_ERROR, measured.estimate, *labels)
+                self._metrics.set(m.SEMANTIC_ERROR_LOW, measured.low, *labels)
+                self._metrics.set(m.SEMANTIC_ERROR_HIGH, measured.high, *labels)
+                self._metrics.set(m.SEMANTIC_BOUND, one.start.basis.error_max, *labels)
+                strictness = self.truth.bounds.strictness.get((team_id, alias), 1.0)
+                self._metrics.set(m.SEMANTIC_STRICTNESS, strictness, *labels)
 
 
 async def open_learning(
@@ -126,24 +116,22 @@ async def open_learning(
             questioned,
         )
 
-    async def regenerate(turn: Turn) -> bytes | None:
-        return (await requests.ask(turn.body))[0] if requests is not None else None
-
-    findings = Findings(stats, metrics, truth, judges)
+    findings = Findings(stats, metrics)
     judging = Judging(
         exact=exact,
         verdicts=verdicts,
         judges=OwnJudges(semantic),
         fallback=judges,
-        regenerate=regenerate if requests is not None else None,
-        share=lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
         reply_ttl_s=float(cache.feedback_ttl_s),
         random=random.random,
         findings=findings,
         defer=link.defer,
     )
     reports = Reports(verdicts, exact, stats, findings.count)
-    certificates = await _open_certificates(link, stats, truth.bounds, model)
+    names = OwnJudges.names if model is None else f"{OwnJudges.names}, {model}"
+    certificates = Certificates(link, stats, truth.bounds, names, time.time)
+    with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
+        await certificates.recall()
     return Learning(
         verdicts=verdicts,
         judging=judging,
@@ -157,12 +145,3 @@ async def open_learning(
         _accounts=accounts,
         _semantic=semantic,
     )
-
-
-async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, model: str | None) -> Certificates:
-    """Read the certificates, so that this worker counts for them."""
-    judges = OwnJudges.names if model is None else f"{OwnJudges.names}, {model}"
-    certificates = Certificates(link, stats, bounds, judges, time.time)
-    with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
-        await certificates.recall()
-    return certificates

@@ -35,7 +35,7 @@ async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity 
     """The gateway's own team, with the budget that is configured. Creates both if they are missing.
     None if the gateway may spend nothing, or has nothing to ask.
     """
-    if not settings.judge_budget_usd or not (settings.judge_model or settings.shadow_share):
+    if not settings.judge_budget_usd or not settings.judge_model:
         return None
     limit = round(settings.judge_budget_usd * 1e6)
     try:

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from gateway.telemetry import buckets
-from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, RulingCounts
+from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod
 
 _GENERATED = ("miss", "bypass")
 
@@ -105,8 +105,7 @@ class Summary(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
-    rulings: dict[str, RulingCounts]  # of two judges, with a line feed between their names; for all teams
-    samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
+    samples: dict[tuple[int, str], CheckCounts]  # by team and model
 
 
 def percentiles(histogram: Mapping[int, int]) -> Percentiles:
@@ -163,8 +162,6 @@ class WindowSums:
         for field, amount in fields:
             if field.kind == buckets.DEPLOYMENT:
                 buckets.add(self._by_deployment[field.model], field.count, amount)
-            elif field.kind == buckets.JUDGES:
-                self._checked.add(field, amount)
             elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
                 self._checked.add(field, amount)
                 if field.kind in buckets.KINDS:
@@ -191,6 +188,5 @@ class WindowSums:
             series=tuple(self._series),
             ttft=self._latencies.by_group(buckets.TTFT),
             duration=self._latencies.by_group(buckets.DURATION),
-            rulings=self._checked.rulings,
             samples=self._checked.counts,
         )
