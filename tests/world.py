@@ -677,7 +677,7 @@ class World:
 
     def draws_checks(self, draw: Callable[[], float] = lambda: 0.0) -> None:
         """From now on hits by meaning are checked: each that may be, unless `draw` says otherwise."""
-        self._pipeline.semantic.random = draw
+        self._pipeline.semantic.checks.random = draw
 
     async def quiet(self) -> None:
         """Until nothing is under way."""

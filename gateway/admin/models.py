@@ -754,7 +754,6 @@ class CertificateOut(_Out):
     verified_wrong: int = Field(description="checks that found a wrong answer which a verifier had allowed")
     verified_high: float = Field(description="as `high`, of what a verifier allowed alone")
     reported_wrong: int
-    reported_right: int
     judge_error_max: float = Field(description="the share of verdicts that the interval allows to be wrong")
     embedder: str
     rule: str

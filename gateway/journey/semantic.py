@@ -27,13 +27,13 @@ from cache.exact import Verified
 from cache.query import Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
+from gateway.journey.checks import Checks
 from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager
 from gateway.wire.fold import fold
-from policies.checks import check_share
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
@@ -128,10 +128,9 @@ class SemanticLookup:
         self._bounds = bounds
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._learned = Learned()
-        self.random = random
         self._clock = clock
         self._cold = _ColdShare(COLD_FIRST / settings.workers)
-        self._hits: OrderedDict[bytes, int] = OrderedDict()  # would-be ones, by namespace
+        self.checks = Checks(settings.cache.check_share, random)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
@@ -190,31 +189,10 @@ class SemanticLookup:
             question=fingerprint.text if self._settings.log_prompts else "",
             trial=result.trial,
         )
-        found = self.checked(fingerprint, controls, hit)
-        if found.entry is not None and result.trial is not None and result.trial.is_cold:
+        outcome = hit if controls.only_if_cached else self.checks.draw(query.namespace, hit)
+        if outcome.entry is not None and result.trial is not None and result.trial.is_cold:
             self._cold.spend(fingerprint.compat)
-        return found
-
-    def checked(self, fingerprint: Fingerprint, controls: Controls, hit: SemanticResult) -> SemanticResult:
-        """A hit by meaning; or, where a check is drawn, the miss that it becomes: the request is
-        generated, and its answer compared with the one that `hit` has. Its trial's chance is the share.
-        """
-        entry, trial = hit.entry, hit.trial
-        if entry is None or trial is None or controls.only_if_cached:
-            return hit
-        space = fingerprint.partition + fingerprint.compat
-        hits = max(trial.hits, self._hits.pop(space, 0))
-        self._hits[space] = hits + 1
-        if len(self._hits) > _NAMESPACES_MAX:
-            self._hits.popitem(last=False)
-        share = check_share(hits, self._settings.cache.check_share)
-        if self.random() >= share:
-            return hit
-        ranked = (entry.exact, *[exact for exact in trial.ranked if exact != entry.exact])
-        # features are of the answer that the rule found likeliest
-        features = trial.features if trial.ranked[:1] == ranked[:1] else b""
-        trial = msgspec.structs.replace(trial, ranked=ranked, features=features, chance=share)
-        return msgspec.structs.replace(hit, entry=None, miss_reason=MissReason.AUDIT.value, trial=trial)
+        return outcome
 
     def words_key(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> bytes | None:
         """The key by which this prompt's words may find another request's answer; None if none may."""
@@ -246,12 +224,13 @@ class SemanticLookup:
                 self._cold.pay(fingerprint.compat, bound.error_max)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
         hit = SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
-        found = self.checked(fingerprint, controls, hit)
-        if found.entry is not None:
+        namespace = fingerprint.partition + fingerprint.compat
+        outcome = hit if controls.only_if_cached else self.checks.draw(namespace, hit)
+        if outcome.entry is not None:
             if trial.is_cold:
                 self._cold.spend(fingerprint.compat)
             self._exact.use(entry)
-        return found
+        return outcome
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim."""

@@ -61,22 +61,22 @@ class Learning:
         SQLAlchemyError.
         """
         teams, status = await self._accounts.list_teams(), self._semantic.status
-        found = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
-        for live in self.truth.update(await self._stats.hours(), teams, found):
+        certificates = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
+        for live in self.truth.update(await self._stats.hours(), teams, certificates):
             facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
             if live.strictness < 1.0:
                 _log.warning("semantic_bound_tightened", **facts, error_low=live.measured.low, by=live.strictness)
             else:
                 _log.info("semantic_bound_relaxed", **facts)
         names = {team.id: team.name for team in teams}
-        for (team_id, alias), one in found.items():
-            if not one.counts.is_empty:
-                labels, measured = (names[team_id], alias), self.truth.measure(one.counts)
+        for (team_id, alias), certificate in certificates.items():
+            if not certificate.counts.is_empty:
+                labels, measured = (names[team_id], alias), self.truth.measure(certificate.counts)
                 if measured.estimate is not None:
                     self._metrics.set(m.SEMANTIC_ERROR, measured.estimate, *labels)
                 self._metrics.set(m.SEMANTIC_ERROR_LOW, measured.low, *labels)
                 self._metrics.set(m.SEMANTIC_ERROR_HIGH, measured.high, *labels)
-                self._metrics.set(m.SEMANTIC_BOUND, one.start.basis.error_max, *labels)
+                self._metrics.set(m.SEMANTIC_BOUND, certificate.start.basis.error_max, *labels)
                 strictness = self.truth.bounds.strictness.get((team_id, alias), 1.0)
                 self._metrics.set(m.SEMANTIC_STRICTNESS, strictness, *labels)
 

@@ -93,9 +93,13 @@ class _JudgingJob:
     record: Record
     fingerprint: Fingerprint
     semantic: SemanticResult
-    trial: Trial
     chunks: Sequence[Chunk]
     entry: Entry | None
+
+    @property
+    def trial(self) -> Trial:
+        assert self.semantic.trial is not None
+        return self.semantic.trial
 
     @property
     def is_check(self) -> bool:
@@ -152,8 +156,7 @@ class Judging:
             # nobody can say what the rest of a cut answer would have been
             chunks = () if answered.is_cut else flight.chunks
             entry = stored.entry if stored.outcome == "stored" else None
-            fingerprint = generation.looked.fingerprint
-            self._put(_JudgingJob(record, fingerprint, semantic, semantic.trial, chunks, entry))
+            self._put(_JudgingJob(record, generation.looked.fingerprint, semantic, chunks, entry))
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
         """Keep what feedback on this hit needs."""

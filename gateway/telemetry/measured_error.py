@@ -1,13 +1,14 @@
 """How often answers by meaning are wrong: checks, one interval from them, and what follows from it.
 
-**Checks.** Of the would-be hits a share s is drawn by chance (`policies.checks`), before anything is
+**Checks.** Of the would-be hits a share s is drawn by chance (`gateway.journey.checks`), before anything is
 known of the answer. A drawn one is generated instead of served, and judges compare the fresh answer
 with the one that would have been served. A check counts when it ends, by its s: right, wrong, or open
 where no judge could tell. Workers and hosts add their counts in any order.
 
-**Interval.** A check stands for w = 1 / s hits. The checks say as much as n = (sum of w)² / (sum of
-w²) equal ones, of which x = n · (sum of w of the wrong ones) / (sum of w) are wrong (Kish, 1965; Korn
-and Graubard, 1998). If a share p of the hits is wrong, then for any odds ratio r
+**Interval.** A check has the weight w = s^-0.6: between equal weights, which say most while the share
+of wrong hits stays as it is, and 1 / s, the hits that it stands for. The checks say as much as
+n = (sum of w)² / (sum of w²) equal ones, of which x = n · (sum of w of the wrong ones) / (sum of w)
+are wrong (Kish, 1965; Korn and Graubard, 1998). If a share p of the hits is wrong, then for any odds ratio r
 
     r^x / (1 - p + r p)^n
 
@@ -17,7 +18,7 @@ Waudby-Smith and Ramdas, 2023). The p at which it has passed are excluded: with 
 the upper limit, with r above 1 those below the lower one. An open check counts as wrong at the upper
 limit and as right at the lower one (Manski, 1990). With unequal weights n and x are approximations;
 `tests/telemetry/test_measured_error.py` simulates that the interval has the truth in 95% of streams
-at every moment, also where the share changes.
+at every moment, also where the share changes threefold.
 
 **Certificates.** An interval starts with a team's first request for an alias. A new one starts where
 an admin asks, or where the bound, the embedder, the rule or the judges change: what was counted
@@ -33,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -44,9 +45,6 @@ from gateway.loggers import get_logger
 from gateway.telemetry import buckets
 from policies.redis import RedisCommands
 
-if TYPE_CHECKING:
-    from gateway.telemetry.stats import Stats
-
 Pair = tuple[int, str]
 """A team's id and an alias."""
 
@@ -56,6 +54,7 @@ _ABOVE = ((2.0, 0.25), (5.0, 0.25), (20.0, 0.25), (100.0, 0.25))
 _STEPS = 24
 _STRICTNESS_MIN, _STRICTNESS_MAX = 0.05, 0.5
 _PER_MILLE = 1_000
+_WEIGHT = 0.6
 _VERIFIED, _JUDGE = "verified_", "judge"
 
 
@@ -163,20 +162,20 @@ def measure(counts: CheckCounts, judge_error: float = 0.0) -> Measured:
         return Measured(None, 0.0, 1.0)
     hit_share = min(1.0, counts.hits / counts.requests)
     count, wrong, open_ = _effective(counts.cells)
-    told = min(1.0, counts.reported_wrong / counts.requests)
+    reports = min(1.0, counts.reported_wrong / counts.requests)
     low = hit_share * _limit(max(0.0, wrong - judge_error * count), count, _ABOVE, LOWER_MISSED)
     low = max(low, _limit(counts.reported_wrong, counts.requests, _ABOVE, LOWER_MISSED))
     high = min(1.0, _limit(wrong + open_, count, _BELOW, UPPER_MISSED) / (1.0 - judge_error)) * hit_share
     # decision: reports-only-raise
-    estimate, settled = told or None, count - open_
+    estimate, settled = reports or None, count - open_
     if settled > open_:
-        estimate = max(told, low, min(high, hit_share * (wrong + 0.5) / (settled + 1.0)))
-    return Measured(estimate, low, max(low, told, high))
+        estimate = max(reports, low, min(high, hit_share * (wrong + 0.5) / (settled + 1.0)))
+    return Measured(estimate, low, max(low, reports, high))
 
 
 def _effective(cells: Mapping[int, Cell]) -> tuple[float, float, float]:
     """How many equal checks the weighted ones are worth, and how many of these are wrong and open."""
-    weighed = [(_PER_MILLE / share, cell) for share, cell in cells.items() if cell.all]
+    weighed = [((_PER_MILLE / share) ** _WEIGHT, cell) for share, cell in cells.items() if cell.all]
     total = sum(weight * cell.all for weight, cell in weighed)
     if not total:
         return 0.0, 0.0, 0.0
@@ -230,12 +229,15 @@ class LiveError:
     `strictness`: below 1 where it has tightened itself.
     """
 
-    team_id: int
+    pair: Pair
     team: str
-    alias: str
     measured: Measured
     error_max: float
     strictness: float
+
+    @property
+    def alias(self) -> str:
+        return self.pair[1]
 
 
 class MeasuredErrors:
@@ -259,7 +261,7 @@ class MeasuredErrors:
         """Measure again from the hours of the last day. Of a certificate that is younger, its own counts
         are taken. Returns the errors whose bound has begun to be tightened, or no longer is.
         """
-        names, before, live = {team.id: team for team in teams}, dict(self.bounds.strictness), []
+        names, before, live = {team.id: team for team in teams}, set(self.bounds.strictness), list[LiveError]()
         for pair in dict.fromkeys(pair for hour in hours for pair in hour.counts):
             team, day, certificate = names.get(pair[0]), CheckCounts(), certificates.get(pair)
             for hour in hours:
@@ -272,12 +274,11 @@ class MeasuredErrors:
             if measured.low > error_max:
                 share = error_max / (measured.estimate or measured.low)
                 strictness = min(_STRICTNESS_MAX, max(_STRICTNESS_MIN, share))
-            live.append(LiveError(pair[0], team.name, pair[1], measured, error_max, strictness))
+            live.append(LiveError(pair, team.name, measured, error_max, strictness))
         self.live = tuple(live)
-        tight = {(error.team_id, error.alias): error.strictness for error in live if error.strictness < 1.0}
         self.bounds.strictness.clear()
-        self.bounds.strictness.update(tight)
-        return [error for error in live if ((error.team_id, error.alias) in before) != (error.strictness < 1.0)]
+        self.bounds.strictness.update({error.pair: error.strictness for error in live if error.strictness < 1.0})
+        return [error for error in live if (error.pair in before) != (error.strictness < 1.0)]
 
 
 _KEY = "sameway:certificates"
@@ -325,13 +326,25 @@ _encoder = msgspec.msgpack.Encoder()
 _read = reader(msgspec.msgpack.Decoder(CertificateStart))
 
 
+class CertifiedCounts(Protocol):
+    """What counts for certificates: `certificates` has the ids of those that it counts for."""
+
+    certificates: dict[Pair, str]
+
+    async def certified(self) -> dict[tuple[Pair, str], CheckCounts]:
+        """The counts of all, by team, alias and id."""
+
+    async def drop_certified(self, over: Iterable[tuple[Pair, str]]) -> None:
+        """Remove the counts of those that are over."""
+
+
 class Certificates:
     """The certificates of all teams and aliases. `clock` gives unix seconds. Errors of the Redis
     client pass through all methods.
     """
 
     def __init__(
-        self, redis: RedisCommands, stats: Stats, bounds: Bounds, judges: str, clock: Callable[[], float]
+        self, redis: RedisCommands, stats: CertifiedCounts, bounds: Bounds, judges: str, clock: Callable[[], float]
     ) -> None:
         self._redis = redis
         self._stats = stats

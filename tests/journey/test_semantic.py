@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.journey.checks import check_share
 from gateway.settings import CacheSettings
-from policies.checks import check_share
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World
 

@@ -15,16 +15,16 @@ from policies import WindowKind
 @pytest.mark.parametrize(
     ("settings", "limits"),
     [
-        (CacheSettings(judge_model="judge", shadow_share=1.0, judge_budget_usd=0), []),
+        (CacheSettings(judge_model="judge", judge_budget_usd=0), []),
         (CacheSettings(), []),
-        (CacheSettings(shadow_share=0.1), [1_000_000]),
+        (CacheSettings(judge_model="judge"), [1_000_000]),
         (CacheSettings(judge_model="judge", judge_budget_usd=0.5), [500_000]),
     ],
-    ids=["no money", "nothing to ask", "shadow checks", "a judge"],
+    ids=["no money", "nothing to ask", "money by default", "a judge"],
 )
 async def test_what_is_asked_has_a_budget(tmp_path: Path, settings: CacheSettings, limits: list[int]) -> None:
     """A team with the hard budget of a day that is configured, the same after each start; without money, or without anything to
-    ask, there is no team, and so no judge model and no shadow check."""
+    ask, there is no team, and so no judge model."""
     accounts = Accounts(f"sqlite:///{tmp_path / 'sameway.db'}")
     await accounts.open()
     for _ in range(2):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.accounts import Team
+from gateway.journey.checks import check_share
 from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
 from gateway.telemetry.measured_error import (
@@ -27,7 +28,6 @@ from gateway.telemetry.measured_error import (
     measure,
     reported,
 )
-from policies.checks import check_share
 
 TEAM = Team(1, "acme", 0.0)
 KEY = (1, "m")
