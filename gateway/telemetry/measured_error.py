@@ -8,7 +8,8 @@ where no judge could tell. Workers and hosts add their counts in any order.
 **Interval.** A check has the weight w = s^-0.6: between equal weights, which say most while the share
 of wrong hits stays as it is, and 1 / s, the hits that it stands for. The checks say as much as
 n = (sum of w)² / (sum of w²) equal ones, of which x = n · (sum of w of the wrong ones) / (sum of w)
-are wrong (Kish, 1965; Korn and Graubard, 1998). If a share p of the hits is wrong, then for any odds ratio r
+are wrong (Kish, 1965; Korn and Graubard, 1998). If a share p of the hits is wrong, then for any odds
+ratio r
 
     r^x / (1 - p + r p)^n
 
@@ -18,7 +19,7 @@ Waudby-Smith and Ramdas, 2023). The p at which it has passed are excluded: with 
 the upper limit, with r above 1 those below the lower one. An open check counts as wrong at the upper
 limit and as right at the lower one (Manski, 1990). With unequal weights n and x are approximations;
 `tests/telemetry/test_measured_error.py` simulates that the interval has the truth in 95% of streams
-at every moment, also where the share changes threefold.
+at every moment, also where the share doubles later.
 
 **Certificates.** An interval starts with a team's first request for an alias. A new one starts where
 an admin asks, or where the bound, the embedder, the rule or the judges change: what was counted
