@@ -64,10 +64,10 @@ def _able(alias: str, deployments: Sequence[DeploymentSettings], *, is_local: bo
     """The cost of a question in µUSD and the name, for each deployment that can chat; with
     `is_local` for engines alone. Those without a known price come last.
     """
-    described = [(place, describe(place)) for place in deployments if place.engine or not is_local]
+    described = [(one, describe(one)) for one in deployments if one.engine or not is_local]
     return [
-        (facts.price.cost(QUESTION) if facts.is_price_known else _UNKNOWN, deployment_name(alias, place))
-        for place, facts in described
+        (facts.price.cost(QUESTION) if facts.is_price_known else _UNKNOWN, deployment_name(alias, deployment))
+        for deployment, facts in described
         if facts.can_chat
     ]
 
