@@ -412,7 +412,12 @@ class CacheSettings(_Section):
     entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
     l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
     error_max: float = Field(0.01, ge=0, le=1, description="largest share of requests with a wrong semantic hit")
-    is_audited: bool = Field(True, description="generate some would-be hits as a check: first up to a fifth, later 2%")
+    check_share: float = Field(
+        0.03,
+        ge=0,
+        le=1,
+        description="share of semantic hits generated instead, as a check; more of a namespace's first thousand; 0: none",
+    )
     verifier: str | None = Field(
         None,
         description="alias of the model that is asked whether a stored answer is right for a request in other words; `auto`: the "
@@ -431,11 +436,11 @@ class CacheSettings(_Section):
         le=1,
         description="the most that questions may cost, as a share of what requests would cost uncached",
     )
-    shadow_share: float = Field(
-        0.0, ge=0, le=1, description="share of semantic hits also generated, as a check; up to 0.3 of the first"
-    )
     judge_error_max: float = Field(
-        0.0, ge=0, lt=0.5, description="share of the judges' verdicts that may be wrong; the certificate allows for it"
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="share of the judges' verdicts that may be wrong; the measured error allows for it",
     )
     feedback_ttl_s: int = Field(3_600, gt=0, description="how long a semantic hit can be reported at /v1/feedback")
     semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")

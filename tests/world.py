@@ -69,7 +69,6 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
-from gateway.journey.outcomes import AuditDraw
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, RequestFacts
 from gateway.journey.semantic import Bounds, SemanticLookup
@@ -543,10 +542,11 @@ class Team:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A finished request that the semantic cache may learn from, and the id of the entry that keeps its answer."""
+    """A finished request that the semantic cache may learn from, the id of the entry that keeps its answer, and the decision's trial."""
 
     request_id: str
     stored: str | None
+    trial: Trial | None
 
 
 class _Learner:
@@ -554,8 +554,9 @@ class _Learner:
         self.lessons: list[Lesson] = []
 
     def recorded(self, flight: Any, record: Record) -> None:
-        stored = flight.generation.stored
-        self.lessons.append(Lesson(record.request.id, stored.entry.id if stored.outcome == "stored" else None))
+        stored, trial = flight.generation.stored, flight.generation.looked.semantic.trial
+        entry = stored.entry.id if stored.outcome == "stored" else None
+        self.lessons.append(Lesson(record.request.id, entry, trial))
 
 
 @dataclass
@@ -679,10 +680,9 @@ class World:
         """Remove the one entry with an id or a prompt, as an admin does."""
         assert (await self._exact.purge(Purge(id=entry, text=text))).count == 1
 
-    def draws_audits(self, draw: AuditDraw) -> None:
-        """From now on each hit by words is audited."""
-        self._pipeline.semantic.audited = lambda *_: draw
-        self._pipeline.semantic.random = lambda: -1.0
+    def draws_checks(self, draw: Callable[[], float] = lambda: 0.0) -> None:
+        """From now on hits by meaning are checked: each that may be, unless `draw` says otherwise."""
+        self._pipeline.semantic.checks.random = draw
 
     async def quiet(self) -> None:
         """Until nothing is under way, and every verifier's word is kept."""
@@ -1045,7 +1045,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     scripted: Any = semantic
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
-    lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
+    lookup = SemanticLookup(settings, client, exact, Bounds(settings), random=lambda: 1.0, clock=clock.unix)
     pipeline = Pipeline(
         settings, accounts, rates, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learner.recorded
     )

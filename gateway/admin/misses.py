@@ -25,7 +25,7 @@ CAUSES: Mapping[str, str] = {
     "vetoes": "Near prompts differ in numbers, names, negation or form: these are other questions, as a rule.",
     "doubt": "Too likely to be wrong for the bound: a verifier settles it. Name one in `cache.verifier`, or report answers.",
     "coldness": "Few verdicts yet: a `cache.verifier` or reports end that sooner.",
-    "checks": "Generated to measure the cache's errors: `cache.is_audited` turns that off, and the bound's proof with it.",
+    "checks": "Generated to check hits: `cache.check_share` is the share; at 0 nobody knows how many hits are wrong.",
     "off": "Turned off, by the settings, the team or the request.",
     "ineligible": "Only chats that end with one text of the user, within the encoder's window, are found by meaning.",
     "outage": "The cache worker or Redis did not answer in time: see the status page.",

@@ -20,7 +20,6 @@ from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, Record
 from gateway.learning.reports import ReportOutcome
-from gateway.telemetry.measured_error import ErrorRate
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
@@ -357,7 +356,6 @@ class DeploymentTallyOut(_Out):
 
 
 _Percentiles = Annotated[Percentiles, _Flat("PercentilesOut")]
-_ErrorRate = Annotated[ErrorRate, _Flat("ErrorRateOut")]
 
 
 class PointOut(_Out):
@@ -380,9 +378,7 @@ class StatsOut(_Out):
     series: list[PointOut]
     ttft: dict[str, _Percentiles] = Field(description="by what answered; `hit` and `all` are sums")
     duration: dict[str, _Percentiles]
-    semantic: list[SemanticOut] = []
     judging: list[JudgingOut] = []
-    judges: list[JudgeOut] = []
 
 
 class JudgingOut(_Out):
@@ -393,39 +389,6 @@ class JudgingOut(_Out):
     questions: int
     cost_microusd: int
     saved_microusd: int
-
-
-class JudgeOut(_Out):
-    """How a judge's rulings compare with those of another one, which is taken as right, on the pairs of answers that both ruled
-    on; with 95% intervals."""
-
-    judge: str
-    other: str
-    pairs: int
-    agreed: int
-    false_same: _ErrorRate = Field(description="of the different answers, the share that it calls the same")
-    false_different: _ErrorRate = Field(description="of the equal answers, the share that it calls different")
-
-
-class SemanticOut(_Out):
-    """How often answers by meaning were wrong, as a share of a team's requests for a model: from checks drawn by chance (audits,
-    shadow checks) and from reports, with its 95% interval, beside the bound. The interval takes what no judge could tell, or none
-    has yet, as right at its low end and as wrong at its high end. It is the certificate's, for a window."""
-
-    team_id: int
-    team: str
-    model: str
-    requests: int
-    hits: int
-    checks: int
-    unsettled: int = Field(description="would-be hits that were compared too, but no judge could tell")
-    reported_wrong: int
-    reported_right: int
-    estimate: float | None = Field(description="null: nothing was checked or reported, or most of it is unsettled")
-    low: float
-    high: float
-    error_max: float = Field(description="the bound as configured, for requests that ask for none of their own")
-    strictness: float = Field(description="what it is multiplied with now; below 1 it has tightened itself")
 
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
@@ -768,37 +731,37 @@ class SampleOut(_Out):
 
 
 class CertificateOut(_Out):
-    """The certificate of a team and model: with a probability of 95% the share of requests that were answered wrongly by meaning
-    since its start was within `low` and `high` at every moment. It rests on the draws of audits and shadow checks, on the judges'
-    being right (in all but `judge_error_max`), and on no assumption about requests."""
+    """How many requests of a team for a model were answered wrongly by meaning since its certificate's start: with a probability of
+    95% the share is within `low` and `high`, at every moment. It rests on checks drawn by chance, and on the judges' being right (in
+    all but `judge_error_max`). A check that no judge could tell is right in `low` and wrong in `high`."""
 
     team_id: int
     team: str
     model: str
     since_s: float
     why: str = Field(description="why it is not an earlier one; empty of the first")
-    error_max: float = Field(description="the bound")
-    estimate: float | None = Field(description="null: nothing was compared or reported, or most of it is unsettled")
+    error_max: float = Field(description="the bound, for requests that ask for none of their own")
+    strictness: float = Field(description="what the bound is multiplied with now; below 1 it has tightened itself")
+    estimate: float | None = Field(
+        description="null: nothing was checked or reported, or no judge could tell most of it"
+    )
     low: float
     high: float = Field(description="1 before the first request")
     requests: int
     hits: int
-    audits: int = Field(description="would-be hits that were generated instead")
-    shadow_checks: int = Field(description="hits that were also generated")
-    comparisons: int = Field(description="audits and shadow checks that a judge settled")
-    judges: dict[str, int] = Field(description="those by judge")
-    wrong: int = Field(description="those that found a wrong answer")
-    unsettled: int = Field(
-        description="audits and shadow checks that no judge could tell, or none has yet: wrong in `high`"
-    )
+    checks: int = Field(description="would-be hits that were generated instead, to compare both answers")
+    wrong: int = Field(description="checks that found a wrong answer")
+    open: int = Field(description="checks that no judge could tell")
+    judges: dict[str, int] = Field(description="the other checks by the judge that settled them")
+    verified_hits: int = Field(description="hits that a verifier allowed")
+    verified_checks: int
+    verified_wrong: int = Field(description="checks that found a wrong answer which a verifier had allowed")
+    verified_high: float = Field(description="as `high`, of what a verifier allowed alone")
     reported_wrong: int
-    reported_right: int
     judge_error_max: float = Field(description="the share of verdicts that the interval allows to be wrong")
     embedder: str
     rule: str
     judged_by: str
-    drift_since_s: float | None = Field(description="since when too many were wrong; null: they are not")
-    strictness: float = Field(description="what the bound is multiplied with now; below 1 only the cold rule serves")
 
 
 CertificatesOut = Annotated[_Values, _Flat("CertificatesOut", certificates=list[CertificateOut])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from gateway.admin.format import amount, utc, window
+from gateway.admin.format import amount, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
 from gateway.telemetry.measured_error import LiveError
 from gateway.telemetry.parts import GatewayPart, PartHealth
@@ -93,14 +93,13 @@ def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
     """Bounds that have tightened themselves after too many wrong semantic hits."""
     return [
         Problem(
-            f"Too many of {error.team}'s requests for {error.alias} are answered wrongly by meaning since "
-            f"{utc(error.drift.since_s)} (an estimated {error.measured.estimate or 0:.1%} of the last day's; the bound is "
-            f"{error.error_max:.2%}): the bound has tightened itself, and only the cold rule serves",
-            "/admin/cache#truth",
+            f"At least {error.measured.low:.1%} of {error.team}'s requests for {error.alias} were answered wrongly by "
+            f"meaning in the last day; the bound is {error.error_max:.2%}: it has tightened itself",
+            "/admin/cache#certificate",
             is_urgent=True,
         )
         for error in truths
-        if error.drift is not None
+        if error.strictness < 1.0
     ]
 
 

@@ -22,15 +22,6 @@ from gateway.deployments.progress import Progress
 from policies import Demand, Route, Usage
 
 
-class AuditDraw(msgspec.Struct, frozen=True):
-    """A would-be hit that is generated instead: its chance to be compared, and the certificate that
-    it counts for.
-    """
-
-    chance: float
-    certificate: str
-
-
 class Asking(msgspec.Struct, eq=False):
     """6: a question to a verifier; a task of its own fills it, also after the request went on.
 
@@ -56,7 +47,6 @@ class SemanticResult(msgspec.Struct, frozen=True):
     question: str = ""  # the request's own text, of a hit or observed one; empty unless prompts may be logged
     trial: Trial | None = None  # the decision's features, for the verdict that may follow
     degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
-    audit: AuditDraw | None = None  # of a would-be hit that is generated instead
     undecided: Undecided | None = None  # the answers that a verifier may be asked about
     asking: Asking | None = None
     verified_by: str = ""  # the verifier that found a hit right, for this request or for its words before

@@ -28,8 +28,9 @@ from cache.exact import Verified
 from cache.query import Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
+from gateway.journey.checks import Checks
 from gateway.journey.flight import Flight
-from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
+from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
@@ -44,8 +45,7 @@ _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 OBSERVED = "observed"
 """The miss reason of a hit that is not served, as a verifier only observes."""
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
-# of a hit by the same words: as sure as the rule can be, and as rarely audited
-_WORDS_P, _WORDS_AUDITED = 0.998, 0.006
+_WORDS_P = 0.998  # of a hit by the same words: as sure as the rule can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,7 @@ class AsksVerifier(Protocol):
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
-    `audited` gets the team, the alias and the trial of each audit when it is drawn. `random` gives
-    numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
+    `random` gives numbers in [0, 1) and draws the checks; `clock` gives unix seconds.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class SemanticLookup:
         exact: ExactCache,
         bounds: Bounds,
         *,
-        audited: Callable[[int, str, Trial], AuditDraw] | None = None,
         random: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -118,12 +116,11 @@ class SemanticLookup:
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
-        self.audited = audited
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._learned = Learned()
-        self.random = random
         self._clock = clock
         self.errors = ErrorAccount(settings.workers)
+        self.checks = Checks(settings.cache.check_share, random)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
@@ -168,7 +165,7 @@ class SemanticLookup:
         )
         result = await self._semantic.lookup(query)
         if not isinstance(result, Hit):
-            return self._missed(result, fingerprint, team, alias, bound)
+            return self._missed(result, fingerprint, bound)
         is_served = verification.is_served
         pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
@@ -178,19 +175,21 @@ class SemanticLookup:
         if not is_served:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
-        if result.trial is not None:
-            self.errors.charge(fingerprint.compat, 1.0 - result.trial.p)
-        return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
+        hit = SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
+        return self.served(fingerprint, controls, hit)
 
-    def _missed(
-        self, result: Miss | Undecided, fingerprint: Fingerprint, team: Team, alias: Alias, bound: Bound
-    ) -> SemanticResult:
+    def served(self, fingerprint: Fingerprint, controls: Controls, hit: SemanticResult) -> SemanticResult:
+        """A hit by meaning, charged its risk; or the miss that it becomes where a check is drawn."""
+        namespace = fingerprint.partition + fingerprint.compat
+        outcome = hit if controls.only_if_cached else self.checks.draw(namespace, hit)
+        if outcome.entry is not None and hit.trial is not None:
+            self.errors.charge(fingerprint.compat, 1.0 - hit.trial.p)
+        return outcome
+
+    def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
         undecided = result if isinstance(result, Undecided) else None
         miss = result.miss if isinstance(result, Undecided) else result
         nearest, is_away = miss.nearest, miss.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
-        audit = None
-        if miss.reason is MissReason.AUDIT and miss.trial is not None and self.audited is not None:
-            audit = self.audited(team.id, alias.name, miss.trial)
         return SemanticResult(
             similarity=nearest.similarity if nearest is not None else None,
             error_max=bound.error_max,
@@ -199,7 +198,6 @@ class SemanticLookup:
             nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
             trial=miss.trial,
             degraded=("cache_worker",) if is_away else (),
-            audit=audit,
             undecided=undecided,
         )
 
@@ -217,7 +215,7 @@ class SemanticLookup:
     def hit_by_words(
         self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias, lookup: Lookup
     ) -> SemanticResult | None:
-        """What a pointer from this prompt's words means: a hit, or an audit of one; None if the
+        """What a pointer from this prompt's words means: a hit, or a check of one; None if the
         cache worker is to decide.
         """
         entry, verified = lookup.entry, lookup.pointer.verified if lookup.pointer is not None else None
@@ -225,8 +223,7 @@ class SemanticLookup:
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         verifier = ""
         if verified is None:
-            chance = _WORDS_AUDITED if self._settings.cache.is_audited else 1.0
-            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, chance, b"")
+            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, 1.0, b"")
         else:
             similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
             is_old = not verifier and self._clock() - verified.at > _VERIFIED_S
@@ -234,13 +231,12 @@ class SemanticLookup:
             if is_old or not has_room or bound.error_max < verified.error_max:
                 return None
         self.errors.pay(fingerprint.compat, bound.error_max)
-        if self.audited is not None and trial.chance < 1.0 and self.random() < trial.chance:
-            audit = self.audited(team.id, alias.name, trial)
-            return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
-        self.errors.charge(fingerprint.compat, 1.0 - trial.p)
-        self._exact.use(entry)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
-        return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
+        hit = SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
+        outcome = self.served(fingerprint, controls, hit)
+        if outcome.entry is not None:
+            self._exact.use(entry)
+        return outcome
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim."""

@@ -28,8 +28,7 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
-from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors, shadow_share
+from gateway.telemetry.measured_error import Certificates, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 
@@ -71,32 +70,24 @@ class Learning:
         if self.verifiers is not None:
             await self._spending.read()
         teams, status = await self._accounts.list_teams(), self._semantic.status
-        found = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
-        certified = {pair: (one.start.since_s, one.counts) for pair, one in found.items()}
-        for live in self.truth.update(await self._stats.hours(), teams, certified):
-            _log_bound(live)
+        certificates = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
+        for live in self.truth.update(await self._stats.hours(), teams, certificates):
+            facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
+            if live.strictness < 1.0:
+                _log.warning("semantic_bound_tightened", **facts, error_low=live.measured.low, by=live.strictness)
+            else:
+                _log.info("semantic_bound_relaxed", **facts)
         names = {team.id: team.name for team in teams}
-        for (team_id, alias), (_, counts) in certified.items():
-            if not counts.is_empty:
-                high = self.truth.measure(counts).high
-                self._metrics.set(m.SEMANTIC_CERTIFIED, high, names[team_id], alias)
-        for live in self.truth.live:
-            labels = (live.team, live.alias)
-            if live.measured.estimate is not None:
-                self._metrics.set(m.SEMANTIC_ERROR, live.measured.estimate, *labels)
-            self._metrics.set(m.SEMANTIC_ERROR_LOW, live.measured.low, *labels)
-            self._metrics.set(m.SEMANTIC_ERROR_HIGH, live.measured.high, *labels)
-            self._metrics.set(m.SEMANTIC_BOUND, live.error_max, *labels)
-            self._metrics.set(m.SEMANTIC_STRICTNESS, live.strictness, *labels)
-
-
-def _log_bound(live: LiveError) -> None:
-    facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
-    if live.drift is not None:
-        error, by, since_s = live.measured.estimate, live.strictness, live.drift.since_s
-        _log.warning("semantic_bound_tightened", **facts, error=error, by=by, since_s=since_s)
-    else:
-        _log.info("semantic_bound_relaxed", **facts)
+        for (team_id, alias), certificate in certificates.items():
+            if not certificate.counts.is_empty:
+                labels, measured = (names[team_id], alias), self.truth.measure(certificate.counts)
+                if measured.estimate is not None:
+                    self._metrics.set(m.SEMANTIC_ERROR, measured.estimate, *labels)
+                self._metrics.set(m.SEMANTIC_ERROR_LOW, measured.low, *labels)
+                self._metrics.set(m.SEMANTIC_ERROR_HIGH, measured.high, *labels)
+                self._metrics.set(m.SEMANTIC_BOUND, certificate.start.basis.error_max, *labels)
+                strictness = self.truth.bounds.strictness.get((team_id, alias), 1.0)
+                self._metrics.set(m.SEMANTIC_STRICTNESS, strictness, *labels)
 
 
 async def open_learning(
@@ -114,13 +105,12 @@ async def open_learning(
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     spending = Spending(stats, cache.verify_share)
     verifiers = _open_verifiers(settings, fleet, accounts, exact, verdicts, spending, stats, metrics)
-    findings = Findings(stats, metrics, truth, verifiers)
+    findings = Findings(stats, metrics)
     judging = Judging(
         exact=exact,
         verdicts=verdicts,
         judges=OwnJudges(semantic),
         fallback=verifiers,
-        share=lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
         reply_ttl_s=float(cache.feedback_ttl_s),
         random=random.random,
         findings=findings,

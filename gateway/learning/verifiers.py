@@ -31,6 +31,7 @@ from gateway.journey.generation import Generation
 from gateway.journey.outcomes import Asking, SemanticResult
 from gateway.journey.queue import ranking
 from gateway.journey.record import Record
+from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.learning.exam import Recent
 from gateway.learning.internal_requests import InternalRequests
@@ -97,15 +98,15 @@ class Verifiers:
         self._spending = spending
         self._note = note
         self._count = count
-        self._errors = ErrorAccount(settings.workers)  # of the pipeline, once it is connected
+        self._lookup: SemanticLookup | None = None  # of the pipeline, once it is connected
         self.whom = Whom(fleet, random.random)
         self._recent = Recent()
         self._running: set[asyncio.Task[Any]] = set()
 
     def connect(self, pipeline: Pipeline) -> None:
-        """Ask by requests to `pipeline`, about its undecided lookups, and charge its error account."""
+        """Ask by requests to `pipeline`, about its undecided lookups."""
         self._requests.connect(pipeline)
-        self._errors = pipeline.semantic.errors
+        self._lookup = pipeline.semantic
         pipeline.verifier = self
 
     # -- stage 6
@@ -168,7 +169,7 @@ class Verifiers:
         if is_observed:
             return _Plan(askable, _WITHIN_S * 1000.0, is_observed=True)
         least_risk = risk_of(max(ps), false_yes_again(askable.exam.false_yes))
-        if not self._errors.has(generation.looked.fingerprint.compat, least_risk, semantic.error_max):
+        if not self._has_room(generation, semantic, least_risk):
             return None
         best = next(iter(ranking(flight).ranked), None)
         waits_ms, ttft_ms = [float(self._settings.cache.verify_ms)], best.ttft_ms if best is not None else 0.0
@@ -241,22 +242,21 @@ class Verifiers:
         assert choice.number is not None
         fingerprint, false_yes = generation.looked.fingerprint, plan.askable.exam.false_yes
         risk = risk_of(p, false_yes)
-        if not self._errors.has(fingerprint.compat, risk, semantic.error_max):
+        if not self._has_room(generation, semantic, risk):
             is_right = await verifier.confirm(fingerprint.text or "", shown[choice.number])
             if not is_right:
                 return Choice(None if is_right is None else -1, "not confirmed", (choice.number,)), None
             risk = risk_of(p, false_yes_again(false_yes))
-        return choice, risk if self._errors.has(fingerprint.compat, risk, semantic.error_max) else None
+        return choice, risk if self._has_room(generation, semantic, risk) else None
 
     def _served(
         self, generation: Generation, semantic: SemanticResult, candidate: Asked, entry: Entry, risk: float
     ) -> SemanticResult:
-        """The hit on a verifier's word."""
-        fingerprint = generation.looked.fingerprint
-        self._errors.charge(fingerprint.compat, risk)
-        self._exact.use(entry)
+        """The hit on a verifier's word, or the check that is drawn of it."""
+        fingerprint, controls = generation.looked.fingerprint, generation.turn.controls
         assert semantic.asking is not None
-        return replace(
+        assert self._lookup is not None
+        hit = replace(
             semantic,
             entry=entry,
             similarity=candidate.similarity,
@@ -266,6 +266,15 @@ class Verifiers:
             trial=replace(_trial(semantic, candidate), p=1.0 - risk),
             verified_by=semantic.asking.verifier,
         )
+        outcome = self._lookup.served(fingerprint, controls, hit)
+        if outcome.entry is not None:
+            self._exact.use(entry)
+        return outcome
+
+    def _has_room(self, generation: Generation, semantic: SemanticResult, risk: float) -> bool:
+        """Whether the error account has room for a hit with this risk."""
+        errors = self._lookup.errors if self._lookup is not None else ErrorAccount()
+        return errors.has(generation.looked.fingerprint.compat, risk, semantic.error_max)
 
     async def _take(
         self,
@@ -325,8 +334,6 @@ class Verifiers:
 
     # -- after a miss
 
-    is_sparing = True
-
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
         alias = record.request.alias
@@ -356,10 +363,10 @@ class Verifiers:
         return exam.flips if exam is not None else (0.0, 0.0)
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
-        """Take in what a check found of a hit on a verifier's word, which had this risk."""
+        """Take in what a check found of a would-be hit on a verifier's word, which had this risk."""
         verifier = self._settings.verification(record.request.alias).verifier
         exam = self.whom.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
-        if exam is not None and record.cache.source == "semantic":
+        if exam is not None:
             exam.check(risk, is_wrong=is_wrong)
 
     # -- the end

@@ -6,8 +6,7 @@ integer. `count` is a field of a struct, with a number or a judge behind a colon
     kind          counts of           with a colon
     one of KINDS  `Tally`             ttft:N, duration:N, verified:N: requests in step N of a histogram
     deployment    `DeploymentTally`   (the model is the deployment; no team)
-    checks        `CheckCounts`       served:N and others of `Cell`, by step of chances; judge:NAME
-    judges        `RulingCounts`      (the model is two judges with a line feed between; no team)
+    checks        `CheckCounts`       right:N and others of `Cell`, by the share in thousandths; judge:NAME
 
 In the hash of the certificates the kind is a certificate's id, and the counts are those of checks.
 Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of both.
@@ -26,7 +25,6 @@ ANSWERED = ("exact", "semantic", "miss")  # once each; who coalesced shares the 
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 DEPLOYMENT = "deployment"
 CHECKS = "checks"
-JUDGES = "judges"
 BATCH_LINES = "batch_lines"  # the surface of lines of batches; of other requests it is the record's route
 REQUESTS = "requests"
 TTFT = "ttft"

@@ -111,8 +111,8 @@ SEMANTIC_MISSES = _counter(
 )
 VERDICTS = _counter(
     "sameway_semantic_verdicts_total",
-    "Answers compared, reported or read by a verifier: by source (miss, audit, shadow, feedback, again, verifier), ruling (same, "
-    "different, unknown) and judge.",
+    "Answers compared, reported or read by a verifier: by source (miss, audit, feedback, verifier), ruling (same, different, "
+    "unknown) and judge.",
     "source ruling judge",
 )
 VERIFIER_QUESTIONS = _counter(
@@ -261,7 +261,7 @@ INDEX_ENTRIES = _gauge("sameway_semantic_index_entries", Merge.MAX, "Prompts in 
 SEMANTIC_ERROR = _gauge(
     "sameway_semantic_error_ratio",
     Merge.MAX,
-    "Requests answered wrongly by meaning, of all: estimated from checks and reports of the last day.",
+    "Requests answered wrongly by meaning, of all, since the certificate's start: estimated from checks and reports.",
     "team model",
 )
 SEMANTIC_ERROR_LOW = _gauge(
@@ -272,12 +272,6 @@ SEMANTIC_ERROR_HIGH = _gauge(
 )
 SEMANTIC_BOUND = _gauge(
     "sameway_semantic_error_bound_ratio", Merge.MIN, "What it should stay under, as configured.", "team model"
-)
-SEMANTIC_CERTIFIED = _gauge(
-    "sameway_semantic_certified_ratio",
-    Merge.MAX,
-    "The certificate: no more than this share was answered wrongly by meaning since its start, at any moment.",
-    "team model",
 )
 SEMANTIC_STRICTNESS = _gauge(
     "sameway_semantic_strictness_ratio",

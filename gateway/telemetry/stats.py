@@ -27,7 +27,7 @@ from gateway.journey.record import PATHS, Record, VerifierFacts, flat, of_flat
 from gateway.journey.savings import CHECKING
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
-from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
+from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair
 from gateway.telemetry.summary import StatsWindow, Summary, WindowSums
 from policies.redis import RedisCommands
 
@@ -190,7 +190,6 @@ class Stats:
         self._hours: dict[int, CheckedPeriod] = {}  # by start; past hours only
         self._hits = defaultdict[tuple[int, int, str, str], Counter[str]](Counter)  # by hour, team, source and alias
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
-        self.certified_hits: dict[Pair, int] = {}  # semantic ones since their starts, as last read
 
     def add(self, record: Record) -> None:
         """Count one finished request, in memory, together with others."""
@@ -198,26 +197,16 @@ class Stats:
         if len(self._records) == _TOGETHER_MAX:
             self._gather()
 
-    def add_checks(self, team_id: int, model: str, events: Iterable[str], certificate: str | None = None) -> str:
-        """Count events of a semantic hit (`measured_error`), for `certificate` or the current one.
-
-        Returns the certificate that they count for: what becomes of a hit later counts there too.
-        """
-        if certificate is None:
-            certificate = self.certificates.get((team_id, model), "")
-        counts = dict.fromkeys(events, 1)
+    def add_checks(self, team_id: int, model: str, events: Iterable[str]) -> None:
+        """Count events of hits by meaning, checks or reports (`measured_error`), for the current certificate."""
+        certificate, counts = self.certificates.get((team_id, model), ""), dict.fromkeys(events, 1)
         self._count(self._now(), counts, team_id, buckets.CHECKS, model)
         self._count(_CERTIFIED, counts, team_id, certificate, model)
-        return certificate
 
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
         """Count a question to a verifier about answers for a team's requests."""
         counts = {"questions": 1, "judging_microusd": cost_microusd}
         self._count(self._now(), counts, team_id, buckets.CHECKS, model)
-
-    def add_rulings(self, judge: str, other: str, counts: RulingCounts) -> None:
-        """Count pairs of answers that both judges ruled on."""
-        self._count(self._now(), msgspec.structs.asdict(counts), "", buckets.JUDGES, f"{judge}\n{other}")
 
     async def saved(self) -> dict[int, int]:
         """The µUSD that the cache saved each team in the last 30 days: the cost of its answers when
@@ -379,7 +368,7 @@ class Stats:
         return sums.summary(window, start, end)
 
     async def hours(self) -> list[CheckedPeriod]:
-        """The last day's checks, reports and rulings, by hour, the oldest first.
+        """The last day's checks and reports, by hour, the oldest first.
 
         Errors of the client pass through.
         """

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from gateway.telemetry import buckets
-from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, RulingCounts
+from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod
 
 _GENERATED = ("miss", "bypass")
 
@@ -114,8 +114,7 @@ class Summary(msgspec.Struct, frozen=True):
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
     verified: dict[str, Percentiles]  # the waits for a verifier's word, by model
-    rulings: dict[str, RulingCounts]  # of two judges, with a line feed between their names; for all teams
-    samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
+    samples: dict[tuple[int, str], CheckCounts]  # by team and model
 
 
 def percentiles(histogram: Mapping[int, int]) -> Percentiles:
@@ -173,8 +172,6 @@ class WindowSums:
         for field, amount in fields:
             if field.kind == buckets.DEPLOYMENT:
                 buckets.add(self._by_deployment[field.model], field.count, amount)
-            elif field.kind == buckets.JUDGES:
-                self._checked.add(field, amount)
             elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
                 self._checked.add(field, amount)
                 if field.kind in buckets.KINDS:
@@ -206,6 +203,5 @@ class WindowSums:
             ttft=self._latencies.by_group(buckets.TTFT),
             duration=self._latencies.by_group(buckets.DURATION),
             verified={model: percentiles(steps) for model, steps in self._waits.items()},
-            rulings=self._checked.rulings,
             samples=self._checked.counts,
         )

@@ -44,8 +44,7 @@ from gateway.journey.budget import Money
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import ResponseSettings, Settings
-from gateway.telemetry.certificates import Certificates
-from gateway.telemetry.measured_error import MeasuredErrors
+from gateway.telemetry.measured_error import Certificates, MeasuredErrors
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
 from ipc import IncomingCall, RpcServer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,25 @@ def test_a_verified_answer_is_served(upstream: Upstream, tmp_path: Path, delay_m
         "cache": {"verifier": "small"},
         "models": {
             "mock": {"deployments": [deployment(upstream.url, "plain", price=DEAR)]},
-            "small": {"deployments": [deployment(upstream.url, "reader", f"m?delay_ms={delay_ms}", price=CHEAP)]},
+            "small": {
+                "deployments": [
+                    deployment(
+                        upstream.url, "reader", f"m?delay_ms={delay_ms}", price=CHEAP, capabilities=["json_object"]
+                    )
+                ]
+            },
         },
     }
     with run_gateway(tmp_path, config) as running:
         running.wait_ready()
         running.chat(ASKED)
         no_store = {"no-store": True}
-        began = time.monotonic()
 
         def asked() -> httpx.Response | None:
             reply = running.chat(NEAR, cache=no_store)
             return reply if any(one["route"] == "verify" for one in running.records()) else None
 
         wait_for(lambda: asked() is not None, 20)
-        assert time.monotonic() - began < 20
         if delay_ms:
             reply = running.chat(NEAR)
             assert (reply.headers["x-sameway-cache"], "x-sameway-verified" in reply.headers) == ("miss", False)
