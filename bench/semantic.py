@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import random
 import statistics
 import sys
@@ -47,7 +48,6 @@ from cache.decision.rule import Decision, NamespaceCounters, NamespaceState, Rul
 from cache.encoder.embedder import open_embedder
 from cache.encoder.types import Embedder
 from cache.semantic.cache import SemanticCache
-from gateway.telemetry.measured_error import lower_limit
 
 _COSINES = (0.8, 0.9, 0.95)
 _COLD_BOUNDS = (0.01, 0.005)
@@ -105,8 +105,18 @@ class Counts:
             possible=self.possible,
             decision_ms_p50=ms,
             halves=halves,
-            failed=sum(count > 0 and lower_limit(wrong, count) > error_max for count, _, wrong in halves),
+            failed=sum(count > 0 and _refutes(wrong, count, error_max) for count, _, wrong in halves),
         )
+
+
+def _refutes(wrong: int, count: int, error_max: float) -> bool:
+    """Whether so many wrong ones of `count` have a chance below 5% at a share of `error_max`."""
+    logs = math.lgamma(count + 1), math.log(error_max), math.log1p(-error_max)
+    fewer = sum(
+        math.exp(logs[0] - math.lgamma(n + 1) - math.lgamma(count - n + 1) + n * logs[1] + (count - n) * logs[2])
+        for n in range(wrong)
+    )
+    return 1 - fewer < 0.05
 
 
 class _Unlearned:
@@ -203,7 +213,7 @@ def vcache(
 
 def rules(error_max: float, seed: int) -> dict[str, Callable[[], Rule]]:
     made: dict[str, Callable[[], Rule]] = {
-        "verified": lambda: VerifiedRule(PRIOR, error_max, random.Random(seed).random),
+        "verified": lambda: VerifiedRule(PRIOR, error_max),
         "cold": lambda: VerifiedRule(PRIOR, error_max),
         "guards": Guards,
     }

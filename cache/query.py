@@ -18,7 +18,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
     too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves.
-    `is_try`: the decision is only shown; it is neither audited nor counted. `context` is the text
+    `is_try`: the decision is only shown and not counted. `context` is the text
     that the prompt is asked after. `may_ask`: a verifier may be asked about what is not certain.
     """
 
@@ -42,10 +42,10 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
 
     `ranked` has the entries to compare a fresh answer with, the likeliest first, each of another
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
-    veto decided. `chance` is the probability that a request like this one is generated: 1 if it was
-    not to be served. `rule` names the features. `peers` are further entries of the first one's
+    veto decided. `chance` is the probability that the two answers are compared: that of a check of a
+    would-be hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
     group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
-    no verdicts vouch for it.
+    no verdicts vouch for it. `hits` is how many hits the namespace had before.
     """
 
     ranked: tuple[bytes, ...]
@@ -56,6 +56,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     peers: tuple[bytes, ...] = ()
     worth: float = 1.0
     is_cold: bool = False
+    hits: int = 0
 
 
 class MissReason(StrEnum):
@@ -76,7 +77,7 @@ class MissReason(StrEnum):
     WORDS = "words"  # near, but words that carry the question differ
     UNSURE = "unsure"  # near, but too likely to be wrong for the error bound
     COLD = "cold"  # near, but no verdicts vouch for it, and such hits had their share of the requests
-    AUDIT = "audit"  # would be served, and is generated to see whether that would be right
+    AUDIT = "audit"  # a check: would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
     TIME = "time"  # asks about now, and the answer was not given now
     SUSPENDED = "suspended"  # would be served, but its answer was found wrong and is not cleared

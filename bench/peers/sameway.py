@@ -111,7 +111,7 @@ def _settings(setup: Setup, stub: Upstream, folder: Path, cache: Mapping[str, ob
         "engines": {},
         "cache": {
             "is_semantic": setup in (Setup.SEMANTIC, Setup.WORDS),
-            "is_audited": setup is not Setup.WORDS,
+            "check_share": 0 if setup is Setup.WORDS else 0.03,
             **({"l1_bytes_max": 0} if setup in (Setup.HIT_REDIS, Setup.WORDS) else {}),
             **cache,
         },

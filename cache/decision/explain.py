@@ -16,8 +16,8 @@ from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.query import Asked, Hit, LookupResult, Miss, MissReason, Near, Neighbourhood, Query, Trial, Undecided
 
 # reasons of the one neighbour that would be served, which need not be the nearest
-_WITHHELD = (MissReason.TIGHTENED, MissReason.SUSPENDED, MissReason.AUDIT, MissReason.COLD)
-_WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT, MissReason.COLD)
+_WITHHELD = (MissReason.TIGHTENED, MissReason.SUSPENDED, MissReason.COLD)
+_WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.COLD)
 
 
 def decide(
@@ -29,7 +29,7 @@ def decide(
     seen = known[:NEIGHBOURS]
     decision, counters = rule.decide(query, seen, state)
     reasons = list(decision.reasons)
-    if decision.served is None and MissReason.AUDIT not in reasons and query.untightened is not None:
+    if decision.served is None and query.untightened is not None:
         loose = _untightened(query, seen, rule, state)
         if loose is not None:
             reasons[loose] = MissReason.TIGHTENED

@@ -45,9 +45,6 @@ _BUDGET = 0.8  # of the bound; the rest is for what chance adds to an expectatio
 _BUDGET_MAX = 1.5
 # in so many requests, as a share of those till now, is spent what was left
 _CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000
-# the chance of an audit where 1 - p is _RISK_USUAL
-_AUDITED, _AUDITED_MIN, _AUDITED_MAX = 20, 0.02, 0.1
-_RISK_USUAL, _RISK_MIN, _AUDITED_MOST = 0.02, 0.002, 0.2
 # of comparisons, the shares for which a judge that costs is asked
 _ASKED_ALL, _ASKED_MIN, _HARDLY = 1_000, 0.25, 0.3
 _STRATA = (0.5, 0.8)  # of p: what was asked speaks for what was not asked beside it
@@ -79,7 +76,7 @@ class Row:
     """One comparison: the trial of a decision, and whether the answers were the same, None where no
     judge could tell.
 
-    The trial's `chance` is that of the comparison: 1 on a miss, that of the audit on a would-be
+    The trial's `chance` is that of the comparison: 1 on a miss, that of the check on a would-be
     hit. Its features end with the number of hits since the row before, and the errors to expect of
     them by the p that each had. A p of 0 says that nothing would have been served, however sure the
     model: such a row spends nothing of the budget.
@@ -354,13 +351,9 @@ class CalibratedModel:
         labels = np.array([row.label for row in rows])
         weights = 1 / np.array([row.trial.chance for row in rows])
         model = start.fitted(features, labels, np.minimum(_WEIGHT_MAX, weights * _shares(rows)))
-        # each audit stands for 1 / chance would-be hits; of these there were as many as were served
-        # and audited (Hajek's estimator)
+        # a check stands for 1 / chance would-be hits
         p, weights = model.lower(features[-_REQUESTS:]), weights[-_REQUESTS:]
         served = sum(features[-_REQUESTS:, -2].tolist())
-        audits = weights > 1
-        if audits.any():
-            weights[audits] *= (served + audits.sum()) / weights[audits].sum()
         order = np.argsort(-p, kind="stable")
         order = order[np.array([row.trial.p > 0 for row in rows[-_REQUESTS:]])[order]]
         self.logistic = model
@@ -436,16 +429,6 @@ def asking_share(p: float, verdicts: int) -> float:
     """
     share = max(_ASKED_MIN, min(1.0, _ASKED_ALL / max(1, verdicts)))
     return share if p >= _HARDLY or share == 1.0 else share / 2
-
-
-def audit_chance(accepted: int, p: float) -> float:
-    """The probability that a would-be hit is generated and judged instead of served.
-
-    It falls with `accepted`, the would-be hits so far, and is in proportion to the deviation of the
-    verdict to expect (Neyman's allocation, 1934).
-    """
-    usual = max(_AUDITED_MIN, min(_AUDITED_MAX, _AUDITED / max(1, accepted)))
-    return min(_AUDITED_MOST, usual * math.sqrt(max(_RISK_MIN, 1 - p) / _RISK_USUAL))
 
 
 def _sigmoid(x: Vector) -> Vector:

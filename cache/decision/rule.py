@@ -1,16 +1,16 @@
 """Which neighbour may answer a prompt: the seam of a rule, the fixed decision, the verified rule.
 
-Pure, but for the injected randomness of audits: `decide` returns the namespace's new counters and
-writes nothing. Until a namespace has verdicts, the verified rule serves a neighbour that the fixed
-rule serves and that adds nothing, for a share of the requests. From then on it serves a neighbour
-that the namespace's own model is sure of. Source: docs/semantic-cache.md. Invariants: no
+Pure: `decide` returns the namespace's new counters and writes nothing. Until a namespace has
+verdicts, the verified rule serves a neighbour that the fixed rule serves and that adds nothing, for a
+share of the requests. From then on it serves a neighbour that the namespace's own model is sure of.
+Source: docs/semantic-cache.md. Invariants: no
 similarity and no verdict overrides a veto (numbers, polarity, an aged answer about now, a long
 template); a caller's `error_max` only tightens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -40,7 +40,6 @@ from cache.decision.model import (
     Vector,
     asking_share,
     at_once,
-    audit_chance,
 )
 from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
@@ -130,24 +129,20 @@ def _why_not_fixed(thresholds: Thresholds | None, prompt: TextFeatures, neighbou
 class VerifiedRule:
     """The rule that learns from verdicts.
 
-    `error_max` bounds wrong answers as a share of requests. `random` gives uniform numbers in [0,
-    1) and decides which would-be hits are audited; without it none is, as it must be where no judge
-    compares. `run` does the fits. `cold_wrong` is the share of the hits without verdicts that may be
-    wrong.
+    `error_max` bounds wrong answers as a share of requests. `run` does the fits. `cold_wrong` is the
+    share of the hits without verdicts that may be wrong.
     """
 
     def __init__(
         self,
         prior: Prior,
         error_max: float = ERROR_MAX,
-        random: Callable[[], float] | None = None,
         run: Run = at_once,
         cold_wrong: float = COLD_WRONG,
     ) -> None:
         self.prior = prior
         self._error_max = error_max
         self._cold_wrong = cold_wrong
-        self._random = random
         self._run = run
         self._cold = LearnedModel(prior)
 
@@ -183,32 +178,29 @@ class VerifiedRule:
         is_spent = is_cold and counters.cold < 1.0
         is_sure = is_certain or (is_cold and not is_spent)
         risk = 1 - p if is_certain else min(1 - p, cold_wrong)
-        # an audit: some of what is sure is generated, to see whether it would have been right
-        chance = 1.0
-        if is_sure and self._random is not None:
-            chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
         trial = Trial(
             ranked=tuple(neighbours[candidate.index].exact for candidate in ranked[:_COMPARED]),
             features=_row_features(seen, counters) if vetoed is None else b"",
             p=p,
-            chance=chance,
+            chance=1.0,
             rule=b"",
             peers=tuple(neighbour.exact for neighbour in alike if neighbour is not witness)[:_PEERS],
             worth=1.0 if is_sure else asking_share(p, model.certain.verdicts),
             is_cold=not is_certain,
+            hits=counters.accepted,
         )
-        if is_sure and (self._random is None or query.is_try or self._random() >= chance):
+        if is_sure:
             reasons = tuple(None if index == first.index else reason for index, reason in enumerate(fixed.reasons))
             served = _after_a_hit(counters, risk, is_cold=is_cold)
             trial = msgspec.structs.replace(trial, features=_row_features(seen, NamespaceCounters()))
             return Decision(first.index, reasons, trial), served
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
-        why = MissReason.AUDIT if is_sure else MissReason.COLD if is_spent else vetoed or unsure
+        why = MissReason.COLD if is_spent else vetoed or unsure
         reasons = tuple(
-            why if index == first.index and (is_sure or is_spent or reason is None) else reason or MissReason.UNSURE
+            why if index == first.index and (is_spent or reason is None) else reason or MissReason.UNSURE
             for index, reason in enumerate(fixed.reasons)
         )
-        after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure, cold=counters.cold)
+        after = counters if vetoed is not None else NamespaceCounters(counters.accepted, cold=counters.cold)
         doubtful = self._doubtful(query, neighbours, ranked, state) if query.may_ask else ()
         return Decision(None, reasons, trial, doubtful), after
 

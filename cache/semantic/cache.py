@@ -338,9 +338,7 @@ class SemanticCache:
         """
         miss = answer.miss if isinstance(answer, Undecided) else answer
         trial = miss.trial
-        if isinstance(miss, Hit) or miss.reason is MissReason.AUDIT:
-            return False  # it is drawn once whether to audit
-        if trial is None or not trial.features or trial.p < THRESHOLD_MIN:
+        if isinstance(miss, Hit) or trial is None or not trial.features or trial.p < THRESHOLD_MIN:
             return False
         index = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
         near = neighbours[index]

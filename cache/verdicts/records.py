@@ -22,10 +22,9 @@ class Source(StrEnum):
     """Where a verdict comes from."""
 
     MISS = "miss"  # a request that was generated anyway, and the answers near it
-    AUDIT = "audit"  # a would-be hit that was generated instead
-    SHADOW = "shadow"  # a served hit, generated afresh in the background
+    AUDIT = "audit"  # a check: a would-be hit that was generated instead
     FEEDBACK = "feedback"  # a client or an admin reported it
-    AGAIN = "again"  # a served hit whose client asked again at once, past the cache
+    VERIFIER = "verifier"  # a verifier's word on a stored answer, which no fresh one stood beside
 
 
 class Scope(StrEnum):

@@ -24,6 +24,5 @@ class WorkerOptions:
     precision: Annotated[Literal["auto", "float32", "bfloat16"], "of the encoder"] = "auto"
     threads: Annotated[int | None, "for the encoder on a CPU; default: two, or one on one core"] = None
     error_max: Annotated[float, "share of requests that may be answered wrongly"] = 0.01
-    is_audited: Annotated[bool, "have some would-be hits generated, for judges to compare"] = False
     keys_max: Annotated[int, "prompts in the index; the oldest go first"] = 1_000_000
     size_bytes_max: Annotated[int, "of a team's entries, with their sketches"] = 256 << 20

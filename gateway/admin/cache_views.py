@@ -24,7 +24,7 @@ from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id, Label, Limit
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
-from gateway.telemetry.certificates import Certificate
+from gateway.telemetry.measured_error import Certificate
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.wire.errors import BadRequest, NotFound
 from gateway.wire.fold import fold
@@ -261,22 +261,21 @@ async def certificate(parts: WorkerParts, team_id: Id | None = None, model: Labe
 
 
 def _certificate(parts: WorkerParts, team: Team, alias: str, certified: Certificate) -> models.CertificateOut:
-    start, counts = certified.start, certified.counts
-    measured = parts.truth.measure(counts)
-    drift = next((live.drift for live in parts.truth.live if (live.team_id, live.alias) == (team.id, alias)), None)
+    start, counts, verified = certified.start, certified.counts, certified.counts.of_verifier
     return models.CertificateOut.of(
         counts,
         start,
         start.basis,
-        measured,
+        parts.truth.measure(counts),
         team_id=team.id,
         team=team.name,
         model=alias,
-        comparisons=counts.checks,
-        judge_error_max=measured.judge_error,
+        verified_checks=verified.checks,
+        verified_wrong=verified.wrong,
+        verified_high=parts.truth.measure(verified).high,
+        judge_error_max=parts.truth.judge_error,
         judged_by=start.basis.judges,
-        drift_since_s=drift.since_s if drift is not None else None,
-        strictness=drift.strictness if drift is not None else 1.0,
+        strictness=parts.truth.bounds.strictness.get((team.id, alias), 1.0),
     )
 
 

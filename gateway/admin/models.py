@@ -20,12 +20,12 @@ from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, Record
 from gateway.learning.reports import ReportOutcome
-from gateway.telemetry.measured_error import ErrorRate
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
+from policies.verification import Verify
 from policies.windows import Overdraft, Unit
 
 
@@ -42,6 +42,7 @@ _Label = Annotated[str, Field(min_length=1, max_length=256)]
 _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
 _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
+_Verify = Annotated[Verify, Strict(False), Field(description="null: the gateway's own mode")]
 _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX), _Whole]
 
 
@@ -133,6 +134,7 @@ class TeamIn(_In):
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     semantic_error_max: _ErrorMax | None = None
+    verify: _Verify | None = None
     is_semantic_enabled: bool = True
     is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
@@ -287,6 +289,7 @@ class TeamOut(_Out):
     requests_per_min: int | None
     tokens_per_min: int | None
     semantic_error_max: float | None
+    verify: Verify | None
     is_semantic_enabled: bool
     is_store_enabled: bool
     time_zone: str
@@ -353,7 +356,6 @@ class DeploymentTallyOut(_Out):
 
 
 _Percentiles = Annotated[Percentiles, _Flat("PercentilesOut")]
-_ErrorRate = Annotated[ErrorRate, _Flat("ErrorRateOut")]
 
 
 class PointOut(_Out):
@@ -376,9 +378,7 @@ class StatsOut(_Out):
     series: list[PointOut]
     ttft: dict[str, _Percentiles] = Field(description="by what answered; `hit` and `all` are sums")
     duration: dict[str, _Percentiles]
-    semantic: list[SemanticOut] = []
     judging: list[JudgingOut] = []
-    judges: list[JudgeOut] = []
 
 
 class JudgingOut(_Out):
@@ -389,39 +389,6 @@ class JudgingOut(_Out):
     questions: int
     cost_microusd: int
     saved_microusd: int
-
-
-class JudgeOut(_Out):
-    """How a judge's rulings compare with those of another one, which is taken as right, on the pairs of answers that both ruled
-    on; with 95% intervals."""
-
-    judge: str
-    other: str
-    pairs: int
-    agreed: int
-    false_same: _ErrorRate = Field(description="of the different answers, the share that it calls the same")
-    false_different: _ErrorRate = Field(description="of the equal answers, the share that it calls different")
-
-
-class SemanticOut(_Out):
-    """How often answers by meaning were wrong, as a share of a team's requests for a model: from checks drawn by chance (audits,
-    shadow checks) and from reports, with its 95% interval, beside the bound. The interval takes what no judge could tell, or none
-    has yet, as right at its low end and as wrong at its high end. It is the certificate's, for a window."""
-
-    team_id: int
-    team: str
-    model: str
-    requests: int
-    hits: int
-    checks: int
-    unsettled: int = Field(description="would-be hits that were compared too, but no judge could tell")
-    reported_wrong: int
-    reported_right: int
-    estimate: float | None = Field(description="null: nothing was checked or reported, or most of it is unsettled")
-    low: float
-    high: float
-    error_max: float = Field(description="the bound as configured, for requests that ask for none of their own")
-    strictness: float = Field(description="what it is multiplied with now; below 1 it has tightened itself")
 
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
@@ -764,37 +731,37 @@ class SampleOut(_Out):
 
 
 class CertificateOut(_Out):
-    """The certificate of a team and model: with a probability of 95% the share of requests that were answered wrongly by meaning
-    since its start was within `low` and `high` at every moment. It rests on the draws of audits and shadow checks, on the judges'
-    being right (in all but `judge_error_max`), and on no assumption about requests."""
+    """How many requests of a team for a model were answered wrongly by meaning since its certificate's start: with a probability of
+    95% the share is within `low` and `high`, at every moment. It rests on checks drawn by chance, and on the judges' being right (in
+    all but `judge_error_max`). A check that no judge could tell is right in `low` and wrong in `high`."""
 
     team_id: int
     team: str
     model: str
     since_s: float
     why: str = Field(description="why it is not an earlier one; empty of the first")
-    error_max: float = Field(description="the bound")
-    estimate: float | None = Field(description="null: nothing was compared or reported, or most of it is unsettled")
+    error_max: float = Field(description="the bound, for requests that ask for none of their own")
+    strictness: float = Field(description="what the bound is multiplied with now; below 1 it has tightened itself")
+    estimate: float | None = Field(
+        description="null: nothing was checked or reported, or no judge could tell most of it"
+    )
     low: float
     high: float = Field(description="1 before the first request")
     requests: int
     hits: int
-    audits: int = Field(description="would-be hits that were generated instead")
-    shadow_checks: int = Field(description="hits that were also generated")
-    comparisons: int = Field(description="audits and shadow checks that a judge settled")
-    judges: dict[str, int] = Field(description="those by judge")
-    wrong: int = Field(description="those that found a wrong answer")
-    unsettled: int = Field(
-        description="audits and shadow checks that no judge could tell, or none has yet: wrong in `high`"
-    )
+    checks: int = Field(description="would-be hits that were generated instead, to compare both answers")
+    wrong: int = Field(description="checks that found a wrong answer")
+    open: int = Field(description="checks that no judge could tell")
+    judges: dict[str, int] = Field(description="the other checks by the judge that settled them")
+    verified_hits: int = Field(description="hits that a verifier allowed")
+    verified_checks: int
+    verified_wrong: int = Field(description="checks that found a wrong answer which a verifier had allowed")
+    verified_high: float = Field(description="as `high`, of what a verifier allowed alone")
     reported_wrong: int
-    reported_right: int
     judge_error_max: float = Field(description="the share of verdicts that the interval allows to be wrong")
     embedder: str
     rule: str
     judged_by: str
-    drift_since_s: float | None = Field(description="since when too many were wrong; null: they are not")
-    strictness: float = Field(description="what the bound is multiplied with now; below 1 only the cold rule serves")
 
 
 CertificatesOut = Annotated[_Values, _Flat("CertificatesOut", certificates=list[CertificateOut])]
@@ -827,6 +794,50 @@ class NeighbourOut(_Out):
     keys: int = Field(description="how many prompts its group has")
     right: float = Field(description="verdicts on serving this answer")
     wrong: float
+
+
+class VerifierModelOut(_Out):
+    """The verifier of one model, and what came of its word in the last 24 h."""
+
+    model: str
+    verify: str = Field(description="before, after, observe or off, by the settings; a team may have another mode")
+    deployment: str = Field(description="who is asked, as at the start; empty: no deployment can be")
+    question_microusd: int | None = Field(description="the expected cost of a question; null: no price is known")
+    lookups: int = Field(description="hits by meaning and misses")
+    asked_requests: int = Field(description="requests about which it was asked before, or beside, their generation")
+    yes: int = Field(description="of them, those for which it found a stored answer right")
+    asked_share: float | None = Field(description="asked_requests / lookups")
+    questions: int = Field(description="with second questions, those after misses and exams")
+    cost_microusd: int
+    hits: int = Field(description="served on its word, given now or before for the same words")
+    saved_microusd: int = Field(description="by these hits; the cost of questions is not taken off")
+    wait_p50_ms: float | None = Field(description="what requests waited for its word")
+    wait_p95_ms: float | None
+    would_hits: int = Field(description="`observe`: requests that would be served by meaning")
+    would_share: float | None = Field(description="would_hits / lookups: what is possible by asking")
+    would_save_microusd_a_day: int = Field(description="what they would save a day, questions taken off")
+
+
+class VerifierExampleOut(_Out):
+    """A request that would be served by meaning. Its texts are kept and shown only where prompts may be logged."""
+
+    request_id: str
+    at_s: float
+    team: str
+    model: str
+    verifier: str = Field(description="who was asked; empty where the rule is certain")
+    verdict: str = Field(description="`yes`, `remembered`, or `certain`: without a question")
+    similarity: float | None
+    would_save_microusd: int
+    question: str
+    made_for: str = Field(description="the cached prompt whose answer would be served")
+
+
+class VerifierOut(_Out):
+    """What verifiers do, by model."""
+
+    models: list[VerifierModelOut] = Field(description="those with a verifier, or with counts of one")
+    examples: list[VerifierExampleOut] = Field(description="the latest requests that would be served by meaning")
 
 
 class MissExampleOut(_Out):

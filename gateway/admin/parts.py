@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from gateway.journey.budget import Money
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
-    from gateway.telemetry.certificates import Certificates
-    from gateway.telemetry.measured_error import MeasuredErrors
+    from gateway.telemetry.measured_error import Certificates, MeasuredErrors
     from gateway.telemetry.parts import GatewayPart
     from gateway.telemetry.stats import Stats
     from policies import Budgets

@@ -40,9 +40,9 @@ from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
+from gateway.deployments.verifiers import assigned
 from gateway.journey.record import FIELDS, Record, flat
 from gateway.telemetry.buckets import KINDS, kind_of
-from gateway.telemetry.measured_error import false_different, false_same
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import RequestTally, StatsWindow, Summary
 from gateway.wire.plain import OUTPUT_TOKENS_MAX
@@ -89,9 +89,7 @@ async def stats(
             models.DeploymentTallyOut.of(tally, deployment=name)
             for name, tally in sorted(summary.by_deployment.items())
         ],
-        semantic=_semantic(parts, summary, teams),
         judging=_judging(summary, teams),
-        judges=_judges(summary),
     )
 
 
@@ -118,40 +116,6 @@ def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]
         )
         costs += [cost] if cost.questions else []
     return sorted(costs, key=lambda cost: -cost.questions)
-
-
-def _judges(summary: Summary) -> list[models.JudgeOut]:
-    """The judges that another one was set beside, by descending pairs."""
-    judges = []
-    for names, counts in summary.rulings.items():
-        judge, _, other = names.partition("\n")
-        rates = {"false_same": false_same(counts), "false_different": false_different(counts)}
-        judges.append(models.JudgeOut.of(counts, judge=judge, other=other, **rates))
-    return sorted(judges, key=lambda judge: -judge.pairs)
-
-
-def _semantic(parts: WorkerParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
-    """The measured error of semantic hits beside its bound, by descending hits."""
-    teams_by_id = {team.id: team for team in teams}
-    strictness = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
-    errors = []
-    for (team_id, alias), sample in summary.samples.items():
-        team = teams_by_id.get(team_id)
-        if team is None or sample.is_empty:
-            continue
-        measured = parts.truth.measure(sample)
-        errors.append(
-            models.SemanticOut.of(
-                sample,
-                measured,
-                team_id=team_id,
-                team=team.name,
-                model=alias,
-                error_max=parts.truth.bounds.error_max(team, alias),
-                strictness=strictness.get((team_id, alias), 1.0),
-            )
-        )
-    return sorted(errors, key=lambda error: -error.hits)
 
 
 async def or_none(reading: Awaitable[_T]) -> _T | None:
@@ -334,7 +298,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             team_names=names,
             last_hour=summary,
             truths=parts.truth.live,
-            is_judged=parts.settings.cache.judge_model == "auto",
+            unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
         ),
     )
 

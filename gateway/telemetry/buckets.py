@@ -4,10 +4,9 @@ A field is `count|team|kind|surface|model` (the model last: it may contain anyth
 integer. `count` is a field of a struct, with a number or a judge behind a colon where there are many:
 
     kind          counts of           with a colon
-    one of KINDS  `Tally`             ttft:N, duration:N: requests in step N of a histogram
+    one of KINDS  `Tally`             ttft:N, duration:N, verified:N: requests in step N of a histogram
     deployment    `DeploymentTally`   (the model is the deployment; no team)
-    checks        `CheckCounts`       served:N and others of `Cell`, by step of chances; judge:NAME
-    judges        `RulingCounts`      (the model is two judges with a line feed between; no team)
+    checks        `CheckCounts`       right:N and others of `Cell`, by the share in thousandths; judge:NAME
 
 In the hash of the certificates the kind is a certificate's id, and the counts are those of checks.
 Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of both.
@@ -26,11 +25,11 @@ ANSWERED = ("exact", "semantic", "miss")  # once each; who coalesced shares the 
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 DEPLOYMENT = "deployment"
 CHECKS = "checks"
-JUDGES = "judges"
 BATCH_LINES = "batch_lines"  # the surface of lines of batches; of other requests it is the record's route
 REQUESTS = "requests"
 TTFT = "ttft"
 DURATION = "duration"
+VERIFIED = "verified"  # the wait for a verifier's word
 _NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
 _DENIED = "upstream_denied"  # a 4xx that is not the client's
 

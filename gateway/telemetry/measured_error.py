@@ -1,43 +1,33 @@
-"""The measured error of semantic hits by team and alias, and what follows when it drifts past its
-bound. Knows no rule and no Redis. In order: what is counted, how judges err, the limits, the drift.
+"""How often answers by meaning are wrong: checks, one interval from them, and what follows from it.
 
-**Counts.** A would-be hit is audited (generated instead of served) or served; of the served some are
-compared in the background (shadow checks). Chances are counted in steps, eight to a factor of two.
-Statistics add up the events by name. Invariant: whatever was drawn to be compared is counted when it
-is drawn, so what is lost on its way to a judge stays open.
+**Checks.** Of the would-be hits a share s is drawn by chance (`gateway.journey.checks`), before anything is
+known of the answer. A drawn one is generated instead of served, and judges compare the fresh answer
+with the one that would have been served. A check counts when it ends, by its s: right, wrong, or open
+where no judge could tell. Workers and hosts add their counts in any order.
 
-**Judges.** How often a judge errs, by another one that ruled on the same pairs of answers. The other
-is taken as right, so its own errors count as this one's. Invariant: a rate of which little is known
-makes nothing bolder. Source: Clopper and Pearson (1934) for the intervals.
+**Interval.** A check has the weight w = s^-0.6: between equal weights, which say most while the share
+of wrong hits stays as it is, and 1 / s, the hits that it stands for. The checks say as much as
+n = (sum of w)² / (sum of w²) equal ones, of which x = n · (sum of w of the wrong ones) / (sum of w)
+are wrong (Kish, 1965; Korn and Graubard, 1998). If a share p of the hits is wrong, then for any odds
+ratio r
 
-**Limits** for the number of wrong answers that were served, and evidence that too many are: valid at
-every moment, however often one looks and whatever drifts.
+    r^x / (1 - p + r p)^n
 
-A would-be hit is compared with a known chance π, drawn before anything is known of its answer. So
-the draws alone carry the proof, and no assumption about requests, rules or time is needed. For one
-that is wrong, let z be 1 if it was served and not found. For any c below -log(1 - π) the factor
+is a likelihood ratio, whose expectation is 1 after each check. So is the mean over a few r, and it
+ever passes 1 / α with probability α at most, however often one looks (Ville, 1939; Robbins, 1970;
+Waudby-Smith and Ramdas, 2023). The p at which it has passed are excluded: with r below 1 those above
+the upper limit, with r above 1 those below the lower one. An open check counts as wrong at the upper
+limit and as right at the lower one (Manski, 1990). With unequal weights n and x are approximations;
+`tests/telemetry/test_measured_error.py` simulates that the interval has the truth in 95% of streams
+at every moment, also where the share doubles later.
 
-    exp(c·z) if it was not found,  exp(-k) if it was,  with  π·exp(-k) + (1 - π)·exp(c) = 1
+**Certificates.** An interval starts with a team's first request for an alias. A new one starts where
+an admin asks, or where the bound, the embedder, the rule or the judges change: what was counted
+before says nothing about them. `Stats` counts; the starts are fields of a Redis hash.
 
-has the expectation 1. The product over all is a martingale (a bet, as by Waudby-Smith and Ramdas,
-2023), and so is the mean of the products over a fixed grid of c. By Ville's inequality it ever
-passes 1 / α with probability α at most: the numbers of unfound wrong answers at which it would have
-are excluded at every moment (Howard, Ramdas, McAuliffe and Sekhon, 2021). The lower limit has the
-same with signs reversed. Only sums of counts enter, so workers and hosts add theirs in any order.
-
-What was drawn and not settled, because no judge could tell or none has yet, counts as found wrong
-at the upper end and as right at the lower (Manski, 1990). A judge that errs in a share of at most e
-finds a wrong answer with a chance of (1 - e)·π, and takes a share of at most e of the right ones
-for wrong: the bounds of Rogan and Gladen (1978).
-
-**Drift.** Reports only increase the estimate. Invariants: a bound only tightens, to the least of the
-gateway's, the team's, the alias's and the request's; all workers that see the same counts decide the
-same.
-
-A drift begins in the hour in which the evidence of too many wrong answers, since any hour of the
-last day, passes 1 to 100. Until it ends only the cold rule serves, at the bound times bound /
-estimate. It ends when the evidence is gone (by requests answered within the bound), when its hours
-are a day old, or with a new certificate.
+**Tightening.** Where the lower limit of the last day is above the bound, only a stricter bound serves
+until it is not. Invariants: a bound only tightens, to the least of the gateway's, the team's, the
+alias's and the request's; workers that see the same counts decide the same.
 """
 
 from __future__ import annotations
@@ -45,67 +35,67 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from typing import Protocol
 
 import msgspec
 
+from cache.stored import reader
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
+from gateway.loggers import get_logger
 from gateway.telemetry import buckets
+from policies.redis import RedisCommands
 
-_PER_DOUBLING = 8
-_STEP_MAX = 8 * _PER_DOUBLING  # a chance below 1/256 counts as none
-_EARLY, _EARLY_MOST = 400, 0.3  # of the first hits: until a certificate says much
+Pair = tuple[int, str]
+"""A team's id and an alias."""
+
+UPPER_MISSED, LOWER_MISSED = 0.048, 0.002  # the probability that a limit ever fails; together 5%
+_BELOW = ((0.25, 0.9), (0.5, 0.1))  # odds ratios and their weights
+_ABOVE = ((2.0, 0.25), (5.0, 0.25), (20.0, 0.25), (100.0, 0.25))
+_STEPS = 24
+_STRICTNESS_MIN, _STRICTNESS_MAX = 0.05, 0.5
+_PER_MILLE = 1_000
+_WEIGHT = 0.6
+_VERIFIED, _JUDGE = "verified_", "judge"
 
 
 class Cell(msgspec.Struct):
-    """The would-be hits of one step of chances."""
+    """The checks that were drawn with one share."""
 
-    served: int = 0
-    audited: int = 0
-    audits_right: int = 0
-    audits_wrong: int = 0
-    shadowed: int = 0  # of those served
-    shadows_right: int = 0
-    shadows_wrong: int = 0
+    right: int = 0
+    wrong: int = 0
+    open: int = 0
 
     @property
-    def wrong(self) -> int:
-        return self.audits_wrong + self.shadows_wrong
-
-    @property
-    def settled(self) -> int:
-        return self.wrong + self.audits_right + self.shadows_right
-
-    @property
-    def shadows_open(self) -> int:
-        return max(0, self.shadowed - self.shadows_right - self.shadows_wrong)
-
-    @property
-    def open(self) -> int:
-        """Drawn to be compared, and not settled: no judge could tell, or none has yet."""
-        return max(0, self.audited - self.audits_right - self.audits_wrong) + self.shadows_open
+    def all(self) -> int:
+        return self.right + self.wrong + self.open
 
 
 class CheckCounts(msgspec.Struct):
-    """Counts of one team and alias over some time."""
+    """Counts of one team and alias over some time. The keys of cells are shares in thousandths."""
 
     requests: int = 0  # answered, from the cache or not; identical ones in flight count once
     hits: int = 0  # semantic ones
-    cells: dict[int, Cell] = {}  # by step of chances
-    judges: dict[str, int] = {}  # comparisons by the judge that settled them
+    verified_hits: int = 0  # those that a verifier allowed
+    cells: dict[int, Cell] = {}
+    verified: dict[int, Cell] = {}  # of `cells`, the checks of what a verifier had allowed
+    judges: dict[str, int] = {}  # checks by the judge that settled them
     reported_wrong: int = 0
     reported_right: int = 0
     questions: int = 0  # to a judge model about its answers
     judging_microusd: int = 0
 
-    def add(self, other: CheckCounts, sign: int = 1) -> None:
-        """Add `other` to this, or with a sign of -1 take it away; no count falls below 0."""
-        _sum(self, other, sign)
-        for step, cell in other.cells.items():
-            _sum(self.cells.setdefault(step, Cell()), cell, sign)
+    def add(self, other: CheckCounts) -> None:
+        """Add `other` to this."""
+        for name in self.__struct_fields__:
+            if isinstance(amount := getattr(other, name), int):
+                setattr(self, name, getattr(self, name) + amount)
+        for mine, theirs in ((self.cells, other.cells), (self.verified, other.verified)):
+            for share, cell in theirs.items():
+                for name in Cell.__struct_fields__:
+                    buckets.add(mine.setdefault(share, Cell()), name, getattr(cell, name))
         for judge, count in other.judges.items():
-            self.judges[judge] = max(0, self.judges.get(judge, 0) + sign * count)
+            self.judges[judge] = self.judges.get(judge, 0) + count
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add an event's amount; unknown names are ignored."""
@@ -114,70 +104,38 @@ class CheckCounts(msgspec.Struct):
             self.judges[detail] = self.judges.get(detail, 0) + amount
         elif not detail:
             buckets.add(self, name, amount)
-        elif name in Cell.__struct_fields__ and detail.isdecimal():
-            buckets.add(self.cells.setdefault(min(int(detail), _STEP_MAX), Cell()), name, amount)
+        elif detail.isdecimal() and 0 < int(detail) <= _PER_MILLE:
+            cells = self.verified if name.startswith(_VERIFIED) else self.cells
+            buckets.add(cells.setdefault(int(detail), Cell()), name.removeprefix(_VERIFIED), amount)
 
     @property
-    def audits(self) -> int:
-        return sum(cell.audited for cell in self.cells.values())
-
-    @property
-    def shadow_checks(self) -> int:
-        return sum(cell.shadowed for cell in self.cells.values())
+    def of_verifier(self) -> CheckCounts:
+        """What a verifier allowed, alone."""
+        return CheckCounts(self.requests, self.verified_hits, self.verified_hits, self.verified, self.verified)
 
     @property
     def checks(self) -> int:
-        """Comparisons that a judge settled."""
-        return sum(cell.settled for cell in self.cells.values())
+        return sum(cell.all for cell in self.cells.values())
 
     @property
     def wrong(self) -> int:
         return sum(cell.wrong for cell in self.cells.values())
 
     @property
-    def unsettled(self) -> int:
+    def open(self) -> int:
         return sum(cell.open for cell in self.cells.values())
 
     @property
     def is_empty(self) -> bool:
-        """True before the first semantic hit, drawn check or report of a wrong answer."""
+        """True before the first semantic hit, check or report of a wrong answer."""
         return not (self.hits or self.reported_wrong or self.cells)
 
 
-def _sum(target: msgspec.Struct, other: msgspec.Struct, sign: int = 1) -> None:
-    """Add the integers of `other` to those of `target`, which stay at 0 at least."""
-    for name in target.__struct_fields__:
-        if isinstance(count := getattr(target, name), int):
-            setattr(target, name, max(0, count + sign * getattr(other, name)))
-
-
-_JUDGE = "judge"
-
-
-def served(chance: float, *, is_compared: bool) -> tuple[str, ...]:
-    """The events of a served hit. `chance` is the probability that it is compared, `is_compared`
-    the draw.
-    """
-    step = _step(chance)
-    return (f"served:{step}", f"shadowed:{step}") if is_compared else (f"served:{step}",)
-
-
-def shadow_share(share: float, hits: int) -> float:
-    """The share of the next hits to check, after `hits` of them: larger for the first, `share` in
-    the end. A share of 0 stays 0.
-    """
-    return max(share, min(_EARLY_MOST, _EARLY / max(1, hits))) if share else 0.0
-
-
-def audited(chance: float) -> tuple[str, ...]:
-    """The events of a would-be hit that is generated instead."""
-    return (f"audited:{_step(chance)}",)
-
-
-def settled(chance: float, judge: str, *, is_wrong: bool, is_audit: bool) -> tuple[str, ...]:
-    """The events of a comparison that `judge` settled."""
-    drawn, ruling = "audits" if is_audit else "shadows", "wrong" if is_wrong else "right"
-    return (f"{drawn}_{ruling}:{_step(chance)}", f"{_JUDGE}:{judge.replace('|', '/')}")
+def checked(share: float, is_right: bool | None, judge: str, *, is_verified: bool) -> tuple[str, ...]:
+    """The events of a check that ended; `is_right` is None where no judge could tell."""
+    event = f"{'open' if is_right is None else 'right' if is_right else 'wrong'}:{max(1, round(share * _PER_MILLE))}"
+    settled = () if is_right is None else (f"{_JUDGE}:{judge.replace('|', '/')}",)
+    return (event, f"{_VERIFIED}{event}", *settled) if is_verified else (event, *settled)
 
 
 def reported(*, is_wrong: bool) -> tuple[str, ...]:
@@ -185,482 +143,312 @@ def reported(*, is_wrong: bool) -> tuple[str, ...]:
     return ("reported_wrong" if is_wrong else "reported_right",)
 
 
-def _step(chance: float) -> int:
-    if chance < 2.0 ** (-_STEP_MAX / _PER_DOUBLING):
-        return _STEP_MAX
-    return min(_STEP_MAX - 1, max(0, math.ceil(-_PER_DOUBLING * math.log2(chance) - 1e-9) - 1))
-
-
-def chances(step: int) -> tuple[float, float]:
-    """The least and the largest chance of a step."""
-    most = 2.0 ** (-step / _PER_DOUBLING)
-    return (0.0 if step >= _STEP_MAX else 2.0 ** (-(step + 1) / _PER_DOUBLING)), most
-
-
-CONFIDENCE = 0.95
-VETO = "a veto between the prompts"
-"""In the place of another judge. It proves no error: answers to other prompts may be the same."""
-
-_KNOWN = 60  # pairs from which on a rate is known; before, it is as low as it can be
-_TINY = 1e-300
-
-
-class RulingCounts(msgspec.Struct):
-    """Pairs of answers that two judges ruled on, by the ruling of the one and of the other."""
-
-    same_same: int = 0
-    same_different: int = 0
-    different_same: int = 0
-    different_different: int = 0
-
-    @property
-    def pairs(self) -> int:
-        return self.same_same + self.same_different + self.different_same + self.different_different
-
-    @property
-    def agreed(self) -> int:
-        return self.same_same + self.different_different
-
-    @property
-    def equal(self) -> int:
-        """The pairs that the other judge calls the same."""
-        return self.same_same + self.different_same
-
-    def add(self, other: RulingCounts) -> None:
-        """Add `other` to this."""
-        _sum(self, other)
-
-    @property
-    def flips(self) -> tuple[float, float]:
-        """The judge's error rates, as a verdict has them: the share of equal answers that it calls
-        different, and of different ones that it calls the same. The first is taken as 0, which
-        makes no answer likelier.
-        """
-        rate = false_same(self)
-        is_known = self.pairs - self.equal >= _KNOWN
-        return 0.0, rate.estimate or 0.0 if is_known else rate.low
-
-    @property
-    def allowed(self) -> float:
-        """An upper bound of the share of this judge's verdicts that are wrong, on right or on wrong
-        answers.
-        """
-        rates = (false_same(self), self.pairs - self.equal), (false_different(self), self.equal)
-        return max(rate.high if pairs >= _KNOWN else rate.low for rate, pairs in rates)
-
-
-class ErrorRate(msgspec.Struct, frozen=True):
-    """A share with its 95% interval. The estimate is None before the first count."""
-
-    estimate: float | None
-    low: float
-    high: float
-
-
-def false_same(counts: RulingCounts) -> ErrorRate:
-    """The share of different answers that the one judge calls the same."""
-    return _rate(counts.same_different, counts.same_different + counts.different_different)
-
-
-def false_different(counts: RulingCounts) -> ErrorRate:
-    """The share of equal answers that the one judge calls different."""
-    return _rate(counts.different_same, counts.equal)
-
-
-def by_judge(rulings: Iterable[Mapping[str, RulingCounts]]) -> dict[str, RulingCounts]:
-    """All rulings of each judge beside others. A key of `rulings` is two judges, with a line feed
-    between.
-    """
-    by_name: dict[str, RulingCounts] = {}
-    for names, counts in (pair for counted in rulings for pair in counted.items()):
-        judge, _, other = names.partition("\n")
-        if other != VETO:
-            by_name.setdefault(judge, RulingCounts()).add(counts)
-    return by_name
-
-
-def _rate(count: int, total: int) -> ErrorRate:
-    low, high = clopper_pearson(count, total) if total else (0.0, 1.0)
-    return ErrorRate(count / total if total else None, low, high)
-
-
-def clopper_pearson(count: float, total: float) -> tuple[float, float]:
-    """The interval of the share `count` / `total`; both may be fractions (effective numbers)."""
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low = 0.0 if count <= 0 else _quantile(tail, count, total - count + 1)
-    high = 1.0 if count >= total else _quantile(1.0 - tail, count + 1, total - count)
-    return low, high
-
-
-def lower_limit(count: float, total: float) -> float:
-    """The one-sided lower limit of the same share: it is above the truth in a twentieth of all
-    samples at most.
-    """
-    return 0.0 if count <= 0 else _quantile(1.0 - CONFIDENCE, count, total - count + 1)
-
-
-def _quantile(share: float, a: float, b: float) -> float:
-    """The quantile of the beta distribution, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beta(middle, a, b) < share else (low, middle)
-    return (low + high) / 2
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22, Lentz's
-    method).
-    """
-    if x <= 0.0 or x >= 1.0:
-        return float(x >= 1.0)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly there
-        return 1.0 - _beta(1.0 - x, b, a)
-    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    fraction, c, d = 1.0, 1.0, 0.0
-    for step in range(500):
-        m = step // 2
-        if step == 0:
-            term = 1.0
-        elif step % 2:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        d = 1.0 / (1.0 + term * d or _TINY)
-        c = 1.0 + term / c or _TINY
-        fraction *= c * d
-        if abs(1.0 - c * d) < 1e-12:
-            break
-    return math.exp(log_front) * (fraction - 1.0) / a
-
-
-UPPER_MISSED, LOWER_MISSED = 0.04, 0.01  # the probability that a limit ever fails; together 5%
-_GRID = tuple(2.0**-power for power in range(9))
-# the large ones are cut to what a chance allows, which is best while little was found wrong
-_PRIOR = tuple(math.log(weight / 15) for weight in (4, 3, 2, 1, 1, 1, 1, 1, 1))
-_STAKE = 0.8  # of the largest c that a chance allows: there a wrong answer found would end the bet
-_REPORTS = tuple(math.log(times) for times in (2.0, 5.0, 20.0, 100.0))
-_STEPS = 32
-
-
-def served_wrong(counts: CheckCounts, judge_error: float = 0.0) -> tuple[float, float]:
-    """The lower and the upper limit of the number of wrong answers served by meaning.
-
-    `judge_error` is the largest share of a judge's verdicts that may be wrong, of right answers and
-    of wrong ones. Reports are certain.
-    """
-    cells = sorted(counts.cells.items(), reverse=True)  # the least chance first
-    # hits of workers that counted no chances: any of them may be wrong
-    unknown = max(0, counts.hits - sum(cell.served for _, cell in cells))
-    shadows_wrong = sum(cell.shadows_wrong for _, cell in cells)
-    open_ = sum(cell.shadows_open for _, cell in cells)
-    low = _lowest(cells, judge_error) + (0 if judge_error else shadows_wrong)
-    high = _most(cells, judge_error) + shadows_wrong + open_ + unknown
-    hits = max(counts.hits, sum(cell.served for _, cell in cells))
-    return max(low, float(counts.reported_wrong)), max(min(high, float(hits)), float(counts.reported_wrong))
-
-
-def _most(cells: Sequence[tuple[int, Cell]], judge_error: float) -> float:
-    """The largest number of wrong answers, served and not found, that is not excluded.
-
-    They are thought to be where they would be hardest to find.
-    """
-    logs = list(_PRIOR)
-    for step, cell in cells:
-        wrong = cell.wrong + cell.open
-        if wrong:
-            logs = [log - wrong * cost for log, cost in zip(logs, _bets(step, judge_error)[1], strict=True)]
-    total = 0.0
-    for step, cell in cells:
-        stakes = _bets(step, judge_error)[0]
-        room = _root(partial(_excess, logs, stakes, -math.log(UPPER_MISSED)), cell.served)
-        total += room
-        if room < cell.served:
-            break
-        logs = [log + c * cell.served for log, c in zip(logs, stakes, strict=True)]
-    return total
-
-
-@lru_cache(1_024)
-def _bets(step: int, judge_error: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each c of the grid: c, cut to what the chance allows, and k."""
-    chance = chances(step)[0] * (1 - judge_error)
-    if not chance:
-        return (0.0,) * len(_GRID), (0.0,) * len(_GRID)
-    taken = tuple(min(c, -_STAKE * math.log1p(-chance)) for c in _GRID)
-    return taken, tuple(-math.log((1 - (1 - chance) * math.exp(c)) / chance) for c in taken)
-
-
-def _lowest(cells: Sequence[tuple[int, Cell]], judge_error: float) -> float:
-    """The least number of wrong answers, served and not found, that is not excluded."""
-    logs = [log + one for log, one in zip(_found(cells, judge_error), _PRIOR, strict=True)]
-    if _log_sum(logs) <= -math.log(LOWER_MISSED):
-        return 0.0
-    fewer = [-c for c in _GRID]
-    served = sum(cell.served for _, cell in cells)
-    return _root(lambda more: -_excess(logs, fewer, -math.log(LOWER_MISSED), more), served)
-
-
-def _found(cells: Iterable[tuple[int, Cell]], judge_error: float) -> list[float]:
-    """For each c of the grid: the logarithm of the product over the wrong answers that were found,
-    less the most that a judge's errors may have added.
-    """
-    logs = [0.0] * len(_GRID)
-    for step, cell in cells:
-        rest = judge_error * (cell.served + cell.audited) * (1 - chances(step)[0])
-        if cell.wrong or rest:
-            gains = _gains(step)
-            logs = [
-                log + cell.wrong * gain - rest * (1 - math.exp(-c))
-                for log, gain, c in zip(logs, gains, _GRID, strict=True)
-            ]
-    return logs
-
-
-@lru_cache(1_024)
-def _gains(step: int) -> tuple[float, ...]:
-    """For each c of the grid: the logarithm of the factor of one wrong answer that was found."""
-    most = chances(step)[1]
-    return tuple(math.log((1 - (1 - most) * math.exp(-c)) / most) for c in _GRID)
-
-
-def evidence(parts: Iterable[CheckCounts], error_max: float, judge_error: float = 0.0) -> list[float]:
-    """After each of `parts` of a stream, the logarithm of the evidence that of the requests since
-    some moment before more than a share of `error_max` was answered wrongly.
-
-    Of an unchanged share within `error_max` it passes log A once in A parts at most, on average,
-    for checks, and once for reports: the mean over a grid of CUSUMs, each of which is below an
-    e-detector (Shin, Ramdas and Rinaldo, 2022). The checks that were settled stand for all: what
-    could not be told must not hide what could.
-    """
-    checks, reports, logs = [0.0] * len(_GRID), [0.0] * len(_REPORTS), list[float]()
-    even = -math.log(len(_REPORTS))
-    for part in parts:
-        allowed = error_max * part.requests
-        settled_share = part.checks / (part.checks + part.unsettled) if part.unsettled else 1.0
-        gains = _found(part.cells.items(), judge_error)
-        checks = [
-            max(0.0, before) + gain + math.expm1(-c) * allowed * settled_share
-            for before, gain, c in zip(checks, gains, _GRID, strict=True)
-        ]
-        reports = [
-            max(0.0, before) + c * part.reported_wrong - math.expm1(c) * allowed
-            for before, c in zip(reports, _REPORTS, strict=True)
-        ]
-        of_checks = _log_sum([log + prior for log, prior in zip(checks, _PRIOR, strict=True)])
-        logs.append(max(of_checks, _log_sum([log + even for log in reports])))
-    return logs
-
-
-def _excess(logs: Sequence[float], slopes: Sequence[float], limit: float, at: float) -> float:
-    return _log_sum([log + slope * at for log, slope in zip(logs, slopes, strict=True)]) - limit
-
-
-def _log_sum(logs: Sequence[float]) -> float:
-    """The logarithm of the sum of exp(log)."""
-    top = max(logs)
-    return top + math.log(sum([math.exp(log - top) for log in logs]))
-
-
-def _root(rising: Callable[[float], float], end: float) -> float:
-    """The point in [0, `end`] at which a rising function passes 0."""
-    if rising(0.0) >= 0.0:
-        return 0.0
-    if rising(end) <= 0.0:
-        return float(end)
-    low, high = 0.0, float(end)
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) <= 0.0 else (low, middle)
-    return high
-
-
-_STRICTNESS_MIN, _STRICTNESS_MAX = 0.05, 0.5
-_ODDS = 100.0
-_FOUND_MIN = 0.1  # of the wrong answers that were compared
-
-Pair = tuple[int, str]
-"""A team's id and an alias."""
-
-
 class Measured(msgspec.Struct, frozen=True):
     """The share of all requests that a semantic hit answered wrongly, with its interval.
 
-    `estimate` is None before the first check or report, and while unsettled checks outweigh settled
-    ones.
+    `estimate` is None before the first check or report, and while more checks are open than settled.
+    It is never 0: half a wrong one is added to those that were found (Jeffreys).
     """
 
     estimate: float | None
     low: float
     high: float
-    judge_error: float = 0.0  # the share of verdicts that the interval allows to be wrong
+
+
+def measure(counts: CheckCounts, judge_error: float = 0.0) -> Measured:
+    """The interval, of all requests. Judges may err in a share of `judge_error` of their verdicts, on
+    right answers and on wrong ones. Reports are certain, and only raise.
+    """
+    if not counts.requests:
+        return Measured(None, 0.0, 1.0)
+    hit_share = min(1.0, counts.hits / counts.requests)
+    count, wrong, open_ = _effective(counts.cells)
+    reports = min(1.0, counts.reported_wrong / counts.requests)
+    low = hit_share * _limit(max(0.0, wrong - judge_error * count), count, _ABOVE, LOWER_MISSED)
+    low = max(low, _limit(counts.reported_wrong, counts.requests, _ABOVE, LOWER_MISSED))
+    high = min(1.0, _limit(wrong + open_, count, _BELOW, UPPER_MISSED) / (1.0 - judge_error)) * hit_share
+    # decision: reports-only-raise
+    estimate, settled = reports or None, count - open_
+    if settled > open_:
+        estimate = max(reports, low, min(high, hit_share * (wrong + 0.5) / (settled + 1.0)))
+    return Measured(estimate, low, max(low, reports, high))
+
+
+def _effective(cells: Mapping[int, Cell]) -> tuple[float, float, float]:
+    """How many equal checks the weighted ones are worth, and how many of these are wrong and open."""
+    weighed = [((_PER_MILLE / share) ** _WEIGHT, cell) for share, cell in cells.items() if cell.all]
+    total = sum(weight * cell.all for weight, cell in weighed)
+    if not total:
+        return 0.0, 0.0, 0.0
+    scale = total / sum(weight * weight * cell.all for weight, cell in weighed)
+    wrong, open_ = (scale * sum(weight * getattr(cell, name) for weight, cell in weighed) for name in ("wrong", "open"))
+    return scale * total, wrong, open_
+
+
+def _limit(wrong: float, count: float, ratios: Sequence[tuple[float, float]], missed: float) -> float:
+    """The share next to `wrong` / `count` that is excluded: above it with ratios below 1, below it with
+    others; without one 1, or 0.
+    """
+    estimate, end = (wrong / count if count else 0.0), float(ratios is _BELOW)
+
+    def is_excluded(share: float) -> bool:
+        bets = [
+            math.log(weight) + wrong * math.log(ratio) - count * math.log1p((ratio - 1.0) * share)
+            for ratio, weight in ratios
+        ]
+        top = max(bets)
+        return top + math.log(sum(math.exp(bet - top) for bet in bets)) >= -math.log(missed)
+
+    if not count or not is_excluded(end):
+        return end
+    inside, outside = estimate, end
+    for _ in range(_STEPS):
+        middle = (inside + outside) / 2
+        inside, outside = (inside, middle) if is_excluded(middle) else (middle, outside)
+    return outside
 
 
 class CheckedPeriod(msgspec.Struct):
-    """The checks, reports and rulings of some time, and the requests that they stand for.
-
-    `rulings` are by two judges, with a line feed between their names.
-    """
+    """The checks and reports of some time, and the requests that they stand for."""
 
     start_s: int
     counts: dict[Pair, CheckCounts] = {}
-    rulings: dict[str, RulingCounts] = {}
 
     def add(self, field: buckets.Field, amount: int) -> None:
-        """Add one field of the statistics, if it is of an answer, a check, a report or a ruling."""
+        """Add one field of the statistics, if it is of an answer, a check or a report."""
         is_answer = field.count == buckets.REQUESTS and field.kind in buckets.ANSWERED
-        if field.kind == buckets.JUDGES:
-            buckets.add(self.rulings.setdefault(field.model, RulingCounts()), field.count, amount)
-        elif is_answer or field.kind == buckets.CHECKS:
+        if is_answer or field.kind == buckets.CHECKS:
             counts = self.counts.setdefault((field.team_id, field.model), CheckCounts())
             counts.count(field.count, amount)
             if is_answer and field.kind == "semantic":
                 counts.hits += amount
 
 
-class Drift(msgspec.Struct, frozen=True):
-    """Too many answers have been wrong since `since_s`, the start of an hour or of the certificate.
-
-    `strictness`, below 1, is the factor of the bound.
-    """
-
-    since_s: float
-    strictness: float
-
-
 @dataclass(frozen=True, slots=True)
 class LiveError:
-    """The measured error of one team and alias over a day, its bound and its drift."""
+    """The measured error of one team and alias over a day, and its bound, which is multiplied with
+    `strictness`: below 1 where it has tightened itself.
+    """
 
-    team_id: int
+    pair: Pair
     team: str
-    alias: str
     measured: Measured
     error_max: float
-    drift: Drift | None
+    strictness: float
 
     @property
-    def strictness(self) -> float:
-        return self.drift.strictness if self.drift is not None else 1.0
-
-
-def measure(counts: CheckCounts, judge_error: float = 0.0, rates: Mapping[str, RulingCounts] = {}) -> Measured:
-    """Estimate the share of requests that a semantic hit answered wrongly.
-
-    Reports are certain, checks cover the unreported hits: the larger of both counts. Judges miss
-    wrong answers at `rates`, where these are known (Rogan and Gladen, 1978); what they find for
-    sure of right ones lowers nothing. `judge_error` is the least that the interval allows for.
-    """
-    if not counts.requests:
-        return Measured(None, 0.0, 1.0, judge_error)
-    known = {judge: count for judge, count in counts.judges.items() if judge in rates}
-    judge_error = max([judge_error, *(rates[judge].allowed for judge in known)])
-    low, high = (min(1.0, wrong / counts.requests) for wrong in served_wrong(counts, judge_error))
-    # decision: reports-only-raise
-    estimate: float | None = min(1.0, counts.reported_wrong / counts.requests) or None
-    settled = wrong = unsettled = 0.0
-    for step, cell in counts.cells.items():
-        chance = math.sqrt(math.prod(chances(step))) or 1.0
-        others = (1 - chance) / chance  # that a check stands for (Horvitz and Thompson, 1952)
-        settled += cell.settled * others + cell.shadows_right + cell.shadows_wrong
-        wrong += cell.wrong * others + cell.shadows_wrong
-        unsettled += cell.open * others + cell.shadows_open
-    if settled > unsettled:
-        told = max(1, sum(counts.judges.values()))
-        missed = sum(rates[judge].flips[1] * count for judge, count in known.items()) / told
-        share = wrong / settled / max(_FOUND_MIN, 1 - missed) * counts.hits / counts.requests
-        estimate = max(low, min(high, max(share, estimate or 0.0)))
-    return Measured(estimate, low, high, judge_error)
+    def alias(self) -> str:
+        return self.pair[1]
 
 
 class MeasuredErrors:
     """This worker's measured errors of all teams and aliases; updates the strictness in `bounds`.
 
-    Judges may err in a share of `judge_error` at least.
+    Judges may err in a share of `judge_error`.
     """
 
     def __init__(self, bounds: Bounds, judge_error: float = 0.0) -> None:
         self.bounds = bounds
         self.judge_error = judge_error
         self.live: tuple[LiveError, ...] = ()
-        self._rates: dict[str, RulingCounts] = {}
 
     def measure(self, counts: CheckCounts) -> Measured:
-        """`measure`, with the error rates of judges from the last day's rulings."""
-        return measure(counts, self.judge_error, self._rates)
-
-    def flips(self, judge: str) -> tuple[float, float]:
-        """The error rates of a judge, as a verdict has them."""
-        return self._rates.get(judge, RulingCounts()).flips
+        """`measure`, with this gateway's judges."""
+        return measure(counts, self.judge_error)
 
     def update(
-        self,
-        hours: Sequence[CheckedPeriod],
-        teams: Iterable[Team],
-        certified: Mapping[Pair, tuple[float, CheckCounts]] | None = None,
+        self, hours: Sequence[CheckedPeriod], teams: Iterable[Team], certificates: Mapping[Pair, Certificate]
     ) -> list[LiveError]:
-        """Measure again from the hours of the last day, the oldest first.
-
-        `certified` has the start of each certificate and its counts: what was before it is no
-        evidence. Returns the errors that have begun to drift, or no longer do.
+        """Measure again from the hours of the last day. Of a certificate that is younger, its own counts
+        are taken. Returns the errors whose bound has begun to be tightened, or no longer is.
         """
-        names, before = {team.id: team for team in teams}, dict(self.bounds.strictness)
-        self._rates = by_judge(hour.rulings for hour in hours)
-        live = []
-        for team_id, alias in dict.fromkeys(pair for hour in hours for pair in hour.counts):
-            team, day = names.get(team_id), CheckCounts()
+        names, before, live = {team.id: team for team in teams}, set(self.bounds.strictness), list[LiveError]()
+        for pair in dict.fromkeys(pair for hour in hours for pair in hour.counts):
+            team, day, certificate = names.get(pair[0]), CheckCounts(), certificates.get(pair)
             for hour in hours:
-                day.add(hour.counts.get((team_id, alias), CheckCounts()))
+                day.add(hour.counts.get(pair, CheckCounts()))
+            if certificate is not None and certificate.start.since_s > hours[0].start_s:
+                day = certificate.counts
             if team is None or day.is_empty:
                 continue
-            error_max = self.bounds.error_max(team, alias)
-            parts = _parts((team_id, alias), hours, (certified or {}).get((team_id, alias)))
-            live.append(
-                LiveError(
-                    team_id=team_id,
-                    team=team.name,
-                    alias=alias,
-                    measured=self.measure(day),
-                    error_max=error_max,
-                    drift=self._drift(parts, error_max) if day.wrong or day.reported_wrong else None,
-                )
-            )
+            measured, error_max, strictness = self.measure(day), self.bounds.error_max(team, pair[1]), 1.0
+            if measured.low > error_max:
+                share = error_max / (measured.estimate or measured.low)
+                strictness = min(_STRICTNESS_MAX, max(_STRICTNESS_MIN, share))
+            live.append(LiveError(pair, team.name, measured, error_max, strictness))
         self.live = tuple(live)
-        tight = {(error.team_id, error.alias): error.strictness for error in live if error.drift is not None}
         self.bounds.strictness.clear()
-        self.bounds.strictness.update(tight)
-        return [error for error in live if ((error.team_id, error.alias) in before) != (error.drift is not None)]
-
-    def _drift(self, parts: Sequence[tuple[float, CheckCounts]], error_max: float) -> Drift | None:
-        """The drift after the last of `parts`, each with its start."""
-        counts, began = [part for _, part in parts], None
-        for index, log_evidence in enumerate(evidence(counts, error_max, self.judge_error)):
-            if began is None and log_evidence >= math.log(_ODDS):
-                began = index
-            elif log_evidence <= 0.0:
-                began = None
-        if began is None:
-            return None
-        since = CheckCounts()
-        for part in counts[began:]:
-            since.add(part)
-        estimate = self.measure(since).estimate
-        strictness = min(_STRICTNESS_MAX, max(_STRICTNESS_MIN, error_max / estimate)) if estimate else _STRICTNESS_MAX
-        return Drift(parts[began][0], strictness)
+        self.bounds.strictness.update({error.pair: error.strictness for error in live if error.strictness < 1.0})
+        return [error for error in live if (error.pair in before) != (error.strictness < 1.0)]
 
 
-def _parts(
-    pair: Pair, hours: Sequence[CheckedPeriod], certified: tuple[float, CheckCounts] | None
-) -> list[tuple[float, CheckCounts]]:
-    """The pair's counts by hour. If its certificate starts within them, the first part lasts from
-    that start to the next full hour.
+_KEY = "sameway:certificates"
+_READ = "return redis.call('HGETALL', KEYS[1])"
+_REPLACE = """
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+_DROP = "return redis.call('HDEL', KEYS[1], ARGV[1])"
+_log = get_logger()
+
+
+class Basis(msgspec.Struct, frozen=True):
+    """The bound, the judges, the embedder and the rule that a certificate holds for. The embedder
+    and the rule are empty while the cache worker is away.
     """
-    since_s, total = certified or (0.0, CheckCounts())
-    parts = [(float(hour.start_s), hour.counts.get(pair, CheckCounts())) for hour in hours if hour.start_s >= since_s]
-    if len(parts) < len(hours) and certified is not None:
-        first = CheckCounts()
-        first.add(total)
-        for _, part in parts:
-            first.add(part, -1)
-        parts.insert(0, (since_s, first))
-    return parts
+
+    error_max: float
+    judges: str
+    embedder: str = ""
+    rule: str = ""
+
+
+class CertificateStart(msgspec.Struct, frozen=True):
+    """The start of a certificate. `why` says what ended the certificate before; it is empty for the
+    first.
+    """
+
+    id: str
+    since_s: float
+    basis: Basis
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A certificate and its counts."""
+
+    start: CertificateStart
+    counts: CheckCounts
+
+
+_encoder = msgspec.msgpack.Encoder()
+_read = reader(msgspec.msgpack.Decoder(CertificateStart))
+
+
+class CertifiedCounts(Protocol):
+    """What counts for certificates: `certificates` has the ids of those that it counts for."""
+
+    certificates: dict[Pair, str]
+
+    async def certified(self) -> dict[tuple[Pair, str], CheckCounts]:
+        """The counts of all, by team, alias and id."""
+
+    async def drop_certified(self, over: Iterable[tuple[Pair, str]]) -> None:
+        """Remove the counts of those that are over."""
+
+
+class Certificates:
+    """The certificates of all teams and aliases. `clock` gives unix seconds. Errors of the Redis
+    client pass through all methods.
+    """
+
+    def __init__(
+        self, redis: RedisCommands, stats: CertifiedCounts, bounds: Bounds, judges: str, clock: Callable[[], float]
+    ) -> None:
+        self._redis = redis
+        self._stats = stats
+        self._bounds = bounds
+        self._judges = judges
+        self._clock = clock
+
+    async def update(self, teams: Iterable[Team], embedder: str, rule: str) -> dict[Pair, Certificate]:
+        """Start new certificates, drop those that are over, and return all.
+
+        `embedder` and `rule` are empty while the cache worker is away.
+        """
+        known, starts = {team.id: team for team in teams}, dict[Pair, CertificateStart]()
+        counted = await self._stats.certified()  # first: whatever is counted has its start already
+        stored = await self._stored()
+        for pair in dict.fromkeys([*stored, *(pair for pair, _ in counted)]):
+            team, data = known.get(pair[0]), stored.get(pair, b"")
+            if team is None:
+                await self._redis.eval(_DROP, 1, _KEY, _field(pair))
+                continue
+            basis = Basis(self._bounds.error_max(team, pair[1]), self._judges, embedder, rule)
+            before = _decoded(data)
+            start = self._after(before, basis, is_first=not data)
+            if start == before or await self._replace(pair, data, start):
+                starts[pair] = start
+                if start.why and (before is None or start.id != before.id):
+                    _log.info("certificate_started", team=team.name, model=pair[1], why=start.why)
+            elif before is not None:  # another worker was first
+                starts[pair] = before
+        self._stats.certificates = {pair: start.id for pair, start in starts.items()}
+        if over := [(pair, id) for pair, id in counted if pair not in starts or starts[pair].id != id]:
+            await self._stats.drop_certified(over)
+        return {
+            pair: Certificate(start, counted.get((pair, start.id), CheckCounts())) for pair, start in starts.items()
+        }
+
+    async def read(self) -> dict[Pair, Certificate]:
+        """All current certificates."""
+        counted = await self._stats.certified()
+        starts = {pair: _decoded(data) for pair, data in (await self._stored()).items()}
+        return {
+            pair: Certificate(start, counted.get((pair, start.id), CheckCounts()))
+            for pair, start in starts.items()
+            if start is not None
+        }
+
+    async def recall(self) -> None:
+        """Let this worker count for the current certificates."""
+        self._stats.certificates = {pair: one.start.id for pair, one in (await self.read()).items()}
+
+    async def restart(self, team: Team, alias: str, why: str) -> None:
+        """Start a new certificate."""
+        data = (await self._stored()).get((team.id, alias), b"")
+        before, basis = _decoded(data), Basis(self._bounds.error_max(team, alias), self._judges)
+        if before is not None:
+            basis = msgspec.structs.replace(basis, embedder=before.basis.embedder, rule=before.basis.rule)
+        after = self._made(basis, why)
+        if await self._replace((team.id, alias), data, after):
+            self._stats.certificates[team.id, alias] = after.id
+            _log.info("certificate_started", team=team.name, model=alias, why=why)
+
+    def _after(self, before: CertificateStart | None, basis: Basis, *, is_first: bool) -> CertificateStart:
+        if before is None:
+            made = self._made(basis, "its start could not be read")
+            return CertificateStart("", made.since_s, basis) if is_first else made
+        # what is not known now is no change
+        known = {name: value for name, value in msgspec.structs.asdict(basis).items() if value != ""}
+        changed = [name for name, value in known.items() if getattr(before.basis, name) not in ("", value)]
+        now = msgspec.structs.replace(before.basis, **known)
+        if not changed:
+            return msgspec.structs.replace(before, basis=now)
+        name = changed[0]
+        what = {"error_max": "bound"}.get(name, name)
+        return self._made(now, f"the {what} changed from {getattr(before.basis, name)} to {getattr(now, name)}")
+
+    def _made(self, basis: Basis, why: str) -> CertificateStart:
+        now = self._clock()
+        return CertificateStart(str(int(now * 1000)), now, basis, why)
+
+    async def _stored(self) -> dict[Pair, bytes]:
+        """The stored starts. A field that names no team and alias is dropped."""
+        reply, stored = await self._redis.eval(_READ, 1, _KEY), dict[Pair, bytes]()
+        for name, data in zip(reply[::2], reply[1::2], strict=True):
+            team, _, alias = name.decode(errors="replace").partition(":")
+            if team.isdecimal():
+                stored[int(team), alias] = data
+            else:
+                _log.warning("certificate_unreadable", field=name.decode(errors="backslashreplace"))
+                await self._redis.eval(_DROP, 1, _KEY, name)
+        return stored
+
+    async def _replace(self, pair: Pair, before: bytes, after: CertificateStart) -> bool:
+        """Store a start. Returns False if another worker stored one before."""
+        return bool(await self._redis.eval(_REPLACE, 1, _KEY, _field(pair), before, _encoder.encode(after)))
+
+
+def _field(pair: Pair) -> str:
+    return f"{pair[0]}:{pair[1]}"
+
+
+def _decoded(data: bytes) -> CertificateStart | None:
+    """The start; None where it can't be read: it is damaged, or of another version."""
+    try:
+        return _read(data) if data else None
+    except msgspec.DecodeError:
+        return None

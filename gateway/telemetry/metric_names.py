@@ -111,15 +111,27 @@ SEMANTIC_MISSES = _counter(
 )
 VERDICTS = _counter(
     "sameway_semantic_verdicts_total",
-    "Answers compared or reported: by source (miss, audit, shadow, feedback, again), ruling (same, different, unknown) and judge.",
+    "Answers compared, reported or read by a verifier: by source (miss, audit, feedback, verifier), ruling (same, different, "
+    "unknown) and judge.",
     "source ruling judge",
 )
-JUDGE_QUESTIONS = _counter(
-    "sameway_judge_questions_total",
-    "Questions to the judge model about answers of a team: answered, unpaid (no allowance) or failed.",
-    "team outcome",
+VERIFIER_QUESTIONS = _counter(
+    "sameway_verifier_questions_total",
+    "Questions to a verifier about stored answers for a team's requests: answered or failed (no money, no deployment, an error).",
+    "team model outcome",
 )
-JUDGE_COST = _counter("sameway_judge_cost_usd_total", "Money spent on judging a team's answers.", "team")
+VERIFIER_COST = _counter(
+    "sameway_verifier_cost_usd_total", "Money spent on a team's questions to verifiers.", "team model"
+)
+VERIFIER_WORDS = _counter(
+    "sameway_verifier_words_total",
+    "Requests about which a verifier was asked before an answer was generated, by its word: yes, no, unsure, risky (a yes beyond "
+    "the error bound), failed or late; remembered: the same words had a yes before.",
+    "model verdict",
+)
+VERIFIER_TIME = _counter(
+    "sameway_verifier_wait_seconds_total", "Seconds that requests waited for a verifier's word.", "model"
+)
 DRAFTED = _counter(
     "sameway_drafted_tokens_total",
     "Tokens that a local engine guessed: source is text, reference (a near cached answer) or model; or forced: source is grammar.",
@@ -249,7 +261,7 @@ INDEX_ENTRIES = _gauge("sameway_semantic_index_entries", Merge.MAX, "Prompts in 
 SEMANTIC_ERROR = _gauge(
     "sameway_semantic_error_ratio",
     Merge.MAX,
-    "Requests answered wrongly by meaning, of all: estimated from checks and reports of the last day.",
+    "Requests answered wrongly by meaning, of all, since the certificate's start: estimated from checks and reports.",
     "team model",
 )
 SEMANTIC_ERROR_LOW = _gauge(
@@ -260,12 +272,6 @@ SEMANTIC_ERROR_HIGH = _gauge(
 )
 SEMANTIC_BOUND = _gauge(
     "sameway_semantic_error_bound_ratio", Merge.MIN, "What it should stay under, as configured.", "team model"
-)
-SEMANTIC_CERTIFIED = _gauge(
-    "sameway_semantic_certified_ratio",
-    Merge.MAX,
-    "The certificate: no more than this share was answered wrongly by meaning since its start, at any moment.",
-    "team model",
 )
 SEMANTIC_STRICTNESS = _gauge(
     "sameway_semantic_strictness_ratio",

@@ -23,10 +23,11 @@ import msgspec
 
 from cache.stored import reader
 from gateway.accounts import HitsRow
-from gateway.journey.record import PATHS, Record, flat, of_flat
+from gateway.journey.record import PATHS, Record, VerifierFacts, flat, of_flat
+from gateway.journey.savings import CHECKING
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
-from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
+from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair
 from gateway.telemetry.summary import StatsWindow, Summary, WindowSums
 from policies.redis import RedisCommands
 
@@ -132,7 +133,12 @@ _SUMMED = {
     "uncompared": _reader("is_baseline_unknown"),
     "saved_ms": _reader("saved_ms"),
 }
-_LATENCIES = {buckets.TTFT: _reader("ttft_ms"), buckets.DURATION: _reader("duration_ms")}
+_LATENCIES: dict[str, Callable[[Record], float | None]] = {
+    buckets.TTFT: _reader("ttft_ms"),
+    buckets.DURATION: _reader("duration_ms"),
+    buckets.VERIFIED: lambda record: record.verifier.verify_ms or None,  # no wait where it only observes
+}
+_UNVERIFIED = VerifierFacts()
 _OF_DEPLOYMENTS = ("completion_tokens", "cost_microusd")
 _TRIED = {"ok": "ok", "error": "failed", "denied": "failed"}  # the counts of `DeploymentTally`, by an attempt's verdict
 _LABELS = ("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
@@ -146,10 +152,28 @@ def _sums_of(kind: str, records: Sequence[Record]) -> dict[str, int]:
     if kind in buckets.HITS:
         sums["saved_completion_tokens"] = sums.pop("completion_tokens")
         sums["saved_tokens"] = sums.pop("prompt_tokens") + sums["saved_completion_tokens"]
+    for record in records:
+        if record.verifier != _UNVERIFIED:
+            for name, amount in _verified(record).items():
+                sums[name] = sums.get(name, 0) + amount
     for latency, read in _LATENCIES.items():
         steps = Counter(map(buckets.step, [ms for ms in map(read, records) if ms is not None]))
         sums.update({f"{latency}:{step}": count for step, count in steps.items()})
     return sums
+
+
+def _verified(record: Record) -> dict[str, int]:
+    """What a request adds to the counts of its verifier."""
+    facts, is_hit = record.verifier, record.cache.source == "semantic"
+    is_said = facts.verdict in ("yes", "remembered")
+    return {
+        "asked_requests": facts.verdict not in ("", "remembered"),
+        "confirmed_requests": facts.verdict == "yes",
+        "verified_hits": is_hit and is_said,
+        "verified_saved_microusd": record.money.saved_microusd if is_hit and is_said else 0,
+        "would_hits": facts.would_serve != "",
+        "would_saved_microusd": facts.would_save_microusd,
+    }
 
 
 class Stats:
@@ -166,7 +190,6 @@ class Stats:
         self._hours: dict[int, CheckedPeriod] = {}  # by start; past hours only
         self._hits = defaultdict[tuple[int, int, str, str], Counter[str]](Counter)  # by hour, team, source and alias
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
-        self.certified_hits: dict[Pair, int] = {}  # semantic ones since their starts, as last read
 
     def add(self, record: Record) -> None:
         """Count one finished request, in memory, together with others."""
@@ -174,26 +197,16 @@ class Stats:
         if len(self._records) == _TOGETHER_MAX:
             self._gather()
 
-    def add_checks(self, team_id: int, model: str, events: Iterable[str], certificate: str | None = None) -> str:
-        """Count events of a semantic hit (`measured_error`), for `certificate` or the current one.
-
-        Returns the certificate that they count for: what becomes of a hit later counts there too.
-        """
-        if certificate is None:
-            certificate = self.certificates.get((team_id, model), "")
-        counts = dict.fromkeys(events, 1)
+    def add_checks(self, team_id: int, model: str, events: Iterable[str]) -> None:
+        """Count events of hits by meaning, checks or reports (`measured_error`), for the current certificate."""
+        certificate, counts = self.certificates.get((team_id, model), ""), dict.fromkeys(events, 1)
         self._count(self._now(), counts, team_id, buckets.CHECKS, model)
         self._count(_CERTIFIED, counts, team_id, certificate, model)
-        return certificate
 
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
-        """Count a question to a judge model about a team's answers."""
+        """Count a question to a verifier about answers for a team's requests."""
         counts = {"questions": 1, "judging_microusd": cost_microusd}
         self._count(self._now(), counts, team_id, buckets.CHECKS, model)
-
-    def add_rulings(self, judge: str, other: str, counts: RulingCounts) -> None:
-        """Count pairs of answers that both judges ruled on."""
-        self._count(self._now(), msgspec.structs.asdict(counts), "", buckets.JUDGES, f"{judge}\n{other}")
 
     async def saved(self) -> dict[int, int]:
         """The µUSD that the cache saved each team in the last 30 days: the cost of its answers when
@@ -237,7 +250,7 @@ class Stats:
                 self._hits[minute // 60, team_id, kind, model].update(sums)
             else:
                 self._count_deployments(minute_buckets, deployment, kind, group, sums)
-            if kind in buckets.ANSWERED and team_id:
+            if kind in buckets.ANSWERED and team_id and route not in CHECKING:
                 certificate = self.certificates.get((team_id, model), "")
                 counts = {"requests": len(group), "hits": len(group) if kind == "semantic" else 0}
                 self._count(_CERTIFIED, counts, team_id, certificate, model)
@@ -355,7 +368,7 @@ class Stats:
         return sums.summary(window, start, end)
 
     async def hours(self) -> list[CheckedPeriod]:
-        """The last day's checks, reports and rulings, by hour, the oldest first.
+        """The last day's checks and reports, by hour, the oldest first.
 
         Errors of the client pass through.
         """

@@ -14,7 +14,6 @@ from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
 from gateway.journey.record import Record, of_flat
 from gateway.telemetry import measured_error
-from gateway.telemetry.measured_error import RulingCounts
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
@@ -46,20 +45,17 @@ async def seed(world: World) -> dict[str, int]:
             await world.stats.flush()
     for number in range(60):
         for team, every in (("search", 30), ("support", 4)):
-            world.stats.add_checks(ids[team], "small", measured_error.served(0.1, is_compared=False))
-            world.stats.add_checks(ids[team], "small", measured_error.audited(0.1))
-            events = measured_error.settled(0.1, "agreement", is_wrong=number % every == 0, is_audit=True)
-            world.stats.add_checks(ids[team], "small", events)
+            is_right = None if number == 59 else number % every != 0
+            events = measured_error.checked(0.3, is_right, "agreement", is_verified=number % 3 == 0)
+            world.stats.add_checks(ids[team], "small", (*events, "verified_hits"))
     for is_wrong in (True, False):
         world.stats.add_checks(ids["search"], "small", measured_error.reported(is_wrong=is_wrong))
     for team, cost in (("search", 40), ("search", 55), ("support", 0)):
         world.stats.add_question(ids[team], "small", cost)
-    for rulings in ({"same_same": 41}, {"different_different": 30}, {"same_different": 1}):
-        world.stats.add_rulings("equality", "small@api", RulingCounts(**rulings))
     await world.stats.flush()
     teams = await world.accounts.list_teams()
-    await world.admin.certificates.update(teams, "all-MiniLM-L6-v2", "f3a9")
-    world.admin.truth.update(await world.stats.hours(), teams)
+    certificates = await world.admin.certificates.update(teams, "all-MiniLM-L6-v2", "f3a9")
+    world.admin.truth.update(await world.stats.hours(), teams, certificates)
     for team, prompts in {
         "search": ("What is the capital of France?", "How do I reset my password?", HOSTILE),
         "support": ("How do I reset my password?", "Where is my invoice?"),
@@ -68,7 +64,7 @@ async def seed(world: World) -> dict[str, int]:
             await world.cache_answer(ids[team], prompt)
     for prompt, source, scope in (
         ("What is the capital of France?", Source.FEEDBACK, Scope.GROUP),
-        (HOSTILE, Source.SHADOW, Scope.ANSWER),
+        (HOSTILE, Source.AUDIT, Scope.ANSWER),
     ):
         await _suspend(world, ids["search"], prompt, source, scope)
     for number in range(130):
@@ -175,6 +171,8 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
         record.saved_microusd = record.baseline_microusd = record.avoided_microusd = chance.randrange(300, 9_000)
         record.saved_ms = chance.uniform(400, 6_000)
         record.similarity = chance.uniform(0.95, 1.0) if kind == "semantic" else None
+        if kind == "semantic" and chance.random() < 0.7:
+            record.verifier, record.verdict, record.verify_ms = "small@api", "yes", chance.uniform(200, 700)
     return of_flat(vars(record))
 
 
@@ -190,6 +188,8 @@ def _generate(chance: random.Random, record: SimpleNamespace) -> None:
     if record.cache == "miss" and chance.random() < 0.35:
         record.miss_reason, record.similarity = chance.choice(_MISSES)
         record.nearest = HOSTILE if chance.random() < 0.1 else "How do I reset the password of my account?"
+        record.verifier, record.verify_ms = "small@api", chance.uniform(200, 700)
+        record.verdict = chance.choice(("no", "no", "unsure", "late"))
     elif record.cache == "miss":
         record.miss_reason = "far"
     fate = chance.random()

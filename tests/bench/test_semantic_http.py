@@ -48,9 +48,9 @@ def test_a_row_has_what_came_through_the_gateway(tmp_path: Path) -> None:
 
 
 def test_hits_by_meaning_are_counted(tmp_path: Path) -> None:
-    """Without audits, which are by chance, the second wording of each question is answered from the cache, and rightly."""
+    """Without checks, which are by chance, the second wording of each question is answered from the cache, and rightly."""
     (found,) = load(made(tmp_path / "paraphrases", _PARAPHRASES))
-    assert list(stream_over_http(found.requests, is_audited=False)) == [(False, False)] * 3 + [(True, False)] * 3
+    assert list(stream_over_http(found.requests, check_share=0)) == [(False, False)] * 3 + [(True, False)] * 3
 
 
 def test_what_a_gateway_decides_itself_can_not_be_asked_for(tmp_path: Path) -> None:

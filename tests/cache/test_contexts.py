@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 import pytest
 
-from cache import Hit, Miss, MissReason, Query, fingerprint
+from cache import Hit, Query, fingerprint
 from cache.context.relax import relaxed
 from cache.decision.ellipsis import is_same_ellipsis
 from cache.decision.features import Neighbour
 from cache.decision.prior import PRIOR
-from cache.decision.rule import Decision, NamespaceCounters, NamespaceState, VerifiedRule
+from cache.decision.rule import NamespaceState, VerifiedRule
 from cache.decision.text_features import read
 from cache.encoder.embedder import Memo, open_embedder
 from cache.fingerprint import CONTEXT_CHARS_MAX
-from cache.query import Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.semantic.contexts import Contexts, clauses, places
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, query
@@ -333,29 +330,6 @@ def test_a_word_near_to_one_of_the_other_question_is_its_other_name() -> None:
     (other,) = cache.lookup([query(PROMPT.format("What does it cost to wreck a single boat for an hour?"))])
     assert isinstance(same, Hit)
     assert not isinstance(other, Hit)
-
-
-class AlwaysAudits(VerifiedRule):
-    """Audits each request, and counts how often it was asked."""
-
-    asked = 0
-
-    def decide(
-        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
-    ) -> tuple[Decision, NamespaceCounters]:
-        self.asked += 1
-        trial = Trial((neighbours[0].exact,), b"features", 0.9, 0.1, b"")
-        return Decision(None, (MissReason.AUDIT,) * len(neighbours), trial), state.counters
-
-
-def test_a_hit_with_other_names_is_drawn_once_whether_to_audit() -> None:
-    """The words that may keep a hit from being served are looked at again where one was refused, not where it was drawn."""
-    rule, clock = AlwaysAudits(PRIOR), Clock()
-    cache = SemanticCache(open_embedder(), rule, clock)
-    cache.fold([added(PROMPT.format("hourly price for hiring a single boat"), clock.now)])
-    (answer,) = cache.lookup([query(PROMPT.format("What does it cost to rent a single boat for an hour?"))])
-    assert isinstance(answer, Miss)
-    assert (answer.reason, rule.asked) == (MissReason.AUDIT, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
 from cache.decision.guards import COLD_WRONG
-from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, asking_share, audit_chance
+from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, asking_share
 from cache.decision.prior import PRIOR
-from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
+from cache.decision.rule import NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Neighbourhood, Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.semantic.state import NamespaceStates
-from cache.verdicts.records import AnswerJudged, AnswerSuspended, Source, Verdict, answer_name
+from cache.verdicts.records import AnswerJudged, Source, Verdict
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 CAPITAL = "What is the capital of France?"
@@ -245,14 +245,6 @@ def test_surprises_among_the_sure_raise_the_expected_errors() -> None:
     assert models[0].kappa == 1 < models[1].kappa
 
 
-def test_audits_become_rare_and_go_where_the_risk_is() -> None:
-    """A tenth at first, two of a hundred in the end, of what is wrong in 2%; more of what is less sure, less of what is surer."""
-    assert [audit_chance(count, 0.98) for count in (0, 200, 400, 10**6)] == pytest.approx([0.1, 0.1, 0.05, 0.02])
-    assert (
-        audit_chance(10**6, 0.999) < audit_chance(10**6, 0.98) < audit_chance(10**6, 0.9) < audit_chance(0, 0.1) == 0.2
-    )
-
-
 def test_a_fit_may_run_later_and_comes_out_the_same() -> None:
     """What is decided meanwhile is decided by the model before."""
     waiting: list[Callable[[], object]] = []
@@ -335,19 +327,6 @@ def test_a_drift_leaves_it_to_the_cold_rule() -> None:
             asked = msgspec.structs.replace(query("open the box", error_max=0.01), untightened=untightened)
             decision, _ = VerifiedRule(PRIOR).decide(asked, [known, vouching], state)
             assert (None if decision.served is not None else decision.reasons[0]) is expected
-
-
-def test_an_audit_is_a_miss_that_says_so() -> None:
-    """With its chance, by which its verdict counts."""
-    rule = VerifiedRule(PRIOR, random=lambda: 0.0)
-    decision, counters = rule.decide(
-        query(CAPITAL), [near(0.9, "tell me the capital of France", b"g")], NamespaceState()
-    )
-    assert decision.served is None
-    assert decision.reasons == (MissReason.AUDIT,)
-    assert decision.trial is not None
-    assert decision.trial.chance == 0.2
-    assert counters == NamespaceCounters(accepted=1)
 
 
 INTENTS = ("alarm wake clock", "music play song", "weather rain forecast", "lamp light room")
@@ -485,35 +464,6 @@ def test_verdicts_that_are_left_open_are_read_as_wrong_by_the_one_model_and_not_
     assert not model.allows_cold(wrong, 0.01, 0.1)
 
 
-def test_audits_of_cold_hits_that_no_judge_can_settle_fade() -> None:
-    """Ten of them left open, and the next would-be hit is audited a tenth as often; a "different" brings them back."""
-    clock = Clock()
-    cache, asked = audited_cache(random.Random(1), clock)
-
-    def chance() -> float:
-        (answer,) = cache.lookup([query(asked)])
-        assert answer.trial is not None
-        return answer.trial.chance
-
-    first = chance()
-    (answer,) = cache.lookup([query(asked)])
-    trial = msgspec.structs.replace(answer.trial, chance=1.0)
-    exact = ask("open the box please").exact
-
-    def judge(is_right: bool | None) -> None:
-        open_ = Verdict(
-            source=Source.MISS, compat=query(asked).compat, is_right=is_right, trial=trial, at=clock.now, judge="some"
-        )
-        cache.fold([AnswerJudged(ACME, open_, answer_name(exact, clock.now), None)])
-
-    for _ in range(10):
-        judge(None)
-    assert chance() < first / 8
-    for _ in range(10):
-        judge(False)
-    assert chance() > first / 3
-
-
 def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
     """The rule it is compared with: never from cold; then at similarities that were always right."""
     cache = VCache(0.1, 2, random.Random(1))
@@ -528,52 +478,15 @@ def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
     assert sum(outcomes[200:]) > sum(outcomes[:200]) > 0
 
 
-def audited_cache(draw: random.Random, clock: Clock) -> tuple[SemanticCache, str]:
-    """A cache with one entry, and a paraphrase of it that would be served, at a bound that pays for each such hit."""
-    rule = VerifiedRule(PRIOR, error_max=0.3, random=draw.random)
-    cache = SemanticCache(FakeEmbedder(is_constant=True), rule, clock)
-    fp = ask("open the box please")
-    cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
-    return cache, "please open the box"
-
-
-def test_audits_come_at_the_rate_they_say() -> None:
-    """Counted over thousands of would-be hits, against the chance that each carries; a look leaves no trace and is never one."""
+def test_would_be_hits_are_counted() -> None:
+    """Each hit says how many the namespace had before, by which the gateway checks them; a look counts for nothing."""
     clock = Clock()
-    cache, asked = audited_cache(random.Random(1), clock)
-    expected = audits = 0.0
-    for _ in range(4_000):
-        (answer,) = cache.lookup([query(asked)])
-        assert answer.trial is not None
-        expected += answer.trial.chance
-        audits += isinstance(answer, Miss) and answer.reason is MissReason.AUDIT
-    assert audits == pytest.approx(expected, rel=0.25)
-    assert answer.trial is not None
-    before = answer.trial.chance
-    shown = msgspec.structs.replace(query(asked), is_try=True)
-    assert all(isinstance(one.decision, Hit) for one in cache.near([shown] * 500, 4))
-    (answer,) = cache.lookup([query(asked)])
-    assert answer.trial is not None
-    assert answer.trial.chance == pytest.approx(before, rel=0.01)
-
-
-def test_an_audit_stays_one_where_a_bound_has_tightened_and_not_where_its_answer_is_out() -> None:
-    """What it is called is by which chance its verdict counts."""
-    clock = Clock()
-    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, random=lambda: 0.0), clock)
-    fp = ask("open the box please")
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, error_max=0.3), clock)
+    fp, asked = ask("open the box please"), "please open the box"
     cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
-    asked = msgspec.structs.replace(query("please open the box", error_max=0.01), untightened=0.05)
-    (audit,) = cache.lookup([asked])
-    assert isinstance(audit, Miss)
-    assert audit.trial is not None
-    assert audit.reason is MissReason.AUDIT
-    assert audit.trial.chance < 1
-    cache.fold([AnswerSuspended(ACME, b"a" + answer_name(fp.exact, clock.now))])
-    (out,) = cache.lookup([asked])
-    assert isinstance(out, Miss)
-    assert out.trial is not None
-    assert (out.reason, out.trial.chance) == (MissReason.SUSPENDED, 1.0)
+    cache.near([msgspec.structs.replace(query(asked), is_try=True)] * 5, 4)
+    hits = [cache.lookup([query(asked)])[0].trial for _ in range(4)]
+    assert [(trial.hits, trial.chance) for trial in hits if trial is not None] == [(at, 1.0) for at in range(4)]
 
 
 def test_a_tightened_bound_says_what_it_refused() -> None:

@@ -32,7 +32,7 @@ class Gateway:
         self.log = folder / "gateway.log"
         self._config = folder / "sameway.yaml"
         # an audit turns a hit into a miss by chance: only tests of audits want them
-        config = {**config, "cache": {"is_audited": False, **config.get("cache", {})}}
+        config = {**config, "cache": {"check_share": 0, **config.get("cache", {})}}
         self._config.write_text(yaml.safe_dump(config))
         self._env = env or {}
         self.stdout = ""

@@ -237,7 +237,7 @@ async def test_a_hit_from_memory(worker: Worker) -> None:
         assert await worker.cost("again", stream=stream) == Cost(0, {}, TASKS_OF_A_HIT)
 
 
-@pytest.mark.parametrize("worker", [{"is_audited": False}], indirect=True)
+@pytest.mark.parametrize("worker", [{"check_share": 0}], indirect=True)
 async def test_a_hit_by_the_same_words(worker: Worker) -> None:
     """The look-up's one command finds it; what is remembered for feedback follows the answer."""
     await worker.ask("What is it like there?")
@@ -250,7 +250,7 @@ async def test_a_hit_by_the_same_words(worker: Worker) -> None:
             assert (cost.statements, cost.connections) == (0, 0)
 
 
-@pytest.mark.parametrize("worker", [{"is_audited": False}], indirect=True)
+@pytest.mark.parametrize("worker", [{"check_share": 0}], indirect=True)
 async def test_a_hit_by_meaning(worker: Worker, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the look-up, one command points the new words at the entry and ends the claim; what is remembered for feedback
     shares a round trip. The words are brought into their normal form once."""

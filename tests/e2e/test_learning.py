@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 
+NO_STORE = {"no-store": True}
 ASKED, PARAPHRASE = "What is the capital of France?", "Tell me the capital of France."
 _OPENINGS = ("please", "hey,", "could you", "I want to", "can you", "now")
 _INTENTS = {
@@ -49,10 +50,10 @@ def learner(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def checker(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that generates every hit afresh in the background, and asks a model what the cheap judges can't tell."""
+    """A gateway that checks every hit but the first three, and asks a model what the cheap judges can't tell."""
     url = upstream_process.url
     config = {
-        "cache": {"shadow_share": 1.0, "judge_model": "judge", "judge_budget_usd": 0.5},
+        "cache": {"check_share": 1, "judge_model": "judge", "judge_budget_usd": 0.5},
         "models": {
             "mock": {"deployments": [deployment(url, "plain")]},
             "judge": {"deployments": [deployment(url, "judge", "judge")]},
@@ -60,7 +61,15 @@ def checker(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
     }
     with run_gateway(tmp_path_factory.mktemp("checker"), config) as running:
         running.wait_ready()
+        serve_three(running)
         yield running
+
+
+def serve_three(gateway: Gateway) -> None:
+    """The first three hits of a namespace, which are not checked."""
+    gateway.chat("Where does the river Thames end?")
+    kinds = [kind(gateway.chat("Where does the river Thames end" + end, cache=NO_STORE)) for end in (" ?", "", "??")]
+    assert kinds == ["semantic"] * 3
 
 
 def kind(reply: httpx.Response) -> str:
@@ -156,34 +165,26 @@ def test_what_can_be_reported_and_by_whom(learner: Gateway, upstream: Upstream) 
     assert kind(learner.chat(asked)) == "exact"  # said twice, done once
 
 
-def test_asking_again_past_the_cache_is_heard(learner: Gateway, upstream: Upstream) -> None:
-    """The fresh answer is compared with the one that was not taken; another one takes that out of service."""
-    asked, near = "Who wrote the play Romeo and Juliet?", "Tell me who wrote the play Romeo and Juliet."
-    upstream.labels({asked: "It was written by 2 people.", near: "It was written by 1 person."})
-    learner.chat(asked, "third")
-    assert kind(learner.chat(near, "third")) == "semantic"
-    learner.chat(near, "third", cache={"no-cache": True, "no-store": True})
-    wait_for(lambda: verdicts(learner, 'source="again"', 'ruling="different"') == 1, 10)
-    wait_for(lambda: learner.admin("GET", "/cache/wrong")["wrong"] != [], 10)
-    assert kind(learner.chat(near, "third", cache={"no-store": True})) == "bypass"
-
-
-def test_hits_are_checked_in_the_background(checker: Gateway, upstream: Upstream) -> None:
-    """A right one is counted; a wrong one is served no more, is on the list, and is in the measured error."""
-    upstream.labels({ASKED: "Paris", PARAPHRASE: "paris.", "Name the capital of France": "It is 42."})
+def test_hits_are_checked(checker: Gateway, upstream: Upstream) -> None:
+    """A right one is counted; a wrong one is generated, so that nobody gets it, is served no more, is on the list, and is in the
+    measured error."""
+    upstream.labels({ASKED: "Paris", PARAPHRASE: "paris."})
     checker.chat(ASKED)
-    assert kind(checker.chat(PARAPHRASE)) == "semantic"
-    wait_for(lambda: verdicts(checker, 'source="shadow"', 'ruling="same"') == 1, 10)
+    first = checker.chat(PARAPHRASE, cache=NO_STORE)
+    assert (kind(first), first.json()["choices"][0]["message"]["content"]) == ("bypass", "paris.")
+    wait_for(lambda: verdicts(checker, 'source="audit"', 'ruling="same"') == 1, 10)
     upstream.labels({PARAPHRASE: "It is 42."})
-    assert kind(checker.chat(PARAPHRASE)) == "semantic"
-    wait_for(lambda: verdicts(checker, 'source="shadow"', 'ruling="different"') == 1, 10)
+    assert checker.chat(PARAPHRASE, cache=NO_STORE).json()["choices"][0]["message"]["content"] == "It is 42."
+    wait_for(lambda: verdicts(checker, 'source="audit"', 'ruling="different"') == 1, 10)
     wait_for(lambda: len(checker.admin("GET", "/cache/wrong")["wrong"]) == 1, 10)
-    assert kind(checker.chat(PARAPHRASE, cache={"no-store": True})) == "bypass"
+    assert (
+        checker.admin("POST", "/cache/try", json={"team_id": 1, "model": "mock", "prompt": PARAPHRASE})["reason"]
+        == "suspended"
+    )
     wait_for(lambda: metric(checker, "sameway_semantic_error_ratio") > 0, 15)
-    wait_for(lambda: bool(checker.admin("GET", "/stats")["semantic"]), 5)
-    (live,) = checker.admin("GET", "/stats")["semantic"]
-    assert (live["checks"], live["error_max"]) == (2, 0.01)
-    assert live["low"] <= live["estimate"] <= live["high"]
+    (measured,) = checker.admin("GET", "/cache/certificate")["certificates"]
+    assert (measured["hits"], measured["checks"], measured["wrong"], measured["error_max"]) == (3, 2, 1, 0.01)
+    assert measured["low"] <= measured["estimate"] <= measured["high"]
 
 
 def counts(gateway: Gateway, ruling: str, total: float) -> bool:
@@ -204,7 +205,7 @@ def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Ups
         question = {"prompt": near, "answer_a": other, "answer_b": long + "as Rayleigh found."}
         swapped = {**question, "answer_a": question["answer_b"], "answer_b": question["answer_a"]}
         upstream.labels({near: other, json.dumps(question): word, json.dumps(swapped): word})
-        assert kind(checker.chat(near)) == "semantic"
+        assert kind(checker.chat(near, cache=NO_STORE)) == "bypass"
         is_counted = functools.partial(counts, checker, ruling, before + 1)
         wait_for(is_counted, 15)
     team = next(one for one in checker.admin("GET", "/teams")["teams"] if one["name"] == "sameway judge")
@@ -215,8 +216,8 @@ def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Ups
 
 
 def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> None:
-    """A worker killed while it waits for a judge's word: the verdict is lost and nothing else. The hit is served as before, the
-    judge's money comes back with its lease and agrees with the ledger, and the next check of that hit counts, once."""
+    """A worker killed while it waits for a judge's word: the verdict is lost and nothing else. The judge's money comes back with
+    its lease and agrees with the ledger, and the next check of that hit counts, once."""
     asked, near = "Why is the sky blue at noon?", "Tell me why the sky is blue at noon."
     said = "Because air scatters the short waves of sunlight more than the long ones, " * 3
     fresh = "Sunlight is scattered by air, and blue most of all, which is what we see. " * 3
@@ -225,7 +226,7 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
     upstream.labels({asked: said, near: fresh, question: "DIFFERENT", swapped: "DIFFERENT"})
     price = {"input_usd_per_mtok": 10.0, "output_usd_per_mtok": 10.0}
     config = {
-        "cache": {"shadow_share": 1.0, "judge_model": "judge"},
+        "cache": {"check_share": 1, "judge_model": "judge"},
         "budgets": {"hold_lease_s": 5},
         "models": {
             "mock": {"deployments": [deployment(upstream.url, "plain")]},
@@ -234,26 +235,28 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
     }
 
     def judged() -> int:
-        return sum(one["body"]["model"].startswith("judge") for one in upstream.seen().requests)
+        questions = [one["body"] for one in upstream.seen().requests if one["body"]["model"].startswith("judge")]
+        return sum(near in question["messages"][1]["content"] for question in questions)
 
     with run_gateway(tmp_path, config) as running:
         running.wait_ready()
+        serve_three(running)
         running.chat(asked)
-        assert kind(running.chat(near)) == "semantic"
+        assert kind(running.chat(near, cache=NO_STORE)) == "bypass"
         wait_for(lambda: judged() == 1)
         dead = running.children("gateway worker")
         for process in dead:
             process.kill()
         wait_for(lambda: running.chat(asked).headers.get("x-sameway-cache") == "exact", 20)
-        assert verdicts(running, 'source="shadow"') == 0
+        assert verdicts(running, 'source="audit"') == 0
         team = next(one for one in running.admin("GET", "/teams")["teams"] if one["name"] == "sameway judge")
 
         def budget() -> Any:
             return running.admin("GET", f"/teams/{team['id']}/budgets")["budgets"][0]
 
         wait_for(lambda: budget()["held_microusd"] == 0, 20, lambda: str(budget()))
-        wait_for(lambda: kind(running.chat(near)) == "semantic", 20)
-        wait_for(lambda: verdicts(running, 'source="shadow"', 'ruling="different"') == 1, 20)
+        wait_for(lambda: kind(running.chat(near, cache=NO_STORE)) == "bypass", 20)
+        wait_for(lambda: verdicts(running, 'source="audit"', 'ruling="different"') == 1, 20)
         wait_for(lambda: len(running.admin("GET", "/cache/wrong")["wrong"]) == 1)
         wait_for(lambda: budget()["held_microusd"] == 0, 10, lambda: str(budget()))
 

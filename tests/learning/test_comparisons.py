@@ -14,23 +14,25 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, Partition, Recorded, Trial
-from cache.verdicts import EARLY, PROSE, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
-from cache.verdicts.records import AnswerJudged
+from cache import CacheWorkerUnavailable, Entry, ExactCache, Partition, Recorded, Trial
+from cache.verdicts import Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
+from cache.verdicts.records import AnswerJudged, answer_name
 from cache.worker import AnswerText
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import generation_of
 from gateway.journey.outcomes import Looked, SemanticResult, Stored
 from gateway.journey.record import CacheFacts, Record, RequestFacts
-from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import EARLY_MAX, QUEUE_MAX, Judging, Regenerate
-from gateway.learning.llm_judge import NO_ANSWER
-from gateway.telemetry.measured_error import Cell, CheckCounts, chances
+from gateway.journey.turn import arrive, read_turn
+from gateway.learning.comparisons import QUEUE_MAX, Judging
+from gateway.learning.verifier import NO_ANSWER
+from gateway.telemetry.measured_error import Cell, CheckCounts
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "open the box"}]}'
+OTHER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"17"},"finish_reason":"stop"}]}'
+TOOLS = b'{"choices":[{"index":0,"message":{"role":"assistant","content":null},"finish_reason":"stop"}]}'
 WHOLE = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"42"},"finish_reason":"stop"}]}'
 
 
@@ -67,40 +69,42 @@ class Says:
         return [Judgement(self._ruling, "says", "so")] * len(others)
 
 
-class Heard:
-    """Everything that was noted and counted. Each judge has the error rates `flips`."""
+class Equal:
+    """A judge that compares texts."""
 
-    def __init__(self, flips: tuple[float, float] = (0.0, 0.0)) -> None:
-        self._flips = flips
-        self.compares: list[tuple[Ruling, Ruling]] = []
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
+    ) -> list[Judgement]:
+        rulings = [Ruling.SAME if fresh.text == other.text else Ruling.DIFFERENT for other in others]
+        return [Judgement(ruling, "equal", "so") for ruling in rulings]
+
+
+class Heard:
+    """Everything that was noted and counted."""
+
+    def __init__(self) -> None:
         self.counts = CheckCounts()
-        self.certificates: Counter[str] = Counter()
         self.verdicts: Counter[tuple[Source, Ruling, str]] = Counter()
 
-    def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
+    def note(self, record: Record, events: tuple[str, ...]) -> None:
         for event in events:
             self.counts.count(event)
-        self.certificates[certificate or "new"] += 1
-        return "now"
 
     def count(self, source: Source, ruling: Ruling, judge: str) -> None:
         self.verdicts[source, ruling, judge] += 1
 
-    def compared(self, one: Judgement, other: Judgement) -> None:
-        self.compares.append((one.ruling, other.ruling))
 
-    def flips(self, judge: str) -> tuple[float, float]:
-        return self._flips
-
-
-def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
-    """A request that is over: one that was generated, or with `entry` one that was a hit."""
+def over(chance: float = 1.0, entry: Entry | None = None, verified_by: str = "") -> tuple[Flight, Record]:
+    """A request that is over: one that was generated, as a check where its chance is below 1, or with `entry` one that was a hit."""
     turn = read_turn(BODY, {}, arrive("chat"))
     unused: Any = None
     caller: Any = SimpleNamespace(key=SimpleNamespace(id=1))
     trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
-    looked = Looked(ask("open the box"), entry=entry, semantic=SemanticResult(entry=entry, trial=trial))
-    generation = generation_of(turn, caller, unused, looked, unused)
+    reason = "audit" if chance < 1.0 else "unsure"
+    semantic = SemanticResult(entry=entry, trial=trial, verified_by=verified_by, miss_reason="" if entry else reason)
+    generation = generation_of(
+        turn, caller, unused, Looked(ask("open the box"), entry=entry, semantic=semantic), unused
+    )
     progress = Progress("somewhere")
     progress.complete()
     generation.answered = msgspec.structs.replace(generation.answered, progress=progress)
@@ -116,34 +120,24 @@ def look(flight: Flight, semantic: SemanticResult) -> None:
     flight.generation.looked = msgspec.structs.replace(looked, entry=semantic.entry, semantic=semantic)
 
 
-def missing(record: Record, reason: str) -> Record:
-    """The record of the same request with another reason for its semantic miss."""
-    return msgspec.structs.replace(record, cache=CacheFacts(similarity=0.9, miss_reason=reason))
-
-
 def judging(
     redis: Redis,
     judges: Says | Waits,
     heard: Heard,
     *,
-    share: float = 0.0,
     fallback: Any = None,
-    regenerate: Regenerate | None = None,
     draw: Callable[[], float] = random.random,
-    **more: Any,
+    defer: Callable[[Callable[[], None]], object] = lambda leave: leave(),
 ) -> Judging:
-    store = more.pop("store", None) or VerdictStore(redis)
     return Judging(
         exact=ExactCache(redis),
-        verdicts=store,
+        verdicts=VerdictStore(redis),
         judges=judges,
         fallback=fallback,
-        regenerate=regenerate,
-        share=lambda *_: share,
         reply_ttl_s=60.0,
         random=draw,
         findings=heard,
-        **more,
+        defer=defer,
     )
 
 
@@ -182,82 +176,78 @@ async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
     await one.aclose()
 
 
-@pytest.mark.parametrize(("share", "audited"), [(0.25, 0.1), (1.0, 0.02)])
-async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: float, audited: float) -> None:
-    """As many are generated afresh as the setting says, and each stands for the served ones that were not."""
-    heard, judge, regenerated = Heard(), Waits(), list[Turn]()
-    judge.may.set()
-
-    async def regenerate(turn: Turn) -> bytes:
-        regenerated.append(turn)
-        return WHOLE
-
-    one = judging(redis, judge, heard, share=share, regenerate=regenerate, draw=random.Random(4).random)
+@pytest.mark.parametrize(
+    ("answer", "cached", "finish", "cell"),
+    [
+        (WHOLE, WHOLE, "stop", Cell(right=1)),
+        (WHOLE, OTHER, "stop", Cell(wrong=1)),
+        (WHOLE, TOOLS, "stop", Cell(open=1)),
+        (TOOLS, WHOLE, "stop", Cell(open=1)),
+        (WHOLE, WHOLE, "length", Cell(open=1)),
+    ],
+)
+@pytest.mark.parametrize("verifier", ["", "small"])
+async def test_a_check_counts_by_what_came_of_it(
+    redis: Redis, answer: bytes, cached: bytes, finish: str, cell: Cell, verifier: str
+) -> None:
+    """Right, wrong, or open where nothing could be compared; that of a hit which a verifier had allowed counts apart, too."""
+    heard, exact, crate = Heard(), ExactCache(redis), ask("open the crate")
+    entry = msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(cached, is_whole=True),))
+    await exact.store(entry)
+    one = judging(redis, Equal(), heard)
     running = asyncio.create_task(one.run())
-    found, count = ask("open the crate"), 400
-    entry = msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
-    for number in range(count):
-        one.recorded(*over(audited, entry))
-        if number % 50 == 49:
-            await judged(one)
-    running.cancel()
-    await one.aclose()
-    assert len(regenerated) == pytest.approx(share * count, rel=0.2)
-    ((step, cell),) = heard.counts.cells.items()
-    assert chances(step)[0] <= audited + (1 - audited) * share <= chances(step)[1]
-    assert cell == Cell(served=count, shadowed=len(regenerated), shadows_right=len(regenerated))
-    assert heard.certificates == {"new": count, "now": len(regenerated)}
-
-
-async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
-    """So one that is lost on its way to a judge stays open, and its verdict counts for the certificate of its draw."""
-    heard, judge = Heard(), Waits()
-    judge.may.set()
-    one = judging(redis, judge, heard)
-    found = ask("open the crate")
-    await one.exact.store(
-        msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
-    )
-    running = asyncio.create_task(one.run())
-    for is_lost in (False, True):
-        flight, record = over(0.1)
-        semantic = flight.generation.looked.semantic
-        assert semantic.trial is not None
-        audit = one.audited(1, "m", semantic.trial)
-        look(flight, msgspec.structs.replace(semantic, audit=audit))
-        if not is_lost:
-            one.recorded(flight, missing(record, "audit"))
+    flight, record = over(0.3, verified_by=verifier)
+    flight.chunks[:] = [Chunk(answer, is_whole=True)]
+    flight.generation.answered.progress.finish_reasons.append(finish)
+    one.recorded(flight, record)
+    one.recorded(*over(1.0))  # a miss is no check
+    one.recorded(*over(1.0, entry, verified_by=verifier))
     await judged(one)
     running.cancel()
     await one.aclose()
-    (cell,) = heard.counts.cells.values()
-    assert cell == Cell(audited=2, audits_right=1)
-    assert (cell.open, heard.counts.judges) == (1, {"waits": 1})
-    assert heard.certificates == {"new": 2, "now": 1}
+    assert heard.counts.cells == {300: cell}
+    assert heard.counts.verified == ({300: cell} if verifier else {})
+    assert heard.counts.verified_hits == bool(verifier)
+    assert heard.counts.judges == ({} if cell.open else {"equal": 1})
 
 
-async def test_checks_that_cannot_be_made_are_not_drawn(redis: Redis) -> None:
-    """Where the judge's team has no money left, one check is lost; the next ones are tries, of which the certificate knows nothing."""
-    heard, judge, money = Heard(), Waits(), [False]
-    judge.may.set()
-
-    async def regenerate(turn: Turn) -> bytes | None:
-        return WHOLE if money[0] else None
-
-    one = judging(redis, judge, heard, share=1.0, regenerate=regenerate)
-    running = asyncio.create_task(one.run())
-    entry = msgspec.structs.replace(
-        entry_for(ask("open the crate"), time.time()), chunks=(Recorded(WHOLE, is_whole=True),)
-    )
-    for has_money in (False, False, False, True, True):
-        money[0] = has_money
-        one.recorded(*over(0.1, entry))
+async def test_a_hit_found_wrong_is_served_no_more(redis: Redis) -> None:
+    """A check takes the answer that would have been served out of service; a miss that finds a near answer different does not."""
+    crate, store = ask("open the crate"), VerdictStore(redis)
+    entry = msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(OTHER, is_whole=True),))
+    await ExactCache(redis).store(entry)
+    for chance, suspended in ((1.0, []), (0.1, [b"a" + answer_name(entry.exact, entry.created_at)])):
+        one = judging(redis, Equal(), Heard())
+        running = asyncio.create_task(one.run())
+        one.recorded(*over(chance))
         await judged(one)
-    running.cancel()
-    await one.aclose()
-    without, with_checks = (cell for _, cell in sorted(heard.counts.cells.items(), reverse=True))
-    assert with_checks == Cell(served=2, shadowed=2, shadows_right=1)
-    assert without == Cell(served=3)
+        running.cancel()
+        await one.aclose()
+        assert list(await store.suspended(crate.partition)) == suspended
+    verdicts = await read_verdicts(store, crate.partition)
+    assert [(one.source, one.is_right, one.trial.chance) for one in verdicts] == [
+        (Source.MISS, False, 1.0), (Source.AUDIT, False, 0.1),
+    ]  # fmt: skip
+
+
+async def test_a_check_asks_the_judge_that_costs_whatever_its_worth(redis: Redis) -> None:
+    """So that few checks stay open; one that does not answer leaves it open."""
+    crate = ask("open the crate")
+    entry = msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(OTHER, is_whole=True),))
+    await ExactCache(redis).store(entry)
+    for judge, cell in ((Says(Ruling.SAME), Cell(right=1)), (Silent(), Cell(open=1))):
+        heard = Heard()
+        one = judging(redis, Says(Ruling.UNKNOWN), heard, fallback=Costly(judge), draw=lambda: 0.999)
+        running = asyncio.create_task(one.run())
+        flight, record = over(0.1)
+        semantic = flight.generation.looked.semantic
+        assert semantic.trial is not None
+        look(flight, msgspec.structs.replace(semantic, trial=msgspec.structs.replace(semantic.trial, worth=0.0)))
+        one.recorded(flight, record)
+        await judged(one)
+        running.cancel()
+        await one.aclose()
+        assert heard.counts.cells == {100: cell}
 
 
 class Silent:
@@ -270,12 +260,14 @@ class Silent:
 class Costly:
     """The judge that costs, of every request."""
 
-    def __init__(self, judge: Judge | None, *, is_sparing: bool = False) -> None:
+    def __init__(self, judge: Judge | None) -> None:
         self._judge = judge
-        self.is_sparing = is_sparing
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         return self._judge
+
+    def flips(self, judge: str) -> tuple[float, float]:
+        return FLIPS
 
 
 DIFFERENT = Costly(Says(Ruling.DIFFERENT))
@@ -299,7 +291,7 @@ async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
     """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
     ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
     assert (judged.is_right, judged.judge_chance) == row
-    assert (judged.flips, judged.alias) == (FLIPS, "m")  # those of the judge that ruled, whether it costs or not
+    assert (judged.flips, judged.alias) == (FLIPS if fallback is not None else (0.0, 0.0), "m")
     assert judged.trial.features == b"1234"
 
 
@@ -312,7 +304,7 @@ async def judged_once(
     others = [ask(f"open the crate {number}") for number in range(peers)]
     for one in (found, *others):
         await exact.store(msgspec.structs.replace(entry_for(one, now), chunks=(Recorded(WHOLE, is_whole=True),)))
-    one = judging(redis, judge, Heard(FLIPS), fallback=fallback)
+    one = judging(redis, judge, Heard(), fallback=fallback)
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     trial = flight.generation.looked.semantic.trial
@@ -358,46 +350,6 @@ async def test_a_surprising_ruling_needs_a_second_opinion(
     assert (judged.is_right, judge.rulings) == (is_right, [])
 
 
-async def test_rulings_on_pairs_that_prompts_decide_are_set_beside_these(redis: Redis) -> None:
-    """A check of a hit by the same words has two answers to one prompt; a miss without features is beside a veto."""
-    for chance, reason, right in ((0.5, "audit", Ruling.SAME), (1.0, "", Ruling.DIFFERENT)):
-        heard = Heard()
-        exact, crate = ExactCache(redis), ask("open the crate")
-        await exact.store(
-            msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
-        )
-        one = judging(redis, Says(Ruling.SAME), heard)
-        running = asyncio.create_task(one.run())
-        flight, record = over(chance)
-        one.recorded(flight, missing(record, reason))
-        await judged(one)
-        running.cancel()
-        await one.aclose()
-        assert heard.compares == [(Ruling.SAME, right)]
-
-
-async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> None:
-    """Now and then it is asked about what they ruled on; both rulings are handed over, the verdict stays theirs."""
-    heard = Heard()
-    found, exact = ask("open the crate"), ExactCache(redis)
-    await exact.store(msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),)))
-    store = VerdictStore(redis)
-    one = judging(redis, Says(Ruling.SAME), heard, fallback=DIFFERENT, draw=lambda: 0.0)
-    running = asyncio.create_task(one.run())
-    flight, record = over(1.0)
-    trial = flight.generation.looked.semantic.trial
-    assert trial is not None
-    look(flight, SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
-    one.recorded(flight, record)
-    await judged(one)
-    running.cancel()
-    await one.aclose()
-    assert heard.compares == [(Ruling.SAME, Ruling.DIFFERENT)]
-    records, _ = await store.read(found.partition, b"0-0")
-    (verdict,) = [one.verdict for one in records if isinstance(one, AnswerJudged)]
-    assert (verdict.is_right, verdict.judge_chance) == (True, None)
-
-
 async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes = WHOLE) -> Heard:
     """One answer after a miss, compared with one cached answer by such judges."""
     heard, exact = Heard(), ExactCache(redis)
@@ -419,137 +371,9 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
     return heard
 
 
-class Learns(Says):
-    """A judge of prose that rules once it `can`."""
-
-    def __init__(self) -> None:
-        super().__init__(Ruling.SAME)
-        self.can = False
-
-    async def compare(
-        self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
-    ) -> list[Judgement]:
-        self.judge_chance.append((fresh, others))
-        said = Judgement(Ruling.SAME, PROSE, "so") if self.can else Judgement(Ruling.UNKNOWN, PROSE, EARLY)
-        return [said] * len(others)
-
-
-class Held(VerdictStore):
-    """Takes the first verdict when it may, and others at once."""
-
-    def __init__(self, redis: Redis) -> None:
-        super().__init__(redis)
-        self.may = asyncio.Event()
-        self._count = 0
-
-    async def take(self, *verdict: Any) -> bool:
-        self._count += 1
-        if self._count == 1:
-            await self.may.wait()
-        return await super().take(*verdict)
-
-
-def missed(entry: Entry, first: Fingerprint) -> tuple[Flight, Record]:
-    """A request that is over, whose answer was stored as `entry` and is to be compared with `first`."""
-    flight, record = over(1.0)
-    assert entry.text is not None
-    trial = Trial((first.exact,), entry.text.encode()[:8], 0.9, 1.0, b"rule")
-    look(flight, SemanticResult(trial=trial))
-    flight.generation.stored = Stored(entry=entry, outcome="stored")
-    return flight, record
-
-
 async def read_verdicts(store: VerdictStore, partition: Partition) -> list[Verdict]:
     records, _ = await store.read(partition, b"0-0")
     return [one.verdict for one in records if isinstance(one, AnswerJudged)]
-
-
-async def test_what_came_too_early_is_compared_again(redis: Redis) -> None:
-    """Once the judge of prose rules in a namespace, each comparison before gets a verdict in the place of its first, once,
-    but for an answer that is gone or made anew."""
-    heard, exact, store, judges, count = Heard(), ExactCache(redis), VerdictStore(redis), Learns(), 6
-    whole = (Recorded(WHOLE, is_whole=True),)
-    now = time.time()
-    crate, box = ask("open the crate"), ask("open the box")
-    await exact.store(msgspec.structs.replace(entry_for(crate, now), chunks=whole))
-    one = judging(redis, judges, heard)
-    running = asyncio.create_task(one.run())
-
-    async def recorded(text: str, at: float, *, is_kept: bool = True) -> None:
-        entry = msgspec.structs.replace(entry_for(ask(text), at), chunks=whole)
-        if is_kept:
-            await exact.store(entry)
-        one.recorded(*missed(entry, crate))
-        await judged(one)
-
-    async def verdicts() -> list[Verdict]:
-        return await read_verdicts(store, box.partition)
-
-    for number in range(count):
-        await recorded(f"{number:8} open the box", now)
-    await recorded("gone     open the box", now, is_kept=False)
-    await recorded("anew     open the box", now)
-    await exact.store(msgspec.structs.replace(entry_for(ask("anew     open the box"), now + 1), chunks=whole))
-    assert [(made.is_right, made.is_late) for made in await verdicts()] == [(None, False)] * (count + 2)
-    judges.can = True
-    await recorded("the last open the box", now)
-    first, *late = (await verdicts())[count + 2 :]
-    assert (first.is_right, first.is_late) == (True, False)
-    assert [(made.is_right, made.is_late) for made in late] == [(True, True)] * count
-    features = [made.trial.features for made in await verdicts()]
-    assert sorted(made.trial.features for made in late) == features[:count]
-    await recorded("one more open the box", now)
-    assert len(await verdicts()) == 2 * count + 4
-    running.cancel()
-    await one.aclose()
-
-
-@pytest.mark.parametrize("is_sparing", [True, False])
-async def test_a_sparing_judge_leaves_what_is_early_to_the_judge_of_prose(redis: Redis, is_sparing: bool) -> None:
-    """It is asked once as many comparisons as may wait do so; a judge that the operator named settles each at once."""
-    heard, judges, crate = Heard(), Learns(), ask("open the crate")
-    whole, now = (Recorded(WHOLE, is_whole=True),), time.time()
-    one = judging(redis, judges, heard, fallback=Costly(Says(Ruling.DIFFERENT), is_sparing=is_sparing))
-    running = asyncio.create_task(one.run())
-    entries = [entry_for(ask(f"{number:8} open the box"), now) for number in range(EARLY_MAX + 1)]
-    first, *others = [msgspec.structs.replace(entry, chunks=whole) for entry in (entry_for(crate, now), *entries)]
-    await ExactCache(redis).store(first)
-    for entry in others:
-        one.recorded(*missed(entry, crate))
-        await judged(one)
-    rulings = Counter(verdict.is_right for verdict in await read_verdicts(VerdictStore(redis), crate.partition))
-    assert rulings == ({None: EARLY_MAX, False: 1} if is_sparing else {False: EARLY_MAX + 1})
-    running.cancel()
-    await one.aclose()
-
-
-async def test_a_late_verdict_follows_the_one_whose_place_it_takes(redis: Redis) -> None:
-    """The judge of prose begins to rule while the first verdict of an early comparison is on its way."""
-    heard, exact, store, judges = Heard(), ExactCache(redis), Held(redis), Learns()
-    whole, now = (Recorded(WHOLE, is_whole=True),), time.time()
-    crate = ask("open the crate")
-    entries = [msgspec.structs.replace(entry_for(ask(f"open the {box}"), now), chunks=whole) for box in ("box", "bin")]
-    for entry in (msgspec.structs.replace(entry_for(crate, now), chunks=whole), *entries):
-        await exact.store(entry)
-    one = judging(redis, judges, heard, store=store)
-    running = asyncio.create_task(one.run())
-    one.recorded(*missed(entries[0], crate))
-    async with asyncio.timeout(20):
-        while not judges.judge_chance:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    judges.can = True
-    one.recorded(*missed(entries[1], crate))
-    async with asyncio.timeout(20):
-        while one.waiting > 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    store.may.set()
-    await judged(one)
-    one.recorded(*missed(entries[1], crate))
-    await judged(one)
-    made = [verdict for verdict in await read_verdicts(store, crate.partition) if verdict.exact == entries[0].exact]
-    assert [(verdict.is_right, verdict.is_late) for verdict in made] == [(None, False), (True, True)]
-    running.cancel()
-    await one.aclose()
 
 
 async def test_served_hits_are_remembered_together(redis: Redis) -> None:

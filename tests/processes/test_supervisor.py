@@ -61,15 +61,15 @@ def test_the_cache_worker_is_told_its_settings(tmp_path: Path) -> None:
     """What operators set of it arrives in its process, and what they did not is the default; Redis' URL is no part of it."""
     named: dict[str, Any] = {
         "embedder": "-odd", "device": "cpu", "precision": "float32", "threads": 3, "error_max": 0.02,
-        "size_bytes_max": 77, "is_audited": False,
+        "size_bytes_max": 77,
     }  # fmt: skip
-    for cache, is_audited in ((named, False), ({}, True)):
+    for cache in (named, {}):
         settings = Settings(data_dir=tmp_path, redis_url="redis://:secret@h", cache=CacheSettings(**cache))
         python, flag, module, *options = cache_child(settings, {}).argv
         assert (python, flag, module) == (sys.executable, "-m", "cache.worker")
         parser = argparse.ArgumentParser()
         add_options(parser, WorkerOptions)
-        expected = {"error_max": 0.01, "size_bytes_max": 256 << 20} | cache | {"is_audited": is_audited}
+        expected = {"error_max": 0.01, "size_bytes_max": 256 << 20} | cache
         assert options_from(WorkerOptions, parser.parse_args(options)) == WorkerOptions(
             socket=settings.cache_socket, redis=os.environ.get("SAMEWAY_REDIS_URL", ""), **expected
         )

@@ -11,8 +11,7 @@ from gateway.accounts import Team
 from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, Settings
-from gateway.telemetry import measured_error
-from gateway.telemetry.certificates import Certificate, Certificates
+from gateway.telemetry.measured_error import Certificate, Certificates, checked
 from gateway.telemetry.stats import Stats
 
 TEAM, PAIR = Team(1, "acme", 0.0), (1, "small")
@@ -36,12 +35,11 @@ class Worker:
         self.certificates = Certificates(redis, self.stats, Bounds(settings), judges, clock)
 
     def serve(self, requests: int) -> None:
-        """Requests of which every one is a semantic hit, and one more would-be hit that is audited."""
+        """Requests of which every one is a semantic hit, and a check that no judge could tell."""
         for number in range(requests):
             request = RequestFacts(f"r{number}", self.clock.now_s, team_id=1, alias="small")
             self.stats.add(Record(request, cache=CacheFacts("semantic")))
-            self.stats.add_checks(1, "small", measured_error.served(0.1, is_compared=False))
-        self.stats.add_checks(1, "small", measured_error.audited(0.1))
+        self.stats.add_checks(1, "small", checked(0.1, None, "", is_verified=False))
 
     async def look(self, embedder: str = "minilm", rule: str = "aa") -> Certificate:
         await self.stats.flush()
@@ -54,7 +52,7 @@ async def test_two_workers_and_a_restart_count_for_one(redis: Redis) -> None:
     one, other = Worker(redis, clock), Worker(redis, clock)
     one.serve(3)
     first = await one.look()
-    assert (first.start.why, first.counts.requests, first.counts.hits, first.counts.unsettled) == ("", 3, 3, 1)
+    assert (first.start.why, first.counts.requests, first.counts.hits, first.counts.open) == ("", 3, 3, 1)
     other.serve(2)
     clock.now_s += 7_200
     assert (await other.look()).counts.requests == 5
@@ -63,28 +61,25 @@ async def test_two_workers_and_a_restart_count_for_one(redis: Redis) -> None:
     again.serve(1)
     found = await again.look()
     assert found.start == first.start
-    assert (found.counts.requests, found.counts.unsettled) == (6, 3)
+    assert (found.counts.requests, found.counts.open) == (6, 3)
     assert (await one.certificates.read())[PAIR] == found
-    assert again.stats.certified_hits == {PAIR: 6}  # of the first more are checked, by all workers together
 
 
 async def test_an_admins_new_one_counts_from_then_on(redis: Redis) -> None:
-    """A verdict on what was drawn before counts for the old one, which is dropped."""
+    """What a worker counted for the old one before it has looked is dropped."""
     clock = Clock()
     one, other = Worker(redis, clock), Worker(redis, clock)
     one.serve(3)
-    drawn_for = one.stats.add_checks(1, "small", measured_error.audited(0.1))
     await one.look()
     await other.look()
     clock.now_s += 60
     await one.certificates.restart(TEAM, "small", "an admin asked for it")
     one.serve(1)
-    one.stats.add_checks(1, "small", measured_error.settled(0.1, "j", is_wrong=True, is_audit=True), drawn_for)
     other.serve(5)  # it has not looked since
     await other.stats.flush()
     found = await one.look()
     assert (found.start.why, found.start.since_s) == ("an admin asked for it", clock.now_s)
-    assert (found.counts.requests, found.counts.wrong, found.counts.unsettled) == (1, 0, 1)
+    assert (found.counts.requests, found.counts.open) == (1, 1)
     assert (await other.look()).counts.requests == 1
     other.serve(5)
     assert (await other.look()).counts.requests == 6
@@ -116,6 +111,7 @@ async def test_a_changed_ground_starts_a_new_one(
     assert found.start.why == why
     assert (found.start.id == before.start.id) == (not why)
     assert (found.counts.requests, found.start.since_s == clock.now_s) == ((0, True) if why else (3, False))
+    assert (await later.look()).start.id == found.start.id
 
 
 async def test_a_deleted_teams_is_dropped(redis: Redis) -> None:
@@ -128,7 +124,7 @@ async def test_a_deleted_teams_is_dropped(redis: Redis) -> None:
     assert await one.stats.certified() == {}
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x84\xa2id\xa1\xff\xa7since_s\x01\xa5basis\x80\xa3why\xa0"])
+@pytest.mark.parametrize("data", [b"\xc1", b"\x84\xa2id\xa1\xff\xa7since_s\x01\xa5basis\x80\xa3why\xa0"])
 async def test_one_that_can_not_be_read_starts_anew(redis: Redis, data: bytes) -> None:
     """Damaged bytes of a start stop no worker: a new certificate counts from then on."""
     worker = Worker(redis, Clock())
@@ -136,6 +132,7 @@ async def test_one_that_can_not_be_read_starts_anew(redis: Redis, data: bytes) -
     before = await worker.look()
     await redis.hset("sameway:certificates", "1:small", data)
     await redis.hset("sameway:certificates", b"\xff", b"x")
+    assert await worker.certificates.read() == {}
     worker.clock.now_s += 60
     worker.serve(1)
     after = await worker.look()

@@ -220,9 +220,8 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
     for worker in (stats, other):
         worker.add(hit(cache="semantic"))
         worker.add(miss())
-        worker.add_checks(1, "small", measured_error.served(0.1, is_compared=True))
-        worker.add_checks(1, "small", measured_error.audited(0.1))
-        worker.add_checks(1, "small", measured_error.settled(0.1, "a|b", is_wrong=True, is_audit=True))
+        worker.add_checks(1, "small", measured_error.checked(0.3, False, "a|b", is_verified=True))
+        worker.add_checks(1, "small", measured_error.checked(0.03, None, "", is_verified=False))
         worker.add_checks(1, "small", measured_error.reported(is_wrong=True))
         await worker.flush()
     team, model = hit().request.team_id, hit().request.alias
@@ -239,9 +238,9 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
         samples = await day()
         assert (samples[team, model].requests, samples[team, model].hits) == (4, 2)
         found = samples[1, "small"]
-        (cell,) = found.cells.values()
-        assert cell == Cell(served=2, audited=2, audits_wrong=2, shadowed=2)
-        assert (found.checks, found.unsettled, found.judges, found.reported_wrong) == (2, 2, {"a/b": 2}, 2)
+        assert found.cells == {300: Cell(wrong=2), 30: Cell(open=2)}
+        assert found.verified == {300: Cell(wrong=2)}
+        assert (found.judges, found.reported_wrong) == ({"a/b": 2}, 2)
     assert (await stats.query(StatsWindow.DAY)).samples[1, "small"] == found
     assert (await stats.query(StatsWindow.DAY)).total.requests == 4
     counted = (await stats.certified())[(team, model), ""]
