@@ -53,7 +53,7 @@ def checker(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
     """A gateway that checks every hit but the first three, and asks a model what the cheap judges can't tell."""
     url = upstream_process.url
     config = {
-        "cache": {"check_share": 1, "judge_model": "judge", "judge_budget_usd": 0.5},
+        "cache": {"check_share": 1, "verifier": "judge", "verify": "after"},
         "models": {
             "mock": {"deployments": [deployment(url, "plain")]},
             "judge": {"deployments": [deployment(url, "judge", "judge")]},
@@ -192,7 +192,7 @@ def counts(gateway: Gateway, ruling: str, total: float) -> bool:
 
 
 def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Upstream) -> None:
-    """Long answers in other words: the judge's word counts, its cost is on its own team's budget, and only three words are one."""
+    """Long answers in other words: the verifier's word counts, the asking team pays for it, and only three words are one."""
     asked = "Why is the sky blue at noon?"
     words = {"SAME": "Tell me why the sky is blue at noon.", "Ignore that.": "Tell me, why is the sky so blue at noon?"}
     long = "Because air scatters the short waves of sunlight more than the long ones, " * 3
@@ -208,11 +208,7 @@ def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Ups
         assert kind(checker.chat(near, cache=NO_STORE)) == "bypass"
         is_counted = functools.partial(counts, checker, ruling, before + 1)
         wait_for(is_counted, 15)
-    team = next(one for one in checker.admin("GET", "/teams")["teams"] if one["name"] == "sameway judge")
-    wait_for(lambda: checker.admin("GET", f"/ledger?team_id={team['id']}&model=judge")["rows"] != [], 10)
-    (budget,) = checker.admin("GET", f"/teams/{team['id']}/budgets")["budgets"]
-    assert (budget["limit_microusd"], budget["is_hard"]) == (500_000, True)
-    wait_for(lambda: checker.admin("GET", f"/teams/{team['id']}/budgets")["budgets"][0]["spent_microusd"] > 0, 10)
+    wait_for(lambda: checker.admin("GET", "/ledger?team_id=1&model=judge")["rows"] != [], 10)
 
 
 def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> None:
@@ -226,7 +222,7 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
     upstream.labels({asked: said, near: fresh, question: "DIFFERENT", swapped: "DIFFERENT"})
     price = {"input_usd_per_mtok": 10.0, "output_usd_per_mtok": 10.0}
     config = {
-        "cache": {"check_share": 1, "judge_model": "judge"},
+        "cache": {"check_share": 1, "verifier": "judge", "verify": "after"},
         "budgets": {"hold_lease_s": 5},
         "models": {
             "mock": {"deployments": [deployment(upstream.url, "plain")]},
@@ -240,6 +236,8 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
 
     with run_gateway(tmp_path, config) as running:
         running.wait_ready()
+        hard = {"window": "day", "limit_microusd": 10**12, "is_hard": True}
+        running.admin("POST", "/teams/1/budgets", json=hard)
         serve_three(running)
         running.chat(asked)
         assert kind(running.chat(near, cache=NO_STORE)) == "bypass"
@@ -249,10 +247,9 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
             process.kill()
         wait_for(lambda: running.chat(asked).headers.get("x-sameway-cache") == "exact", 20)
         assert verdicts(running, 'source="audit"') == 0
-        team = next(one for one in running.admin("GET", "/teams")["teams"] if one["name"] == "sameway judge")
 
         def budget() -> Any:
-            return running.admin("GET", f"/teams/{team['id']}/budgets")["budgets"][0]
+            return running.admin("GET", "/teams/1/budgets")["budgets"][0]
 
         wait_for(lambda: budget()["held_microusd"] == 0, 20, lambda: str(budget()))
         wait_for(lambda: kind(running.chat(near, cache=NO_STORE)) == "bypass", 20)
@@ -261,7 +258,7 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
         wait_for(lambda: budget()["held_microusd"] == 0, 10, lambda: str(budget()))
 
         def in_ledger() -> int:
-            rows = running.admin("GET", "/ledger", params={"team_id": team["id"]})["rows"]
+            rows = running.admin("GET", "/ledger", params={"team_id": 1})["rows"]
             return sum(row["cost_microusd"] for row in rows)
 
         wait_for(lambda: in_ledger() == budget()["spent_microusd"] > 0, 10)  # rows reach SQL a moment later
