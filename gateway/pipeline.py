@@ -189,7 +189,7 @@ class Pipeline:
         key = (looked.fingerprint.exact, controls.max_age_s, controls.error_max)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
-            looked = self.semantic.relaxed(looked, turn, identity.team, alias)
+            looked = self.semantic.relaxed(looked, identity.team, alias)
             flight = self._flight(turn, identity, alias, looked)
             if not controls.no_cache and may_be_awaited(controls):
                 self.flights.enter(key, flight)

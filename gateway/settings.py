@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from cache.context.volatile import compile_pattern
+from cache.decision.pieces import compile_pattern
 from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
