@@ -213,8 +213,13 @@ def _split_context(turns: list[Any]) -> tuple[list[Any], str]:
             blanked.append(turn)
             continue
         calls = turn.get("tool_calls")
-        if isinstance(calls, list) and all(isinstance(call, dict) and isinstance(call.get("id"), str) for call in calls):
-            turn = {**turn, "tool_calls": [{**call, "id": places.setdefault(call["id"], len(places))} for call in calls]}
+        if isinstance(calls, list) and all(
+            isinstance(call, dict) and isinstance(call.get("id"), str) for call in calls
+        ):
+            turn = {
+                **turn,
+                "tool_calls": [{**call, "id": places.setdefault(call["id"], len(places))} for call in calls],
+            }
         if isinstance(turn.get("tool_call_id"), str):
             turn = {**turn, "tool_call_id": places.get(turn["tool_call_id"], turn["tool_call_id"])}
         blanked.append(turn)

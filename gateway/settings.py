@@ -423,7 +423,7 @@ class CacheSettings(_Section):
     volatile: list[str] = Field(
         [],
         max_length=20,
-        description="regular expressions: what they match in a system prompt does not matter to most answers, like a date",
+        description="regular expressions: what they match in a system prompt is left out before prompts are compared, like a date",
     )
     embedder: str = Field(
         "default",

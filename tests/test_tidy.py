@@ -31,7 +31,7 @@ ROOMS = {
         "reserved",
     ),
     "cache": (
-        "cache", "worker", "semantic", "verdicts", "context", "decision", "encoder", "exact",
+        "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
         "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
     ),
     "policies": (
@@ -51,12 +51,12 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
-    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2840,
+    "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3250, "gateway/alerts": 450, "gateway/api": 3510,
+    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2820,
     "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
-    "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,
-    "cache/exact": 1240, "cache/semantic": 1310, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2130,
-    "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
+    "gateway/wire": 1650, "cache": 1020, "cache/decision": 1890, "cache/encoder": 400, "cache/exact": 1240,
+    "cache/semantic": 1170, "cache/verdicts": 1070, "cache/worker": 580, "policies": 2130, "local_engine": 2280,
+    "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
 }

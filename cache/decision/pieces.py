@@ -1,7 +1,7 @@
 """The pieces of a prompt, and how the pieces of two prompts differ.
 
 Pure: takes texts, returns pieces, the question among them and differences. Knows no cache, no
-similarity and no language. A piece is a line, or a sentence of a long line, with the place of its
+similarity and no language. A piece is a line, or a sentence of a long line, with the role of its
 turn. A short last message is the question as a whole. Of a longer one the question is what other
 prompts beside it have not: `question_of` gets their counts. All else is the context.
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -39,11 +38,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])")
 _FIGURES = re.compile(r"\d+")
 _WORD = re.compile(r"\w+|[^\w\s]")
 _PATTERNS_S_MAX = 0.05  # of the operator's patterns in one context
-_LAST, _FIRST = "\1", 2  # what the pieces of a turn begin with
+_LAST = ">"  # begins the pieces of the last message; those of others begin with a letter of their role
 _LONG = "\0"  # begins a piece that is known by its digest
-
-same_text = lru_cache(100_000)(str)
-"""The text, as the one object that other keys have of it."""
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -64,33 +60,46 @@ Differing = tuple[tuple[str, str], ...]
 """The pieces in which two contexts differ, each as (of the first, of the second); one may be empty."""
 
 
-def split(context: str, text: str) -> Prompt | None:
+def split(partition: bytes, context: str, text: str) -> Prompt | None:
     """The pieces of a prompt. `context` are the turns before `text`, each as its role, a line feed and
     its text, with a NUL between turns. None where there are too many.
     """
     words = text.count(" ") + text.count("\n")
     is_short = words <= _WHOLE_WORDS or (words <= _WHOLE_LINE_WORDS and "\n" not in text.strip())
-    seen: Counter[str] = Counter()
-    turns = [turn.partition("\n")[2] for turn in context.split("\0")] if context else []
-    before = tuple(piece for place, turn in enumerate(turns) for piece in _cut(turn, chr(_FIRST + place), seen))
-    last = () if is_short else tuple(_cut(text, _LAST, seen))
+    before = _context(partition, context) if context else ()
+    last = () if is_short else _cut(partition, [(_LAST, text)])
     last = last if len(last) > 1 else ()
     return Prompt("" if last else text, before, last) if len(before) + len(last) <= _PIECES_MAX else None
 
 
-def _cut(text: str, turn: str, seen: Counter[str]) -> list[str]:
-    pieces = []
-    for line in text.split("\n"):
-        for part in _SENTENCE_END.split(line) if len(line) > _SENTENCES_FROM else (line,):
-            if not part or part.isspace():
-                continue
-            piece = f"{turn}{part.rstrip()}"
-            if len(piece) > _PIECE_CHARS:
-                piece = _LONG + blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-            seen[piece] += 1
-            # the same line once more is another piece
-            pieces.append(same_text(piece if seen[piece] == 1 else f"{piece}\0{seen[piece]}"))
-    return pieces
+# decision: memos-per-partition
+@lru_cache(256)
+def _context(partition: bytes, context: str) -> tuple[str, ...]:
+    turns = [turn.partition("\n") for turn in context.split("\0")]
+    return _cut(partition, [(role[:1], text) for role, _, text in turns])
+
+
+@lru_cache(100_000)
+def _same(partition: bytes, piece: str) -> str:
+    """The piece, as the one object that other prompts have of it."""
+    return piece
+
+
+def _cut(partition: bytes, turns: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    pieces: dict[str, int] = {}
+    for role, text in turns:
+        for line in text.split("\n"):
+            for part in _SENTENCE_END.split(line) if len(line) > _SENTENCES_FROM else (line,):
+                if not part or part.isspace():
+                    continue
+                piece = f"{role}{part.rstrip()}"
+                if len(piece) > _PIECE_CHARS:
+                    piece = _LONG + blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+                count = pieces.get(piece, 0)
+                pieces[piece] = count + 1
+                if count:  # the same line once more is another piece
+                    pieces[f"{piece}\0{count}"] = 1
+    return tuple([_same(partition, piece) for piece in pieces])
 
 
 def anchors(prompt: Prompt, count: int) -> tuple[str, ...]:
@@ -101,9 +110,7 @@ def anchors(prompt: Prompt, count: int) -> tuple[str, ...]:
     return tuple(sorted(set(pieces), key=lambda piece: (piece[0] != _LONG, -len(piece), piece))[:count])
 
 
-def question_of(
-    prompt: Prompt, keys: Sequence[str], counts: Mapping[str, int], others: int
-) -> tuple[str, ...]:
+def question_of(prompt: Prompt, keys: Sequence[str], counts: Mapping[str, int], others: int) -> tuple[str, ...]:
     """The pieces of a long last message that ask: those that few of the `others`, the prompts beside
     it, have. `counts` says how many have each of `keys`, which `counted` gives. Empty where it cannot
     be told.
@@ -111,16 +118,16 @@ def question_of(
     having = [counts.get(key, 0) for key in keys] if others else []
     least = max(1.0, _SHARED * others) if others != 2 else 2.0
     least = min(having) + 1 if having and least <= min(having) < others else least
-    found = tuple(piece for piece, some in zip(prompt.last, having, strict=False) if some < least)
-    if not found:
-        asking = [piece for piece in prompt.last if piece.rstrip("\"'”»*`,)>}] ").endswith(("?", "？"))]
-        found = (asking[0],) if len(asking) == 1 else ()
-    return found if not any(piece[0] == _LONG for piece in found) else ()
+    asking = tuple(piece for piece, some in zip(prompt.last, having, strict=False) if some < least)
+    if not asking:
+        marked = [piece for piece in prompt.last if piece.rstrip("\"'”»*`,)>}] ").endswith(("?", "？"))]
+        asking = (marked[0],) if len(marked) == 1 else ()
+    return asking if not any(piece[0] == _LONG for piece in asking) else ()
 
 
 def counted(prompt: Prompt) -> list[str]:
     """The pieces of a last message as `question_of` has them counted: a changed figure in a shared line is no question."""
-    return [same_text(_FIGURES.sub("0", piece)) for piece in prompt.last]
+    return [_FIGURES.sub("0", piece) for piece in prompt.last]
 
 
 def text_of(question: Sequence[str]) -> str:
@@ -138,24 +145,40 @@ def difference(
     """How the contexts of two prompts differ, apart from their questions; None where they differ by more
     than may be shown.
     """
-    if prompt.pieces == known.pieces:
+    is_beside = prompt.context == known.context  # what is equal is not compared once more
+    mine, theirs = (prompt.last, known.last) if is_beside else (prompt.pieces, known.pieces)
+    if mine == theirs:
         return ()
-    mine, theirs = set(prompt.pieces), set(known.pieces)
-    lost = [piece for piece in prompt.pieces if piece not in theirs and piece not in asking]
-    came = [piece for piece in known.pieces if piece not in mine and piece not in known_asking]
+    mine_set, theirs_set = set(mine), set(theirs)
+    slots, known_slots = _places(mine, theirs_set, asking), _places(theirs, mine_set, known_asking)
+    # what asks in a place where the other asks nothing is an addition
+    shared = set(slots.values()) & set(known_slots.values())
+    lost = [piece for piece in mine if piece not in theirs_set and slots.get(piece) not in shared]
+    came = [piece for piece in theirs if piece not in mine_set and known_slots.get(piece) not in shared]
     if len(lost) > SHOWN_PIECES or len(came) > SHOWN_PIECES:
         return None
     if sum(map(len, lost)) + sum(map(len, came)) > SHOWN_CHARS or any(piece[0] == _LONG for piece in lost + came):
         return None
     pairs = _aligned([_plain(piece) for piece in lost], [_plain(piece) for piece in came])
     free = {*asking, *known_asking}
-    before = [piece for piece in prompt.pieces if piece in theirs and piece not in free]
-    after = [piece for piece in known.pieces if piece in mine and piece not in free]
-    moved = next(((one, other) for one, other in zip(before, after, strict=True) if one != other), None)
+    before = [piece for piece in mine if piece in theirs_set and piece not in free]
+    after = [piece for piece in theirs if piece in mine_set and piece not in free]
+    moved = next(((one, theirs) for one, theirs in zip(before, after, strict=True) if one != theirs), None)
     if moved is not None:
-        one, other = (_plain(piece)[:_ORDER_CHARS] for piece in moved)
-        pairs.append((f"{one} … {other}", f"{other} … {one}"))
+        first, then = (_plain(piece)[:_ORDER_CHARS] for piece in moved)
+        pairs.append((f"{first} … {then}", f"{then} … {first}"))
     return tuple(pairs) if len(pairs) <= SHOWN_PIECES else None
+
+
+def _places(pieces: Sequence[str], others: Set[str], asking: Sequence[str]) -> dict[str, str]:
+    """Of the pieces that ask and that the other prompt has not, the last piece before each that both have."""
+    places, before = {}, ""
+    for piece in pieces:
+        if piece in others:
+            before = before if piece in asking else piece
+        elif piece in asking:
+            places[piece] = before
+    return places
 
 
 def _aligned(lost: list[str], came: list[str]) -> list[tuple[str, str]]:
@@ -172,8 +195,8 @@ def _aligned(lost: list[str], came: list[str]) -> list[tuple[str, str]]:
     return [*pairs, *(("", piece) for piece in left)]
 
 
-def _alike(one: str, other: str) -> float:
-    a, b = set(_WORD.findall(one)), set(_WORD.findall(other))
+def _alike(left: str, right: str) -> float:
+    a, b = set(_WORD.findall(left)), set(_WORD.findall(right))
     return len(a & b) / max(1, len(a | b))
 
 
@@ -184,10 +207,10 @@ def digests(differing: Differing) -> tuple[bytes, ...]:
     return tuple(_digest(one, other) for one, other in differing)
 
 
-def _digest(one: str, other: str) -> bytes:
-    a, b = _WORD.findall(one), _WORD.findall(other)
+def _digest(left: str, right: str) -> bytes:
+    a, b = _WORD.findall(left), _WORD.findall(right)
     common = set(a) & set(b) if a and b else {*a, *b}
-    apart = sorted((" ".join(word for word in side if word not in common) for side in (a, b)))
+    apart = sorted(" ".join(word for word in side if word not in common) for side in (a, b))
     kept = " ".join(word for word in a or b if word in common)
     return _hash(kept, 8) + _hash("\0".join(apart), 4)
 

@@ -21,17 +21,14 @@ from cache.decision.features import AnswerGroup, Neighbour, WordCounts, candidat
 from cache.decision.guards import (
     COLD_FIRST,
     COLD_WRONG,
-    CONTEXT_WRONG,
     Thresholds,
     fixed_reason,
     is_added,
-    is_other_in_context,
     is_vouched,
     thresholds_of,
     veto,
 )
 from cache.decision.model import (
-    THRESHOLD_MIN,
     LearnedModel,
     Prior,
     Row,

@@ -150,9 +150,9 @@ class _Meant:
     """
 
     prompt: Prompt
-    asking: tuple[str, ...]
-    text: str
-    rooms: tuple[bytes, ...]
+    asking: tuple[str, ...] = ()
+    text: str = ""
+    rooms: tuple[bytes, ...] = ()
 
 
 class SemanticCache:
@@ -216,16 +216,15 @@ class SemanticCache:
         not be served.
         """
         self._expire()
-        meant = [self._meant(query) for query in queries]
-        encodable = [index for index, one in enumerate(meant) if one is not None and one.rooms and one.text]
-        some = [(queries[index], one) for index in encodable if (one := meant[index]) is not None]
-        encoded = self._encode_with_pending(some)
         answers = [Neighbourhood(Miss(self._absence(query)), ()) for query in queries]
-        for index, (query, one), tokens, vector in zip(encodable, some, encoded.tokens, encoded.vectors, strict=True):
+        meant = [(index, query, self._meant(query)) for index, query in enumerate(queries)]
+        comparable = [(index, query, prompt) for index, query, prompt in meant if prompt.text and prompt.rooms]
+        encoded = self._encode_with_pending([(query.partition, prompt) for _, query, prompt in comparable])
+        for (index, query, prompt), tokens, vector in zip(comparable, encoded.tokens, encoded.vectors, strict=True):
             if tokens > self._encoder.info.tokens_max:
                 answers[index] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
             else:
-                answers[index] = self._decide(query, one, count, vector)
+                answers[index] = self._decide(query, prompt, count, vector)
         return answers
 
     def _absence(self, query: Query) -> MissReason:
@@ -233,10 +232,10 @@ class SemanticCache:
         has_others = query.namespace in self._namespaces
         return MissReason.DOCUMENTS if has_others else MissReason.EMPTY
 
-    def _meant(self, query: Query) -> _Meant | None:
-        prompt = pieces.split(query.context, query.text)
+    def _meant(self, query: Query) -> _Meant:
+        prompt = pieces.split(query.partition, query.context, query.text)
         if prompt is None:
-            return None
+            return _Meant(Prompt(""))
         rooms = tuple(name for name in _rooms(query.namespace, prompt, _ROOMS) if name in self._rooms)
         asking = self._asking(prompt, rooms)
         return _Meant(prompt, asking, prompt.text or pieces.text_of(asking), rooms)
@@ -248,12 +247,13 @@ class SemanticCache:
         if not prompt.last:
             return ()
         counted = pieces.counted(prompt)
-        found: list[tuple[str, ...]] = [pieces.question_of(prompt, counted, {}, 0)]
+        candidates: list[tuple[str, ...]] = []
         for room in filter(None, map(self._rooms.get, rooms)):
             if len(room.long) > known:
                 counts = {piece: room.counts[piece] - known for piece in counted}
-                found.append(pieces.question_of(prompt, counted, counts, len(room.long) - known))
-        return min(filter(None, found[1:] or found), key=lambda one: sum(map(len, one)), default=())
+                candidates.append(pieces.question_of(prompt, counted, counts, len(room.long) - known))
+        candidates = candidates or [pieces.question_of(prompt, counted, {}, 0)]
+        return min(filter(None, candidates), key=lambda asking: sum(map(len, asking)), default=())
 
     def has_neighbours(self, query: Query) -> bool:
         """Whether anything is cached that could answer it. Safe beside the thread that uses the
@@ -266,7 +266,9 @@ class SemanticCache:
         that uses the cache.
         """
         meant = [(query.partition, self._meant(query)) for query in queries]
-        self._encoder.encode([(tenant, one.text) for tenant, one in meant if one is not None and one.text and one.rooms])
+        self._encoder.encode(
+            [(tenant, one.text) for tenant, one in meant if one is not None and one.text and one.rooms]
+        )
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
@@ -313,9 +315,7 @@ class SemanticCache:
         differing = {one.exact: one.differing for one in neighbours if one.differing}
         return msgspec.structs.replace(near, decision=_shown(near.decision, differing)) if differing else near
 
-    def _neighbours(
-        self, query: Query, meant: _Meant, count: int, vector: NDArray[np.float32]
-    ) -> list[Neighbour]:
+    def _neighbours(self, query: Query, meant: _Meant, count: int, vector: NDArray[np.float32]) -> list[Neighbour]:
         """The nearest keys whose contexts differ by no more than may be shown."""
         nearest: dict[int, float] = {}
         for name in meant.rooms:
@@ -473,7 +473,7 @@ class SemanticCache:
                 self._regroup(key, record.group or key.answer)
             heapq.heappush(self._expiries, (key.expires_at, known))
             return
-        prompt = pieces.split(record.context, record.text)
+        prompt = pieces.split(record.partition, record.context, record.text)
         if prompt is None:
             return  # nothing of it is compared by meaning
         key = _Key(
@@ -575,14 +575,15 @@ class SemanticCache:
 
     # --- vectors
 
-    def _encode_with_pending(self, queries: Sequence[tuple[Query, _Meant]]) -> Encoded:
-        """Encode the queries, and in the same batch the keys of their rooms that have no vector yet."""
-        rooms = dict.fromkeys(name for _, meant in queries for name in meant.rooms)
+    def _encode_with_pending(self, prompts: Sequence[tuple[Partition, _Meant]]) -> Encoded:
+        """Encode the prompts, and in the same batch the keys of their rooms that have no vector yet."""
+        rooms = dict.fromkeys(name for _, prompt in prompts for name in prompt.rooms)
         numbers = dict.fromkeys(number for name in rooms for number in reversed(self._rooms[name].pending))
         waiting = self._few(numbers, _INLINE_MAX, _INLINE_CHARS)
-        asked = [(query.partition, meant.text) for query, meant in queries]
-        encoded = self._encoder.encode(asked + [key.asked for key in waiting])
-        at = len(queries)
+        encoded = self._encoder.encode(
+            [(partition, prompt.text) for partition, prompt in prompts] + [key.asked for key in waiting]
+        )
+        at = len(prompts)
         self._put_vectors(waiting, Encoded(encoded.vectors[at:], encoded.tokens[at:]))
         return Encoded(encoded.vectors[:at], encoded.tokens[:at])
 

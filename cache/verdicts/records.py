@@ -147,10 +147,10 @@ class ServedReply(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """As it is kept, flat, without the trial's `ranked` and `chance`."""
-        trial, own = self.trial, msgspec.structs.asdict(self)
-        del own["trial"]
+        trial, fields = self.trial, msgspec.structs.asdict(self)
+        del fields["trial"]
         return _ENCODER.encode(
-            _StoredReply(features=trial.features, p=trial.p, rule=trial.rule, differing=trial.differing, **own)
+            _StoredReply(features=trial.features, p=trial.p, rule=trial.rule, differing=trial.differing, **fields)
         )
 
     @staticmethod

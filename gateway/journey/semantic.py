@@ -27,7 +27,6 @@ from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of, shows
-from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager
 from gateway.wire.fold import fold

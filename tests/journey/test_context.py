@@ -19,6 +19,7 @@ def desk(text: str, who: tuple[str, str]) -> list[dict[str, Any]]:
 
 async def second(world: World, first: list[dict[str, Any]], then: list[dict[str, Any]], **how: Any) -> Reply:
     """The reply to `then`, where the cache worker points at the answer to `first`, in a context that differs."""
+    world.semantic.misses("empty")
     generated = await world.record(await world.ask(messages=first, **how))
     world.semantic.hits(generated.cache.entry, differing=DIFFERING)
     return await world.ask(messages=then, **how)
