@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Hit, Miss, Partition, Query, fingerprint
-from cache.context.learned import Learned
-from cache.context.relax import relaxed
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded, Tokens
 from cache.semantic.cache import PromptAdded
 from cache.verdicts.records import AnswerJudged, Source, Verdict, answer_name
@@ -41,7 +39,8 @@ class Request:
     messages: Sequence[Mapping[str, str]]
 
     def added(self) -> PromptAdded:
-        return PromptAdded(TENANT, self.exact, self.query.compat, self.query.text, 0.0, _FOREVER)
+        query = self.query
+        return PromptAdded(TENANT, self.exact, query.compat, query.text, 0.0, _FOREVER, context=query.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,9 @@ class Labelled:
     requests: tuple[Request, ...]
 
     def shuffled(self, seed: int, count: int | None = None) -> list[Request]:
-        """The requests in an order, each with the compat that a gateway gives it which has seen those before it."""
+        """The requests in an order."""
         order = np.random.default_rng(seed).permutation(len(self.requests))
-        learned = Learned()
-        return [
-            replace(one, query=_query(one.messages, one.query.text, learned))
-            for one in (self.requests[place] for place in order[:count])
-        ]
+        return [self.requests[place] for place in order[:count]]
 
 
 def load(folder: Path) -> list[Labelled]:
@@ -85,9 +80,8 @@ def _request(row: Mapping[str, Any], number: int) -> Request:
     return Request(_query(messages, row["text"]), exact, str(row["label"]), messages)
 
 
-def _query(messages: Sequence[Mapping[str, str]], text: str, learned: Learned | None = None) -> Query:
-    body = {"model": "bench", "messages": messages}
-    made = relaxed(fingerprint(body, TENANT), body, learned=learned)
+def _query(messages: Sequence[Mapping[str, str]], text: str) -> Query:
+    made = fingerprint({"model": "bench", "messages": messages}, TENANT)
     return Query(TENANT, made.compat, made.text or text, context=made.context)
 
 

@@ -83,7 +83,7 @@ class Watching(VerifiedRule):
         if trial is not None:
             witness = next(one for one in neighbours if one.exact == trial.ranked[0])
             asked, known = read(query.text), read(witness.text)
-            is_further = is_added(asked, known, witness.context if witness.places else None)
+            is_further = is_added(asked, known)
             self._is_free = (
                 bool(trial.features) and trial.p > 0 and not (is_further or is_other_in_context(asked, known))
             )

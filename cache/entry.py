@@ -8,15 +8,17 @@ before it is served.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from operator import attrgetter
 
 import msgspec
 
-from cache.fingerprint import Partition
+from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
 from cache.stored import reader
 
 _DATA = attrgetter("data")
 _ABOUT_BYTES = 500  # an entry without its chunks, about
+_CONTEXT_BYTES_MAX = 4 * CONTEXT_CHARS_MAX  # of UTF-8
 ASKED = "asked"  # the label with the digest of a prompt whose text is not kept
 
 
@@ -48,6 +50,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
     `text` is None if the prompt is not eligible for meaning. `saves` is the saving of a hit, in the
     caller's units; one is added, so that an answer that saved nothing is worth keeping, too.
+    `context` has the texts before the prompt, packed (`pack_context`); only its `About` keeps them.
     """
 
     partition: Partition
@@ -60,6 +63,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     labels: dict[str, str | int] = {}
     namespace: str = ""
     saves: int = 0
+    context: bytes = b""
 
     @property
     def id(self) -> str:
@@ -84,7 +88,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
         return max(0.0, now - self.created_at)
 
     def encode(self) -> bytes:
-        return _ENCODER.encode(self)
+        return _ENCODER.encode(msgspec.structs.replace(self, context=b"") if self.context else self)
 
     @staticmethod
     def decode(data: bytes) -> Entry:
@@ -102,6 +106,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
             created_at=self.created_at,
             expires_at=self.expires_at,
             labels=self.labels,
+            context=self.context,
         )
 
 
@@ -114,6 +119,20 @@ class About(msgspec.Struct, frozen=True, array_like=True, tag="a1"):
     created_at: float
     expires_at: float
     labels: dict[str, str | int] = {}
+    context: bytes = b""
+
+
+def pack_context(context: str) -> bytes:
+    """The texts before a prompt as an entry keeps them."""
+    return zlib.compress(context.encode(), 1) if context else b""
+
+
+def unpack_context(packed: bytes) -> str | None:
+    """The texts before a prompt; None where they are damaged."""
+    try:
+        return zlib.decompressobj().decompress(packed, _CONTEXT_BYTES_MAX).decode() if packed else ""
+    except (zlib.error, UnicodeDecodeError):
+        return None
 
 
 _ENCODER = msgspec.msgpack.Encoder()

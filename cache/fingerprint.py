@@ -25,8 +25,8 @@ DIGEST_BYTES = 16
 TEXT_CHARS_MAX = 32_768
 """A longer last user text is not eligible for meaning. Only a part of a long text is encoded."""
 
-CONTEXT_CHARS_MAX = 16_384
-"""A longer context is not used to compare where in it questions point."""
+CONTEXT_CHARS_MAX = 32_768
+"""A longer context is compared as bytes."""
 
 # up to here every reader takes a float and an int of the same value for the same JSON number
 _EXACT_INT_MAX = 2**53
@@ -84,14 +84,11 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """The digests of a request, 16 bytes each.
 
     `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a
-    prefix of the chain of its continuation. Two requests have an equal `compat` iff they differ
-    only in the last user text. `text` is that text, or None unless the last turn is a user's with
-    exactly one text.
-
-    A relaxed fingerprint (`cache.context.relax`) has a compat without the parts `left_out` of the
-    context; `beside` are the texts that stay. `kept` names the only difference that cached prompts
-    may have: `volatile` spans or `history`. `context` is the text of the turns before the last, if
-    it is short enough to compare where in it questions point.
+    prefix of the chain of its continuation. Two requests have an equal `compat` if they differ in
+    nothing but the texts of their turns. `text` is the last user's text, or None unless the last
+    turn is a user's with exactly one text; then `compat` is of the whole request. `context` has the
+    texts before it, each as its role, a line feed and the text, with a NUL between turns. It is
+    empty where `compat` has these texts, because they are too long.
     """
 
     partition: Partition
@@ -100,10 +97,12 @@ class Fingerprint(msgspec.Struct, frozen=True):
     chain: tuple[bytes, ...]
     text: str | None
     namespace: str = ""
-    left_out: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    kept: str = ""
     context: str = ""
+
+    @property
+    def words(self) -> bytes:
+        """The digest of all that a prompt with the same words must have: every byte before them."""
+        return self.compat + (self.chain[-2] if len(self.chain) > 1 else b"")
 
     @property
     def id(self) -> str:
@@ -145,22 +144,32 @@ def fingerprint(
         }
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each
         # other
-        link = link_before = _head_digest(
+        link = before = head_link = _head_digest(
             partition + _encode([namespace, turns_field, head, *(() if apart is None else (_canonical(apart),))])
         ).digest()
         chain = []
-        turn: Any = None
-        for turn in map(_canonical_turn, turns):
-            link_before, link = link, _turn_digest(link + _encode(turn)).digest()
+        canonical = list(map(_canonical_turn, turns))
+        for turn in canonical:
+            before, link = link, _turn_digest(link + _encode(turn)).digest()
             chain.append(link)
-        text, rest = _split_text(turn) if turns else (None, None)
-        is_whole = text is None
-        compat = (_whole_digest(link) if is_whole else _compat_digest(link_before + _encode(rest))).digest()
+        text, rest = _split_text(canonical[-1]) if turns else (None, None)
+        context = ""
+        if text is None:
+            compat = _whole_digest(link).digest()
+        else:
+            blanked, context = _split_context(canonical[:-1]) if len(canonical) > 1 else ([], "")
+            compat = _compat_digest((head_link if context else before) + _encode([*blanked, rest])).digest()
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"not a JSON request: {why}") from error
     return Fingerprint(
-        partition=partition, exact=link, compat=compat, chain=tuple(chain) or (link,), text=text, namespace=namespace
+        partition=partition,
+        exact=link,
+        compat=compat,
+        chain=tuple(chain) or (link,),
+        text=text,
+        namespace=namespace,
+        context=context,
     )
 
 
@@ -182,6 +191,49 @@ def _split_text(turn: Any) -> tuple[str | None, Any]:
     part = content[places[0]]
     blanked = [*content[: places[0]], {**part, "text": 0}, *content[places[0] + 1 :]]
     return part["text"], {**turn, "content": blanked}
+
+
+def _split_context(turns: list[Any]) -> tuple[list[Any], str]:
+    """The turns with 0 for each text and the place of each tool call for its id, and their texts;
+    neither where these are too long.
+    """
+    blanked, texts, places = [], [], dict[Any, int]()
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        parts = [content] if isinstance(content, str) else []
+        if isinstance(content, list):
+            parts = [part["text"] for part in content if _is_text(part)]
+            turn = {**turn, "content": [{**part, "text": 0} if _is_text(part) else part for part in content]}
+        elif parts:
+            turn = {**turn, "content": 0}
+        if parts and isinstance(turn.get("role"), str):
+            texts.append(f"{turn['role']}\n" + "\n".join(parts))
+        elif parts:
+            return [], ""
+        if not isinstance(turn, dict) or turn.keys() <= _PLAIN_TURN:
+            blanked.append(turn)
+            continue
+        calls = turn.get("tool_calls")
+        if isinstance(calls, list) and all(
+            isinstance(call, dict) and isinstance(call.get("id"), str) for call in calls
+        ):
+            turn = {
+                **turn,
+                "tool_calls": [{**call, "id": places.setdefault(call["id"], len(places))} for call in calls],
+            }
+        if isinstance(turn.get("tool_call_id"), str):
+            turn = {**turn, "tool_call_id": places.get(turn["tool_call_id"], turn["tool_call_id"])}
+        blanked.append(turn)
+    context = "\0".join(texts)
+    is_fit = len(context) <= CONTEXT_CHARS_MAX and context.count("\0") == max(0, len(texts) - 1)
+    return (blanked, context) if is_fit else ([], "")
+
+
+_PLAIN_TURN = {"role", "content"}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_eligible(text: Any) -> bool:

@@ -18,8 +18,9 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
     too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves.
-    `is_try`: the decision is only shown and not counted. `context` is the text
-    that the prompt is asked after. `may_ask`: a verifier may be asked about what is not certain.
+    `is_try`: the decision is only shown and not counted. `context` has the texts that the prompt is
+    asked after, as a `Fingerprint` has them. `may_ask`: a verifier may be asked about what is not
+    certain.
     """
 
     partition: Partition
@@ -45,7 +46,8 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     veto decided. `chance` is the probability that the two answers are compared: that of a check of a
     would-be hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
     group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
-    no verdicts vouch for it. `hits` is how many hits the namespace had before.
+    no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
+    digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
     """
 
     ranked: tuple[bytes, ...]
@@ -57,17 +59,15 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     worth: float = 1.0
     is_cold: bool = False
     hits: int = 0
+    differing: tuple[bytes, ...] = ()
 
 
 class MissReason(StrEnum):
     """The reasons for a semantic miss. Metrics count them by these names."""
 
     EMPTY = "empty"  # nothing is cached for this partition and compat
-    # the same, and the answer may depend on what is volatile in the system prompt, or on the history
-    VOLATILE = "volatile"
-    HISTORY = "history"
     TOO_LONG = "too_long"  # the prompt does not fit the encoder's window, or has what is no token of it
-    DOCUMENTS = "documents"  # cached prompts have other documents, or are other in more than a question
+    DOCUMENTS = "documents"  # cached prompts have another context, of which no verdicts say that it does not matter
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ
     POLARITY = "polarity"  # near, but one negates, or turns on what the other turns off
@@ -105,12 +105,15 @@ class Near(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hit(msgspec.Struct, frozen=True, array_like=True, tag="hit"):
-    """Entry `exact` answers the prompt; it was stored for `text`."""
+    """Entry `exact` answers the prompt; it was stored for `text`. `differing` has the pieces of both
+    contexts that differ, as `Asked` has them.
+    """
 
     exact: bytes
     similarity: float
     text: str
     trial: Trial | None = None
+    differing: tuple[tuple[str, str], ...] = ()
 
 
 class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):

@@ -9,7 +9,7 @@
 
 Each stage from 4 on sets an outcome of the `Generation` (`journey/outcomes.py`): 4, 5 and 6
 `looked`, 8 and 9 `answered`, 10 `stored`. `holds` is the one that changes: 7 fills it, 9 adds to it
-and 10 settles it. 5 sets the compat that 6 and 10 use. What becomes of a request on each exit:
+and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a request on each exit:
 
     hit                    4: its entry is the reply; `finish` records it, no flight begins
     hit by its words       4: the same, where another request's answer was found to fit its prompt
@@ -193,7 +193,7 @@ class Pipeline:
         key = (looked.fingerprint.exact, controls.max_age_s, controls.error_max, controls.verify)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
-            looked = self.semantic.relaxed(looked, turn, identity.team, alias)
+            looked = self.semantic.relaxed(looked, identity.team, alias)
             flight = self._flight(turn, identity, alias, looked)
             if not controls.no_cache and may_be_awaited(controls):
                 self.flights.enter(key, flight)

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from cache.context.volatile import compile_pattern
+from cache.decision.pieces import compile_pattern
 from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 from policies.verification import Verification, Verify, effective
 
@@ -447,7 +447,7 @@ class CacheSettings(_Section):
     volatile: list[str] = Field(
         [],
         max_length=20,
-        description="regular expressions: what they match in a system prompt does not matter to most answers, like a date",
+        description="regular expressions: what they match in a system prompt is left out before prompts are compared, like a date",
     )
     embedder: str = Field(
         "default",

@@ -31,7 +31,7 @@ ROOMS = {
         "reserved",
     ),
     "cache": (
-        "cache", "worker", "semantic", "verdicts", "context", "decision", "encoder", "exact",
+        "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
         "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
     ),
     "policies": (
@@ -54,9 +54,9 @@ CODE_LINES_MAX = {
     "gateway": 2550, "gateway/accounts": 2660, "gateway/admin": 3290, "gateway/alerts": 450, "gateway/api": 3520,
     "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2900,
     "gateway/learning": 1290, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
-    "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2330, "cache/encoder": 400,
-    "cache/exact": 1240, "cache/semantic": 1300, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2210,
-    "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
+    "gateway/wire": 1650, "cache": 1020, "cache/decision": 1880, "cache/encoder": 400, "cache/exact": 1240,
+    "cache/semantic": 1170, "cache/verdicts": 1060, "cache/worker": 580, "policies": 2210, "local_engine": 2280,
+    "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
 }

@@ -340,13 +340,16 @@ class ScriptedSemantic:
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
+        self.contexts: list[str] = []
         self.bug: Exception | None = None
         self._reply: LookupResult = Miss(MissReason.EMPTY)
 
-    def hits(self, entry: str, similarity: float = 0.97, **facts: Any) -> None:
+    def hits(
+        self, entry: str, similarity: float = 0.97, differing: tuple[tuple[str, str], ...] = (), **facts: Any
+    ) -> None:
         """From now on the entry of this id answers everything; `facts` are its trial's."""
         trial = msgspec.structs.replace(self.trial(entry), **facts)
-        self._reply = Hit(bytes.fromhex(entry), similarity, "a near prompt", trial)
+        self._reply = Hit(bytes.fromhex(entry), similarity, "a near prompt", trial, differing)
 
     def trial(self, entry: str) -> Trial:
         """What its decisions say of the entry of this id."""
@@ -373,6 +376,7 @@ class ScriptedSemantic:
 
     async def lookup(self, query: Query, timeout_s: float | None = None) -> LookupResult:
         self.asked.append(Asked(query.text, query.error_max))
+        self.contexts.append(query.context)
         await asyncio.sleep(0)
         if self.bug is not None:
             raise self.bug

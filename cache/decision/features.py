@@ -51,10 +51,9 @@ IN_CONTEXT = FEATURES.index("in context")
 class Neighbour(msgspec.Struct, frozen=True, gc=False):
     """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since
     it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
-    that it was right or wrong to serve), whether that answer is out of service, and whether it is
-    the same prompt but for the order of documents or fields. `places` compares where both prompts
-    point in their context (`cache.semantic.contexts`), `context` has its content words, as stems;
-    they are empty without one. `renamed` are words of the two that are other names of the same.
+    that it was right or wrong to serve), whether that answer is out of service. `differing` has the
+    pieces of both contexts that differ, each as (of the prompt, of the neighbour);
+    `is_context_vouched`: there are none, or verdicts say that they do not matter.
     """
 
     similarity: float
@@ -66,10 +65,8 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     right: float = 0.0
     wrong: float = 0.0
     is_suspended: bool = False
-    is_reordered: bool = False
-    places: tuple[float, ...] = ()
-    context: frozenset[str] = frozenset()
-    renamed: frozenset[str] = frozenset()
+    differing: tuple[tuple[str, str], ...] = ()
+    is_context_vouched: bool = True
 
 
 class AnswerGroup(msgspec.Struct, frozen=True, gc=False):
@@ -194,7 +191,7 @@ def features_of(
             cosines[-1], s * candidate.share, s * shared_words, shared_words,
             *_word_features(left, right, prompt, witness.text), *_weights(left, right, word_counts), float(is_guarded),
             *_group_features(left, neighbours, candidate, word_counts), *_odds_features(ids, word_odds),
-            *((1.0, *witness.places) if witness.places else (0.0, 0.0, 0.0, 0.0)), *ids,
+            0.0, 0.0, 0.0, 0.0, *ids,
         )
     )  # fmt: skip
 

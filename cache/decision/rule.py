@@ -17,22 +17,18 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from cache.decision.ellipsis import is_same_ellipsis
 from cache.decision.features import AnswerGroup, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import (
     COLD_FIRST,
     COLD_WRONG,
-    CONTEXT_WRONG,
     Thresholds,
     fixed_reason,
     is_added,
-    is_other_in_context,
     is_vouched,
     thresholds_of,
     veto,
 )
 from cache.decision.model import (
-    THRESHOLD_MIN,
     LearnedModel,
     Prior,
     Row,
@@ -123,6 +119,8 @@ def _why_not_fixed(thresholds: Thresholds | None, prompt: TextFeatures, neighbou
         return MissReason.STRICT
     if neighbour.similarity < thresholds.same:
         return MissReason.FAR
+    if not neighbour.is_context_vouched:
+        return MissReason.DOCUMENTS
     return fixed_reason(prompt, read(neighbour.text), neighbour.similarity, neighbour.age_s, thresholds)
 
 
@@ -156,28 +154,22 @@ class VerifiedRule:
         first, witness = ranked[0], neighbours[ranked[0].index]
         known, model = read(witness.text), state.model or self._cold
         seen = features_of(query.text, neighbours, first, state.word_counts, model.word_odds, fixed.served is not None)
-        vetoed, is_near = veto(prompt, known, witness.age_s), witness.similarity >= _NEAR
+        vetoed, is_near = _veto(prompt, witness), witness.similarity >= _NEAR
         alike = [neighbour for neighbour in neighbours if (neighbour.group or neighbour.exact) == first.group]
-        one_turn = is_same_ellipsis(query.text, witness.text, query.context) if witness.places else None
         # certain: it is the same question, or the verdicts of the namespace are sure of it
-        is_same = vetoed is None and (witness.is_reordered or one_turn is True)
-        is_same = is_same and is_near and thresholds_of(min(error_max, ERROR_MAX)) is not None
         is_known = vetoed is not None or (is_near and _is_vouched(prompt, witness, alike))
-        p = max(model.certain.logistic.p(seen) if is_known else 0.0, _SAME if is_same else 0.0)
+        p = model.certain.logistic.p(seen) if is_known else 0.0
         is_told = query.untightened is None and vetoed is None and model.certain.is_fitted
-        is_certain = is_same or (is_told and p >= model.certain.threshold(error_max))
+        is_certain = is_told and p >= model.certain.threshold(error_max)
         # cold: no verdict vouches for it, but it adds nothing, and such hits are seldom wrong
-        is_further = not is_certain and (
-            is_added(prompt, known, witness.context if witness.places else None, witness.renamed) or one_turn is False
-        )
+        is_further = not is_certain and is_added(prompt, known)
         is_cold = not is_certain and is_near and vetoed is None and not is_further
         is_cold = is_cold and self._is_cold_sure(query, witness, state, seen, p)
         # each request pays a share of a hit by the cold rule
-        cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
-        counters = replace(state.counters, cold=min(COLD_FIRST, state.counters.cold + error_max / cold_wrong))
+        counters = replace(state.counters, cold=min(COLD_FIRST, state.counters.cold + error_max / self._cold_wrong))
         is_spent = is_cold and counters.cold < 1.0
         is_sure = is_certain or (is_cold and not is_spent)
-        risk = 1 - p if is_certain else min(1 - p, cold_wrong)
+        risk = 1 - p if is_certain else min(1 - p, self._cold_wrong)
         trial = Trial(
             ranked=tuple(neighbours[candidate.index].exact for candidate in ranked[:_COMPARED]),
             features=_row_features(seen, counters) if vetoed is None else b"",
@@ -232,28 +224,21 @@ class VerifiedRule:
         context does.
         """
         error_max, model, prompt = self._bound(query), state.model or self._cold, read(query.text)
-        is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
-        if not (query.untightened is not None or is_young or model.allows_cold(seen, error_max, state.discernment)):
+        if not (query.untightened is not None or model.allows_cold(seen, error_max, state.discernment)):
             return False
         if not model.certain.is_fitted and any(one.is_told_against(seen) for one in state.others):
             return False
-        if witness.places:
-            if is_other_in_context(prompt, read(witness.text)):
-                return False
-            in_context, p_cold = self.prior.in_context, self._cold.certain.logistic.p(seen)
-            least = in_context.threshold(error_max) if in_context is not None else None
-            if least is not None and p_cold >= least:
-                return True
-            if p_cold < THRESHOLD_MIN:
-                return False
         return _why_not_fixed(thresholds_of(min(error_max, ERROR_MAX)), prompt, witness) is None
+
+
+def _veto(prompt: TextFeatures, witness: Neighbour) -> MissReason | None:
+    reason = veto(prompt, read(witness.text), witness.age_s)
+    return reason or (None if witness.is_context_vouched else MissReason.DOCUMENTS)
 
 
 def _is_vouched(prompt: TextFeatures, witness: Neighbour, alike: Sequence[Neighbour]) -> bool:
     known = read(witness.text)
-    if witness.places and all(is_other_in_context(prompt, read(one.text)) for one in alike):
-        return False
-    return is_vouched(prompt, known, [read(one.text) for one in alike], in_context=bool(witness.places))
+    return is_vouched(prompt, known, [read(one.text) for one in alike], in_context=False)
 
 
 def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:
@@ -288,7 +273,7 @@ def _ranked(prompt: str, neighbours: Sequence[Neighbour], guarded: int | None) -
         if len(free) == _COMPARED:
             break
         keys = (at for at, near in enumerate(neighbours) if (near.group or near.exact) == candidate.group)
-        served = (at for at in keys if veto(text, read(neighbours[at].text), neighbours[at].age_s) is None)
+        served = (at for at in keys if _veto(text, neighbours[at]) is None)
         index = guarded if candidate.group == first else next(served, None)
         if index is None:
             vetoed.append(candidate)

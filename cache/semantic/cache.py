@@ -5,31 +5,32 @@ It holds encoder, index and rule, and needs no process around it. `fold` takes i
 at start-up and afterwards alike. Knows no Redis and no answers: a hit is a pointer, and the caller
 fetches the entry. Judges elsewhere compare answers, but for prose, of which
 `cache.semantic.sketches` keeps what a judge needs; verdicts come back as records
-(`cache.semantic.state`). Invariants: a hit has the query's partition and compat, byte for byte:
-they select the searched keys; an answer that was dropped, has expired or is out of service is not
+(`cache.semantic.state`). Invariants: a hit has the query's partition and compat, byte for byte, and
+shares a long piece of its context, if that is long (`cache.decision.pieces`): they select the
+searched keys; an answer that was dropped, has expired or is out of service is not
 served; the same records give the same answers, folded one by one or at a restart. A key is embedded
 when a lookup comes beside it: a dialogue that is never repeated costs the encoder nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.decision import pieces
 from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
-from cache.decision.guards import foreign_words
-from cache.decision.model import THRESHOLD_MIN
-from cache.decision.parts import TEMPLATE_PROMPTS, Parts, Piece, Split, split
+from cache.decision.pieces import ANCHORS, Differing, Prompt
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
 from cache.decision.text_features import read, read_for
@@ -38,8 +39,7 @@ from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Hit, LookupResult, Miss, MissReason, Neighbourhood, Query, Undecided
-from cache.semantic.contexts import Contexts, places
-from cache.semantic.index import Found, VectorIndex
+from cache.semantic.index import VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
 from cache.verdicts.judges import Judgement
@@ -50,7 +50,9 @@ from cache.verdicts.records import AnswerJudged, VerdictRecord, answer_name
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
 _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for it
 _SENTENCES_MAX = 5_000
-_CHECK_BYTES = 8
+_CHECK_BYTES, _ROOM_BYTES = 8, 16
+_ROOMS = 3  # that a lookup searches
+_CONTEXTS = 48  # nearest keys of which it compares the contexts
 
 EntryKey = tuple[Partition, bytes]
 
@@ -59,6 +61,7 @@ EntryKey = tuple[Partition, bytes]
 class PromptAdded:
     """A cached prompt that can be found semantically. `group` names the answers found equal to its
     own, `vector` is one that `take_unsaved` gave before, here or elsewhere; each may be empty.
+    `context` has the texts before the prompt, as a `Fingerprint` has them.
     """
 
     partition: Partition
@@ -69,6 +72,7 @@ class PromptAdded:
     expires_at: float
     group: bytes = b""
     vector: bytes = b""
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +93,26 @@ Record = PromptAdded | SketchAdded | EntriesDropped | VerdictRecord
 
 @dataclass(slots=True)
 class _Key:
-    """One cached prompt. `number` is its key in the index, `text` what is compared by meaning in
-    prompts of the same `frame`. `spans` are those that a template may share.
+    """One cached prompt. `number` is its key in the index, `asking` are the pieces of a long last
+    message that ask, `text` is what is compared by meaning, `rooms` name where it is searched.
     """
 
     number: int
     partition: Partition
     exact: bytes
     compat: bytes
-    frame: bytes
-    text: str
-    spans: tuple[Piece, ...]
+    prompt: Prompt
+    rooms: tuple[bytes, ...]
     created_at: float
     expires_at: float
     group: bytes
+    asking: tuple[str, ...] = ()
+    text: str = ""
     is_embedded: bool = False
 
     @property
     def namespace(self) -> bytes:
         return self.partition + self.compat
-
-    @property
-    def room(self) -> bytes:
-        """The keys that may answer each other's prompts."""
-        return self.namespace + self.frame
 
     @property
     def asked(self) -> tuple[Partition, str]:
@@ -125,41 +125,34 @@ class _Key:
 
 @dataclass(slots=True)
 class _Room:
-    """How many keys it has, the numbers of those without a vector, and how many each group has."""
+    """How many keys it has, the numbers of those without a vector, and of those with a long last
+    message; how many of these have each of its pieces.
+    """
 
     keys: int = 0
     pending: dict[int, None] = field(default_factory=dict)
-    groups: Counter[bytes] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
-class _Line:
-    """A line of prompts, each in its own place, and the numbers of the keys that have it: a set
-    takes five times the memory of a tuple, and most lines have one key.
-    """
-
-    span: Piece | None = None
-    keys: tuple[int, ...] | set[int] = ()
-
-    def add(self, number: int) -> None:
-        if isinstance(self.keys, set):
-            self.keys.add(number)
-        elif number not in self.keys:
-            self.keys = (*self.keys, number) if len(self.keys) < TEMPLATE_PROMPTS else {*self.keys, number}
-
-    def discard(self, number: int) -> None:
-        if isinstance(self.keys, set):
-            self.keys.discard(number)
-        else:
-            self.keys = tuple([one for one in self.keys if one != number])
+    long: dict[int, None] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
 class _Namespace:
-    """How many keys it has, and the lines of those that a template may share."""
+    """How many keys it has, and how many each group has."""
 
     keys: int = 0
-    lines: dict[bytes, _Line] = field(default_factory=dict)
+    groups: Counter[bytes] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meant:
+    """A query's prompt, its pieces that ask, what of it is compared by meaning, and the rooms there
+    are for it.
+    """
+
+    prompt: Prompt
+    asking: tuple[str, ...] = ()
+    text: str = ""
+    rooms: tuple[bytes, ...] = ()
 
 
 class SemanticCache:
@@ -193,7 +186,6 @@ class SemanticCache:
         self._sketches = AnswerSketches()
         # of sentences: those of answers that come again cost the encoder nothing
         self._sentences = Memo(embedder, _SENTENCES_MAX)
-        self._contexts = Contexts(self._sentences)
         self._unsaved_sketches: list[SketchAdded] = []
         self.rule_name = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
         self._states = NamespaceStates(self._rule, self.rule_name)
@@ -224,25 +216,15 @@ class SemanticCache:
         not be served.
         """
         self._expire()
-        parts = [self._parts_of(query) for query in queries]
-        rooms = [query.namespace + hits.frame for query, hits in zip(queries, parts, strict=True)]
-        encodable = [index for index, room in enumerate(rooms) if room in self._rooms and parts[index].question]
-        meant = [msgspec.structs.replace(query, text=hits.question) for query, hits in zip(queries, parts, strict=True)]
-        self._want_contexts([queries[index] for index in encodable], [parts[index] for index in encodable])
-        encoded = self._encode_with_pending(
-            [meant[index] for index in encodable], [rooms[index] for index in encodable]
-        )
         answers = [Neighbourhood(Miss(self._absence(query)), ()) for query in queries]
-        by_room: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
-        for row, index in enumerate(encodable):
-            if encoded.tokens[row] > self._encoder.info.tokens_max:
+        meant = [(index, query, self._meant(query)) for index, query in enumerate(queries)]
+        comparable = [(index, query, prompt) for index, query, prompt in meant if prompt.text and prompt.rooms]
+        encoded = self._encode_with_pending([(query.partition, prompt) for _, query, prompt in comparable])
+        for (index, query, prompt), tokens, vector in zip(comparable, encoded.tokens, encoded.vectors, strict=True):
+            if tokens > self._encoder.info.tokens_max:
                 answers[index] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
-            elif rooms[index] in self._rooms:  # its last key may have turned out too long for the encoder
-                by_room.setdefault(rooms[index], []).append((index, encoded.vectors[row]))
-        for room, rows in by_room.items():
-            found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
-            for (index, vector), hits in zip(rows, found, strict=True):
-                answers[index] = self._decide(meant[index], room, hits, count, vector)
+            else:
+                answers[index] = self._decide(query, prompt, count, vector)
         return answers
 
     def _absence(self, query: Query) -> MissReason:
@@ -250,20 +232,28 @@ class SemanticCache:
         has_others = query.namespace in self._namespaces
         return MissReason.DOCUMENTS if has_others else MissReason.EMPTY
 
-    def _parts_of(self, query: Query) -> Parts:
-        """Split a prompt into what must be equal and what is compared, by the templates of its namespace."""
-        with read_for(query.partition):
-            made = split(query.text)
-        namespace = self._namespaces.get(query.namespace)
-        return made.parts if namespace is None or not made.spans else made.slot(_counts(namespace), is_lookup=True)
+    def _meant(self, query: Query) -> _Meant:
+        prompt = pieces.split(query.partition, query.context, query.text)
+        if prompt is None:
+            return _Meant(Prompt(""))
+        rooms = tuple(name for name in _rooms(query.namespace, prompt, _ROOMS) if name in self._rooms)
+        asking = self._asking(prompt, rooms)
+        return _Meant(prompt, asking, prompt.text or pieces.text_of(asking), rooms)
 
-    def _want_contexts(self, queries: Sequence[Query], parts: Sequence[Parts]) -> None:
-        for query, split_parts in zip(queries, parts, strict=True):
-            if not query.context and not split_parts.has_documents:
-                continue
-            documents = query.text.replace(split_parts.question, "\n") if split_parts.has_documents else ""
-            room = query.namespace + split_parts.frame
-            self._contexts.want(room, query.partition, f"{query.context}\n{documents}")
+    def _asking(self, prompt: Prompt, rooms: Sequence[bytes], known: int = 0) -> tuple[str, ...]:
+        """The pieces that ask, beside the prompts of the room that leaves the fewest. `known`: how many
+        of the prompts there are this one.
+        """
+        if not prompt.last:
+            return ()
+        counted = pieces.counted(prompt)
+        candidates: list[tuple[str, ...]] = []
+        for room in filter(None, map(self._rooms.get, rooms)):
+            if len(room.long) > known:
+                counts = {piece: room.counts[piece] - known for piece in counted}
+                candidates.append(pieces.question_of(prompt, counted, counts, len(room.long) - known))
+        candidates = candidates or [pieces.question_of(prompt, counted, {}, 0)]
+        return min(filter(None, candidates), key=lambda asking: sum(map(len, asking)), default=())
 
     def has_neighbours(self, query: Query) -> bool:
         """Whether anything is cached that could answer it. Safe beside the thread that uses the
@@ -275,12 +265,10 @@ class SemanticCache:
         """Embed what a lookup of these queries will need, so that it need not. Safe beside the thread
         that uses the cache.
         """
-        texts = []
-        for query in queries:
-            parts = self._parts_of(query)
-            if parts.question and query.namespace + parts.frame in self._rooms:
-                texts.append((query.partition, parts.question))
-        self._encoder.encode(texts)
+        meant = [(query.partition, self._meant(query)) for query in queries]
+        self._encoder.encode(
+            [(tenant, one.text) for tenant, one in meant if one is not None and one.text and one.rooms]
+        )
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
@@ -313,85 +301,65 @@ class SemanticCache:
         """
         return self._sketches.judge(namespace, fresh, name, others)
 
-    def _decide(
-        self, query: Query, room: bytes, nearest: Found, count: int, vector: NDArray[np.float32]
-    ) -> Neighbourhood:
-        neighbours = self._neighbours(query, room, nearest, vector)
+    def _decide(self, query: Query, meant: _Meant, count: int, vector: NDArray[np.float32]) -> Neighbourhood:
+        is_empty = query.namespace not in self._namespaces  # its last key turned out too long for the encoder
+        neighbours = [] if is_empty else self._neighbours(query, meant, max(NEIGHBOURS, count), vector)
         if not neighbours:
             return Neighbourhood(Miss(self._absence(query)), ())
         state = self._states.of(query.namespace)
+        asked = msgspec.structs.replace(query, text=meant.text)
         with read_for(query.partition):
-            near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
-            if self._find_other_names(query, room, neighbours, near.decision, vector):
-                near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
+            near, counters = decide(asked, neighbours, count, state, self._rule, self.rule_name)
         if not query.is_try:
             state.counters = counters
-        return near
+        differing = {one.exact: one.differing for one in neighbours if one.differing}
+        return msgspec.structs.replace(near, decision=_shown(near.decision, differing)) if differing else near
 
-    def _find_other_names(
-        self, query: Query, room: bytes, neighbours: list[Neighbour], answer: LookupResult, vector: NDArray[np.float32]
-    ) -> bool:
-        """Whether words that alone keep the likeliest neighbour from being served are other names in its context.
-
-        They are if each of the neighbour's, and each of the prompt's own, carries the similarity, or is near to a word
-        of the other: an instruction does neither.
-        """
-        miss = answer.miss if isinstance(answer, Undecided) else answer
-        trial = miss.trial
-        if isinstance(miss, Hit) or trial is None or not trial.features or trial.p < THRESHOLD_MIN:
-            return False
-        index = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
-        near = neighbours[index]
-        asked, known = read(query.text), read(near.text)
-        known_words, asked_words = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
-        (known_vector,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
-        are_names, pair = self._contexts.are_names, (near.text, query.text)
-        if (
-            not near.places
-            or not (known_words or asked_words)
-            or not are_names(query.partition, pair, known_words, vector)
-            or not are_names(query.partition, pair[::-1], asked_words, known_vector)
-        ):
-            return False
-        neighbours[index] = msgspec.structs.replace(near, renamed=known_words | asked_words)
-        return True
-
-    def _neighbours(self, query: Query, room: bytes, nearest: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
+    def _neighbours(self, query: Query, meant: _Meant, count: int, vector: NDArray[np.float32]) -> list[Neighbour]:
+        """The nearest keys whose contexts differ by no more than may be shown."""
+        nearest: dict[int, float] = {}
+        for name in meant.rooms:
+            (found,) = self._index.search(name, vector[None], max(_CONTEXTS, count) if meant.prompt.pieces else count)
+            nearest |= zip(found.keys.tolist(), found.similarities.tolist(), strict=True)
         now = self._clock()
-        counts, tallies = self._rooms[room].groups, self._states.tallies(query.namespace)
-        out = self._states.suspended(query.partition)
-        neighbours = []
-        numbers = nearest.keys.tolist()
-        matrix = self._contexts.matrix(room)
-        where: Sequence[tuple[float, ...]] = [()] * len(numbers)
-        if matrix is not None:
-            where = places(matrix, vector, self._index.vectors(room, numbers))
-        context = self._contexts.words(room)
-        for number, similarity, pointed in zip(numbers, nearest.similarities.tolist(), where, strict=True):
+        namespace = self._namespaces[query.namespace]
+        tallies, out = self._states.tallies(query.namespace), self._states.suspended(query.partition)
+        neighbours: list[Neighbour] = []
+        for number, similarity in sorted(nearest.items(), key=lambda one: -one[1]):
             key = self._keys[number]
-            group = key.group
-            is_out = bool(out) and (b"a" + key.answer in out or b"g" + group in out)
-            right, wrong = tallies.get(group, (0.0, 0.0))
-            similarity, age_s = min(1.0, round(similarity, 6)), max(0.0, now - key.created_at)
-            near = Neighbour(
-                similarity=similarity,
-                text=key.text,
-                exact=key.exact,
-                age_s=age_s,
-                group=group,
-                keys=counts[group],
-                right=right,
-                wrong=wrong,
-                is_suspended=is_out,
-                is_reordered=bool(key.frame) and key.text == query.text,
-                places=pointed,
-                context=context,
+            differing = pieces.difference(meant.prompt, key.prompt, meant.asking, key.asking)
+            if differing is None:
+                continue
+            right, wrong = tallies.get(key.group, (0.0, 0.0))
+            neighbours.append(
+                Neighbour(
+                    similarity=min(1.0, round(similarity, 6)),
+                    text=key.text,
+                    exact=key.exact,
+                    age_s=max(0.0, now - key.created_at),
+                    group=key.group,
+                    keys=namespace.groups[key.group],
+                    right=right,
+                    wrong=wrong,
+                    is_suspended=bool(out) and (b"a" + key.answer in out or b"g" + key.group in out),
+                    differing=differing,
+                    is_context_vouched=not differing or self._is_vouched(query, meant.text, key.text, differing),
+                )
             )
-            neighbours.append(near)
+            if len(neighbours) == count:
+                break
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys
-        # came
-        neighbours.sort(key=lambda one: (-one.similarity, one.exact))
+        # came, those of the same context first
+        neighbours.sort(key=lambda one: (-one.similarity, bool(one.differing), one.exact))
         return neighbours
+
+    def _is_vouched(self, query: Query, text: str, known: str, differing: Differing) -> bool:
+        """Whether verdicts say that these pieces do not matter, and neither question names a word of them."""
+        if not self._states.vouches(query.namespace, pieces.digests(differing)):
+            return False
+        with read_for(query.partition):
+            named = read(text).content_set | read(known).content_set
+            return all(named.isdisjoint(read(piece).content_set) for pair in differing for piece in pair)
 
     # --- learning
 
@@ -408,8 +376,8 @@ class SemanticCache:
         self._states.clear()
 
     def _regroup(self, key: _Key, name: bytes | None) -> None:
-        """Move a key to a group of its room; None: out of all."""
-        groups = self._rooms[key.room].groups
+        """Move a key to a group of its namespace; None: out of all."""
+        groups = self._namespaces[key.namespace].groups
         groups[key.group] -= 1
         if not groups[key.group]:
             del groups[key.group]
@@ -450,8 +418,6 @@ class SemanticCache:
             self._put_vectors(waiting, self._encoder.encode([key.asked for key in waiting]))
         while self._settling and not self._pending(next(iter(self._settling))):
             del self._settling[next(iter(self._settling))]
-        if not waiting:
-            self._contexts.settle(_SETTLED_CHARS)
         return len(waiting)
 
     def _pending(self, name: bytes) -> Iterable[int]:
@@ -460,7 +426,7 @@ class SemanticCache:
 
     @property
     def is_settled(self) -> bool:
-        return not self._settling and self._contexts.is_settled
+        return not self._settling
 
     def take_unsaved(self) -> list[tuple[Partition, bytes, bytes]]:
         """Vectors made here since the last call, for the store: partition, exact, float16 bytes and,
@@ -484,10 +450,10 @@ class SemanticCache:
             return  # damaged, or of another version: the judge abstains
         if not record.is_saved:
             self._unsaved_sketches.append(record)
-        if key.number in self._rooms[key.room].pending:
+        if key.number in self._rooms[key.rooms[0]].pending:
             self._put_vectors([key], self._encoder.encode([key.asked]))
         if key.is_embedded:  # its prompt fits the encoder
-            (vector,) = self._index.vectors(key.room, (key.number,))
+            (vector,) = self._index.vectors(key.rooms[0], (key.number,))
             with read_for(key.partition):
                 asked = read(key.text).content_set
             self._sketches.add(key.namespace, key.answer, vector, asked, sketch)
@@ -507,125 +473,97 @@ class SemanticCache:
                 self._regroup(key, record.group or key.answer)
             heapq.heappush(self._expiries, (key.expires_at, known))
             return
-        with read_for(record.partition):
-            prompt_split = split(record.text)
-        if not prompt_split.parts.question and not prompt_split.spans:
-            return  # nothing of it is compared by meaning, nor ever will be
+        prompt = pieces.split(record.partition, record.context, record.text)
+        if prompt is None:
+            return  # nothing of it is compared by meaning
         key = _Key(
             number=next(self._numbers),
             partition=record.partition,
             exact=record.exact,
             compat=record.compat,
-            frame=prompt_split.parts.frame,
-            text=prompt_split.parts.question,
-            spans=prompt_split.spans,
+            prompt=prompt,
+            rooms=tuple(_rooms(record.partition + record.compat, prompt, ANCHORS)),
             created_at=record.created_at,
             expires_at=record.expires_at,
             group=record.group or answer_name(record.exact, record.created_at),
+            text=prompt.text,
         )
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
         heapq.heappush(self._expiries, (key.expires_at, key.number))
-        self._namespaces.setdefault(key.namespace, _Namespace()).keys += 1
-        self._enter(key)
-        if key.spans:
-            self._add_lines(key, prompt_split.lines)
-        self._vectorise(key, record.vector)
+        namespace = self._namespaces.setdefault(key.namespace, _Namespace())
+        namespace.keys += 1
+        namespace.groups[key.group] += 1
+        for name in key.rooms:
+            room = self._rooms.setdefault(name, _Room())
+            room.keys += 1
+            if prompt.last:
+                room.long[key.number] = None
+                room.counts.update(set(pieces.counted(prompt)))
+        if prompt.last:
+            self._ask_anew((key,))
+        self._await_vector(key, record.vector)
+        for name in key.rooms if prompt.last else ():
+            count = len(self._rooms[name].long)
+            if count & (count - 1) == 0:  # at each doubling
+                self._ask_anew([self._keys[number] for number in self._rooms[name].long])
         while len(self._keys) > self._keys_max:
             self._drop(next(iter(self._keys)))
 
-    def _enter(self, key: _Key) -> None:
-        room = self._rooms.setdefault(key.room, _Room())
-        room.keys += 1
-        if key.text:
-            room.pending[key.number] = None
-        room.groups[key.group] += 1
+    def _ask_anew(self, keys: Iterable[_Key]) -> None:
+        """Find the questions of long messages beside those that have come since."""
+        for key in keys:
+            asking = self._asking(key.prompt, key.rooms, known=1)
+            if asking != key.asking:
+                self._take_vector(key)
+                key.asking, key.text = asking, pieces.text_of(asking)
+                self._await_vector(key)
 
-    def _leave(self, key: _Key) -> None:
-        room = self._rooms[key.room]
-        room.pending.pop(key.number, None)
-        if key.is_embedded:
-            key.is_embedded = False
-            with read_for(key.partition):
-                self._states.of(key.namespace).word_counts.add(key.text, -1)
-            self._index.remove(key.room, key.number)
-        self._regroup(key, None)
-        room.keys -= 1
-        if not room.keys:
-            del self._rooms[key.room]
-
-    def _vectorise(self, key: _Key, vector: bytes = b"") -> None:
+    def _await_vector(self, key: _Key, vector: bytes = b"") -> None:
         """Give a key its vector where that is at hand, else let it wait for one."""
-        room = self._rooms[key.room]
-        if key.number not in room.pending:
+        if not key.text or key.is_embedded:
             return
+        for name in key.rooms:
+            self._rooms[name].pending[key.number] = None
         check = _check(key)
         if len(vector) == 2 * self.dims + len(check) and vector.endswith(check):
             self._put_vector(key, np.frombuffer(vector, "<f2", self.dims).astype(np.float32))
         elif self._encoder.knows(*key.asked):
             self._put_vectors([key], self._encoder.encode([key.asked]))
-        elif room.keys > 1:
-            self._settling[key.room] = None
+        else:
+            self._settling |= {name: None for name in key.rooms if self._rooms[name].keys > 1}
+
+    def _take_vector(self, key: _Key) -> None:
+        for name in key.rooms:
+            self._rooms[name].pending.pop(key.number, None)
+            if key.is_embedded:
+                self._index.remove(name, key.number)
+        if key.is_embedded:
+            key.is_embedded = False
+            with read_for(key.partition):
+                self._states.of(key.namespace).word_counts.add(key.text, -1)
 
     def _drop(self, number: int | None) -> None:
         key = self._keys.pop(number, None) if number is not None else None
         if key is None:
             return
         del self._by_entry[key.partition, key.exact]
-        self._leave(key)
+        self._take_vector(key)
+        self._regroup(key, None)
         self._sketches.drop(key.namespace, key.answer)
+        for name in key.rooms:
+            room = self._rooms[name]
+            room.keys -= 1
+            if key.prompt.last:
+                del room.long[key.number]
+                room.counts -= Counter(set(pieces.counted(key.prompt)))
+            if not room.keys:
+                del self._rooms[name]
         namespace = self._namespaces[key.namespace]
         namespace.keys -= 1
-        if key.spans:
-            self._drop_lines(key)
         if not namespace.keys:
             del self._namespaces[key.namespace]
             self._states.leave(key.namespace)
-
-    # --- templates
-
-    def _add_lines(self, key: _Key, digests: Sequence[bytes]) -> None:
-        """Count the lines of a key, and find its parts and those of others anew where lines have
-        become a template's. Prompts that share a line share its text in memory.
-        """
-        lines = self._namespaces[key.namespace].lines
-        changed = {key.number}
-        for digest in digests:
-            line = lines.setdefault(digest, _Line())
-            line.add(key.number)
-            if len(line.keys) == TEMPLATE_PROMPTS:
-                changed.update(line.keys)
-        spans = []
-        for span in key.spans:
-            line = lines[span.digest]
-            line.span = line.span or span
-            spans.append(line.span if line.span == span else span)
-        key.spans = tuple(spans)
-        self._split_anew(key.namespace, changed)
-
-    def _drop_lines(self, key: _Key) -> None:
-        lines = self._namespaces[key.namespace].lines
-        changed: set[int] = set()
-        for digest in Split.of(key.spans).lines:
-            line = lines[digest]
-            line.discard(key.number)
-            if len(line.keys) == TEMPLATE_PROMPTS - 1:
-                changed.update(line.keys)
-            if not line.keys:
-                del lines[digest]
-        self._split_anew(key.namespace, changed)
-
-    def _split_anew(self, namespace: bytes, numbers: Iterable[int]) -> None:
-        """Move the keys whose parts have changed."""
-        count = _counts(self._namespaces[namespace])
-        for number in sorted(numbers):
-            key = self._keys[number]
-            parts = Split.of(key.spans).slot(count)
-            if (parts.frame, parts.question) != (key.frame, key.text):
-                self._leave(key)
-                key.frame, key.text = parts.frame, parts.question
-                self._enter(key)
-                self._vectorise(key)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -637,16 +575,15 @@ class SemanticCache:
 
     # --- vectors
 
-    def _encode_with_pending(self, queries: Sequence[Query], rooms: Sequence[bytes]) -> Encoded:
-        """Encode the queries, each of a room, and in the same batch the keys there that have no
-        vector yet.
-        """
-        waiting: list[_Key] = []
-        for name in dict.fromkeys(rooms):
-            waiting += self._few(reversed(self._rooms[name].pending), _INLINE_MAX, _INLINE_CHARS)
-        asked = [(query.partition, query.text) for query in queries]
-        encoded = self._encoder.encode(asked + [key.asked for key in waiting])
-        at = len(queries)
+    def _encode_with_pending(self, prompts: Sequence[tuple[Partition, _Meant]]) -> Encoded:
+        """Encode the prompts, and in the same batch the keys of their rooms that have no vector yet."""
+        rooms = dict.fromkeys(name for _, prompt in prompts for name in prompt.rooms)
+        numbers = dict.fromkeys(number for name in rooms for number in reversed(self._rooms[name].pending))
+        waiting = self._few(numbers, _INLINE_MAX, _INLINE_CHARS)
+        encoded = self._encoder.encode(
+            [(partition, prompt.text) for partition, prompt in prompts] + [key.asked for key in waiting]
+        )
+        at = len(prompts)
         self._put_vectors(waiting, Encoded(encoded.vectors[at:], encoded.tokens[at:]))
         return Encoded(encoded.vectors[:at], encoded.tokens[:at])
 
@@ -664,8 +601,8 @@ class SemanticCache:
     def _put_vectors(self, keys: Sequence[_Key], encoded: Encoded) -> None:
         for key, vector, tokens in zip(keys, encoded.vectors, encoded.tokens, strict=True):
             if tokens > self._encoder.info.tokens_max:
-                if key.spans:  # a template may show what to embed
-                    del self._rooms[key.room].pending[key.number]
+                if key.asking:  # later prompts may show what of it to embed
+                    self._take_vector(key)
                 else:
                     self._drop(key.number)  # no vector says what it means: not eligible
                 continue
@@ -677,21 +614,44 @@ class SemanticCache:
         """`vector` has been through float16, as the store keeps it: a rebuilt index holds the same
         numbers.
         """
-        if self._rooms[key.room].pending.pop(key.number, key) is None:
+        pending = [self._rooms[name].pending.pop(key.number, key) is None for name in key.rooms]
+        if any(pending):
             key.is_embedded = True
             with read_for(key.partition):
                 self._states.of(key.namespace).word_counts.add(key.text)
-            self._index.add(key.room, key.number, vector)
+            for name in key.rooms:
+                self._index.add(name, key.number, vector)
+
+
+def _rooms(namespace: bytes, prompt: Prompt, count: int) -> list[bytes]:
+    """The names of the rooms of a prompt: that of all short contexts of its namespace, or of its longest pieces."""
+    names = pieces.anchors(prompt, count)
+    if not names:
+        return [namespace]
+    digest = functools.partial(hashlib.blake2b, digest_size=_ROOM_BYTES, person=b"sw.room")
+    return [namespace + digest(name.encode("utf-8", "surrogatepass")).digest() for name in names]
+
+
+def _shown(decision: LookupResult, differing: Mapping[bytes, Differing]) -> LookupResult:
+    """A decision with the pieces of context by which its entries differ."""
+    if isinstance(decision, Undecided):
+        miss = _shown(decision.miss, differing)
+        assert isinstance(miss, Miss)
+        candidates = [
+            msgspec.structs.replace(one, differing=differing.get(one.exact, ())) for one in decision.candidates
+        ]
+        return Undecided(tuple(candidates), miss)
+    trial = decision.trial
+    if trial is not None and trial.ranked[0] in differing:
+        trial = msgspec.structs.replace(trial, differing=pieces.digests(differing[trial.ranked[0]]))
+        decision = msgspec.structs.replace(decision, trial=trial)
+    if isinstance(decision, Hit) and decision.exact in differing:
+        decision = msgspec.structs.replace(decision, differing=differing[decision.exact])
+    return decision
 
 
 def _check(key: _Key) -> bytes:
     """A digest of the part of a prompt that a stored vector is of; empty for the whole prompt."""
-    if not key.frame:
+    if not key.asking:
         return b""
     return hashlib.blake2b(key.text.encode("utf-8", "surrogatepass"), digest_size=_CHECK_BYTES).digest()
-
-
-def _counts(namespace: _Namespace) -> Callable[[bytes], int]:
-    """How many prompts of the namespace have a line."""
-    lines, none = namespace.lines, _Line()
-    return lambda digest: len(lines.get(digest, none).keys)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from cache.entry import unpack_context
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded, LogRecord, VerdictAdded
 from cache.exact.log import EntryLog, LogPosition
 from cache.exact.store import EntryStore, Sketched
@@ -247,9 +248,11 @@ class Follower:
                 expires_at=about.expires_at,
                 group=group[1] if group is not None and group[0] == about.created_at else b"",
                 vector=vector or b"",
+                context=context,
             )
             for exact, about, group, vector in zip(exacts, abouts, groups, vectors, strict=True)
             if about is not None and about.text is not None
+            if (context := unpack_context(about.context)) is not None
         ]
 
     async def _fold(self, records: Sequence[Record]) -> None:

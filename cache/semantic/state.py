@@ -8,7 +8,7 @@ on which entries are there or when they came: a rebuild and a follower agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from cache.decision.model import LearnedModel, Row
@@ -16,6 +16,9 @@ from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
 
+_VOUCHED, _VOUCHED_PAIRS = 12, 3  # right verdicts of as many, and of how many pairs of texts in the place
+_LINES_MAX = 4_096  # of a namespace; the oldest go first
+_LINE_BYTES = 8  # of the digest of a differing piece, which say what both sides share
 _OTHERS_MAX = 8  # models of an alias or a partition that a further namespace starts from; the latest
 _LEARNED = 400  # verdicts from which on a namespace's model is one of them
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
@@ -23,6 +26,18 @@ _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go fi
 _TALLIED_MAX = 5_000
 # the cosine of prompts from which on it is of interest whether judges can tell their answers apart
 _NEAR = 0.6
+_SAME_QUESTION = 0.5  # the p from which on two questions count as the same one
+
+
+@dataclass(slots=True)
+class _Line:
+    right: int = 0
+    wrong: int = 0
+    pairs: set[bytes] = field(default_factory=set)
+
+    @property
+    def is_vouched(self) -> bool:
+        return self.right >= _VOUCHED and not self.wrong and len(self.pairs) >= _VOUCHED_PAIRS
 
 
 @dataclass(slots=True)
@@ -36,6 +51,8 @@ class _GroupTallies:
     different: float = 0.0
     unknown: float = 0.0
     unasked: float = 0.0  # of these, and a judge that costs was not asked
+    # by what both sides of a differing piece share: right and wrong verdicts beside it, and what they have apart
+    lines: dict[bytes, _Line] = field(default_factory=dict)
 
 
 class NamespaceStates:
@@ -65,6 +82,12 @@ class NamespaceStates:
         """Right and wrong verdicts on serving the answer of each group that had any."""
         tallied = self._tallied.get(namespace)
         return tallied.tallies if tallied is not None else {}
+
+    def vouches(self, namespace: bytes, differing: Iterable[bytes]) -> bool:
+        """Whether no answer was wrong beside any of these differing pieces, and enough were right."""
+        tallied = self._tallied.get(namespace)
+        lines = tallied.lines if tallied is not None else {}
+        return all((line := lines.get(one[:_LINE_BYTES])) is not None and line.is_vouched for one in differing)
 
     def suspended(self, partition: Partition) -> Set[bytes]:
         """The names of what is out of service."""
@@ -97,6 +120,14 @@ class NamespaceStates:
             tallied.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
+            # a wrong answer to another question says nothing of the context
+            for piece in trial.differing if verdict.is_right or trial.p >= _SAME_QUESTION else ():
+                line = tallied.lines.setdefault(piece[:_LINE_BYTES], _Line())
+                line.right, line.wrong = line.right + verdict.is_right, line.wrong + (not verdict.is_right)
+                if len(line.pairs) < _VOUCHED_PAIRS:
+                    line.pairs.add(piece[_LINE_BYTES:])
+                if len(tallied.lines) > _LINES_MAX:
+                    del tallied.lines[next(iter(tallied.lines))]
         if trial.features and trial.rule == self._rule_name:
             row = Row(
                 trial=trial,

@@ -74,7 +74,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         trial, fields = self.trial, msgspec.structs.asdict(self)
         del fields["trial"]
         return _ENCODER.encode(
-            _StoredVerdict(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **fields)
+            _StoredVerdict(
+                features=trial.features,
+                p=trial.p,
+                chance=trial.chance,
+                rule=trial.rule,
+                differing=trial.differing,
+                **fields,
+            )
         )
 
     @staticmethod
@@ -83,7 +90,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         fields = msgspec.structs.asdict(_read_verdict(data))
         if not 0.0 < fields["chance"] <= 1.0 or len(fields["features"]) % _FLOAT_BYTES:
             raise msgspec.ValidationError("no chance of a comparison, or no row of numbers")
-        trial = Trial((), fields.pop("features"), fields.pop("p"), fields.pop("chance"), fields.pop("rule"))
+        trial = Trial((), **{name: fields.pop(name) for name in ("features", "p", "chance", "rule", "differing")})
         return Verdict(trial=trial, **fields)
 
 
@@ -107,6 +114,7 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
     is_late: bool = False
+    differing: tuple[bytes, ...] = ()
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):
@@ -138,9 +146,11 @@ class ServedReply(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """As it is kept, flat, without the trial's `ranked` and `chance`."""
-        trial, own = self.trial, msgspec.structs.asdict(self)
-        del own["trial"]
-        return _ENCODER.encode(_StoredReply(features=trial.features, p=trial.p, rule=trial.rule, **own))
+        trial, fields = self.trial, msgspec.structs.asdict(self)
+        del fields["trial"]
+        return _ENCODER.encode(
+            _StoredReply(features=trial.features, p=trial.p, rule=trial.rule, differing=trial.differing, **fields)
+        )
 
     @staticmethod
     def decode(data: bytes) -> ServedReply:
@@ -148,7 +158,7 @@ class ServedReply(msgspec.Struct, frozen=True, kw_only=True):
         of 1.
         """
         own = msgspec.structs.asdict(_read_reply(data))
-        trial = Trial((), own.pop("features"), own.pop("p"), 1.0, own.pop("rule"))
+        trial = Trial((), chance=1.0, **{name: own.pop(name) for name in ("features", "p", "rule", "differing")})
         return ServedReply(trial=trial, **own)
 
 
@@ -164,6 +174,7 @@ class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     features: bytes
     p: float
     rule: bytes
+    differing: tuple[bytes, ...] = ()
 
 
 _ENCODER = msgspec.msgpack.Encoder()

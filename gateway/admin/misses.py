@@ -17,10 +17,9 @@ from gateway.journey.record import Record
 _LATEST = 2_000
 
 CAUSES: Mapping[str, str] = {
-    "volatile": "Move dates, ids and names out of the system prompt, or list their patterns in `cache.volatile`.",
-    "documents": "Send the same documents in the same form; a changed document is another one.",
-    "history": "Ask questions that stand alone: those that lean on earlier turns match only with the same turns.",
-    "context": "Nothing was cached with the same model, parameters, tools, documents and system prompt: keep them equal.",
+    "documents": "The system prompt, the history or a document differs. Name a verifier, which is shown the difference; "
+    "or list the patterns of dates, ids and names in `cache.volatile`.",
+    "context": "Nothing was cached with the same model, parameters, tools and roles of the turns: keep them equal.",
     "new": "No cached prompt is near: nothing is lost but to new questions.",
     "vetoes": "Near prompts differ in numbers, names, negation or form: these are other questions, as a rule.",
     "doubt": "Too likely to be wrong for the bound: a verifier settles it. Name one in `cache.verifier`, or report answers.",
@@ -35,9 +34,7 @@ CAUSES: Mapping[str, str] = {
 """What to do about each cause."""
 
 _REASONS = {
-    "volatile": "volatile",
     "documents": "documents",
-    "history": "history",
     "context": "empty",
     "new": "far",
     "vetoes": "numbers polarity names direction form words time",

@@ -56,7 +56,7 @@ class SemanticResult(msgspec.Struct, frozen=True):
 class Looked(msgspec.Struct, frozen=True):
     """4, 5 and 6: the recorded answer that is replayed, or why there is none."""
 
-    fingerprint: Fingerprint  # from 5 on, its compat is without what its last text does not rely on
+    fingerprint: Fingerprint  # from 5 on, its context is without what an operator's patterns match
     limit_headers: dict[bytes, bytes] = {}  # of the limits on requests
     entry: Entry | None = None  # the recorded answer that is replayed
     semantic: SemanticResult = SemanticResult()

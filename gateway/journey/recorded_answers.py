@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, Outcome, Recorded
 from cache.eligibility import Refusal, is_cut_as_asked, store_refusal
-from cache.entry import ASKED, digest_of
+from cache.entry import ASKED, digest_of, pack_context
 from cache.exact import LookupMiss
 from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
@@ -24,7 +24,6 @@ from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import shows_left_out
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
@@ -133,9 +132,7 @@ class RecordedAnswers:
         looked, answered = generation.looked, generation.answered
         if not answered.progress.has_begun:
             return Stored(spent)
-        is_findable = not (
-            looked.no_lookup_reason or answered.is_cut or shows_left_out(looked.fingerprint, flight.chunks)
-        )
+        is_findable = not (looked.no_lookup_reason or answered.is_cut)
         outcome = _outcome_of(generation, is_servable=cache.is_exact or is_findable)
         refusal = store_refusal(outcome, generation.turn.controls, cache.entry_bytes_max)
         if refusal is not None:
@@ -256,6 +253,7 @@ def _entry_of(flight: Flight, spent: Spent, cache: CacheSettings, *, is_findable
         exact=fingerprint.exact,
         compat=fingerprint.compat,
         text=fingerprint.text if is_findable else None,
+        context=pack_context(fingerprint.context) if is_findable else b"",
         chunks=tuple([Recorded(chunk.data, chunk.is_whole, chunk.count) for chunk in chunks]),
         created_at=time.time(),
         ttl_s=min(controls.ttl_s or cache.ttl_s, cache.ttl_s_max),

@@ -18,11 +18,9 @@ from typing import Protocol
 import msgspec
 
 from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, Miss, MissReason, Query, SemanticClient, Trial
-from cache.context.learned import Learned
-from cache.context.relax import relaxed
-from cache.context.volatile import compile_pattern
 from cache.decision.guards import thresholds_of
 from cache.decision.normal_form import words_key
+from cache.decision.pieces import compile_pattern, without
 from cache.entry import CacheUnavailable
 from cache.exact import Verified
 from cache.query import Undecided
@@ -31,8 +29,7 @@ from gateway.deployments.alias import Alias
 from gateway.journey.checks import Checks
 from gateway.journey.flight import Flight
 from gateway.journey.outcomes import Looked, SemanticResult
-from gateway.journey.storing import answer_text, chunks_of
-from gateway.journey.turn import Turn
+from gateway.journey.storing import answer_text, chunks_of, shows
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager
 from gateway.wire.fold import fold
@@ -117,26 +114,25 @@ class SemanticLookup:
         self._exact = exact
         self._bounds = bounds
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
-        self._learned = Learned()
         self._clock = clock
         self.errors = ErrorAccount(settings.workers)
         self.checks = Checks(settings.cache.check_share, random)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
-    def relaxed(self, looked: Looked, turn: Turn, team: Team, alias: Alias) -> Looked:
-        """5. `looked` with what the request's last text does not rely on left out of its compat, or
-        with the reason for no semantic lookup, apart from cache controls.
+    def relaxed(self, looked: Looked, team: Team, alias: Alias) -> Looked:
+        """5. `looked` with the context that a semantic lookup compares, or with the reason for no semantic
+        lookup, apart from cache controls.
         """
         fingerprint = looked.fingerprint
         if reason := self._why_not(fingerprint, team, alias):
             return msgspec.structs.replace(looked, no_lookup_reason=reason, words_key=None)
-        if turn.native is None or turn.native.apart is None:
-            fields = self._settings.cache.key_fields
-            fingerprint = relaxed(fingerprint, turn.body, fields, self._volatile, self._learned)
-        key = looked.words_key if fingerprint.compat == looked.fingerprint.compat else None
+        key = looked.words_key
         if key is None and fingerprint.text is not None:
-            key = words_key(fingerprint.compat, fingerprint.text)
+            key = words_key(fingerprint.words, fingerprint.text)
+        if self._volatile and fingerprint.context:
+            context = without(fingerprint.context, self._volatile)
+            fingerprint = msgspec.structs.replace(fingerprint, context=context)
         return msgspec.structs.replace(looked, fingerprint=fingerprint, words_key=key)
 
     def verification(self, controls: Controls, team: Team, alias: Alias) -> Verification:
@@ -171,6 +167,8 @@ class SemanticLookup:
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
+        if result.differing and shows(pointed.entry, fingerprint, result.differing):
+            return SemanticResult(similarity=result.similarity, miss_reason=MissReason.DOCUMENTS.value)
         question = (fingerprint.text or "") if self._settings.log_prompts else ""
         if not is_served:
             near, would = result.similarity, pointed.entry
@@ -193,8 +191,7 @@ class SemanticLookup:
         return SemanticResult(
             similarity=nearest.similarity if nearest is not None else None,
             error_max=bound.error_max,
-            # another date, user or history is all that may keep an answer from it
-            miss_reason=(miss.reason is MissReason.EMPTY and fingerprint.kept) or miss.reason.value,
+            miss_reason=miss.reason.value,
             nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
             trial=miss.trial,
             degraded=("cache_worker",) if is_away else (),
@@ -210,7 +207,7 @@ class SemanticLookup:
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         if bound.untightened is not None or thresholds_of(bound.error_max) is None:
             return None
-        return words_key(fingerprint.compat, fingerprint.text)
+        return words_key(fingerprint.words, fingerprint.text)
 
     def hit_by_words(
         self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias, lookup: Lookup

@@ -4,13 +4,13 @@ Invariant: a replay has the recorded chunks, one for one.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from cache import Entry, Fingerprint
-from cache.context import relax as context
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
 
@@ -52,22 +52,24 @@ def answer_text(whole: bytes) -> str | None:
     return json.dumps([content, *functions] if content else functions)
 
 
-def shows_left_out(fingerprint: Fingerprint, chunks: Sequence[Chunk]) -> bool:
-    """Whether an answer may be no answer to others of its compat: it acts, cannot be read as a
-    text, or shows what its compat leaves out.
+def shows(entry: Entry, fingerprint: Fingerprint, differing: Sequence[tuple[str, str]]) -> bool:
+    """Whether an answer made in another context acts, cannot be read as a text, or has a word of that
+    context which the request has not. `differing` has the pieces of the contexts that differ, each as
+    (of the request, of the entry).
     """
-    if not fingerprint.left_out:
-        return False
     try:
-        whole = fold(chunks)
+        whole = fold(chunks_of(entry))
     except msgspec.DecodeError:  # recorded as received, with an error in a part that was not parsed
         return True
     text = answer_text(whole)
-    return text is None or _has_calls(whole) or context.shows_left_out(text, fingerprint)
+    if text is None or any(choice["message"].get("tool_calls") for choice in msgspec.json.decode(whole)["choices"]):
+        return True
+    others = frozenset(_WORD.findall(" ".join(other for _, other in differing).casefold()))
+    shown = others.intersection(_WORD.findall(text.casefold()))
+    return not shown.issubset(_WORD.findall(f"{fingerprint.context}\n{fingerprint.text}".casefold()))
 
 
-def _has_calls(whole: bytes) -> bool:
-    return any(choice["message"].get("tool_calls") for choice in msgspec.json.decode(whole)["choices"])
+_WORD = re.compile(r"\w+")
 
 
 class _WithId(msgspec.Struct):

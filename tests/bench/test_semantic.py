@@ -33,15 +33,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_history_is_part_of_the_dialogue(folder: Path) -> None:
-    """Equal last messages of other dialogues are in other namespaces; every request has an id of its own."""
+    """Equal last messages of other dialogues have another context; every request has an id of its own."""
     (one,) = load(folder)
     requests = one.requests
     assert len({request.exact for request in requests}) == len(requests) == 40
-    assert len({request.query.compat for request in requests}) == 3
+    assert len({(request.query.compat, request.query.context) for request in requests}) == 3
 
 
 def test_each_part_is_a_set_of_its_own(folder: Path) -> None:
-    """Lines with a part make one set a part; a system prompt comes before the history, and another one is another namespace."""
+    """Lines with a part make one set a part; a system prompt comes before the history, and another one is another context."""
     rows = [
         {"part": "first", "system": "Be brief.", "history": ["hello", "hi"], "text": "why", "label": 1},
         {"part": "second", "system": None, "history": [], "text": "why", "label": 1},
@@ -53,7 +53,8 @@ def test_each_part_is_a_set_of_its_own(folder: Path) -> None:
     assert (first.name, second.name) == ("small/first", "small/second")
     assert [message["role"] for message in first.requests[0].messages] == ["system", "user", "assistant", "user"]
     assert [message["role"] for message in second.requests[0].messages] == ["user"]
-    assert len({request.query.compat for request in (*first.requests, *second.requests)}) == 3
+    queries = [request.query for request in (*first.requests, *second.requests)]
+    assert len({(query.compat, query.context) for query in queries}) == 3
     assert len({request.exact for request in (*first.requests, *second.requests)}) == 3
 
 

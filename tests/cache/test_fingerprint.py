@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cache import Fingerprint, fingerprint, partition
-from cache.fingerprint import FIELDS, FieldKind
+from cache.fingerprint import CONTEXT_CHARS_MAX, FIELDS, FieldKind
 
 ACME = partition(b"secret", "team:1")
 BODY: dict[str, Any] = {
@@ -228,7 +228,7 @@ def test_compat_ignores_the_last_user_text_and_nothing_else(one: str, other: str
         {"temperature": 0.1},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"response_format": {"type": "json_object"}},
-        {"messages": [{"role": "system", "content": "Be long."}, BODY["messages"][1]]},
+        {"messages": [{"role": "developer", "content": "Be brief."}, BODY["messages"][1]]},
         {"messages": [BODY["messages"][1]]},
         {"messages": [*BODY["messages"], {"role": "assistant", "content": "2"}, BODY["messages"][1]]},
         {"messages": [BODY["messages"][0], {**BODY["messages"][1], "name": "bob"}]},
@@ -236,8 +236,40 @@ def test_compat_ignores_the_last_user_text_and_nothing_else(one: str, other: str
     ],
 )
 def test_compat_changes_with_everything_else(change: dict[str, Any]) -> None:
-    """Model, parameters, tools, system prompt, earlier turns and the shape of the last one are byte for byte."""
+    """Model, parameters, tools, the roles of earlier turns and the shape of the last one are byte for byte."""
     assert fp({**BODY, **change}).compat != fp(BODY).compat
+
+
+def test_the_texts_of_earlier_turns_are_apart_from_compat() -> None:
+    """They are the context, in order; what a prompt with the same words must have has them byte for byte."""
+    one, other = (
+        fp({**BODY, "messages": [{"role": "system", "content": text}, BODY["messages"][1]]})
+        for text in ("Be brief.", "Be long.")
+    )
+    assert one.compat == other.compat
+    assert one.words != other.words
+    assert (one.context, other.context) == ("system\nBe brief.", "system\nBe long.")
+
+
+@pytest.mark.parametrize("text", ["x" * CONTEXT_CHARS_MAX, "a\0user\nb"])
+def test_a_context_that_cannot_be_compared_is_in_compat(text: str) -> None:
+    """One that is too long, or has the mark between turns, is compared as bytes."""
+    one, other = (
+        fp({**BODY, "messages": [{"role": "system", "content": text + end}, BODY["messages"][1]]}) for end in "ab"
+    )
+    assert one.context == other.context == ""
+    assert one.compat != other.compat
+
+
+def test_the_ids_of_tool_calls_are_their_places_in_compat() -> None:
+    """Two dialogues with the same calls share a compat whatever their ids; another call's result does not."""
+
+    def called(first: str, second: str, answered: str) -> Fingerprint:
+        calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in (first, second)]
+        turns = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": answered, "content": "1"}]
+        return fp({**BODY, "messages": [BODY["messages"][0], *turns, BODY["messages"][1]]})
+
+    assert called("a", "b", "a").compat == called("c", "d", "c").compat != called("c", "d", "d").compat
 
 
 def test_an_image_beside_the_text_is_in_compat() -> None:
