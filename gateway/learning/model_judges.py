@@ -46,7 +46,7 @@ Note = Callable[[Record, int, str], None]
 class OwnJudges:
     """The judges that cost no money: equality, then those of the cache worker."""
 
-    names = "equality, agreement, prose"
+    names = "equality, prose"
 
     def __init__(self, semantic: SemanticClient) -> None:
         self._semantic = semantic
