@@ -31,7 +31,8 @@ class Controls(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """The end of a generation. `finish_reasons` has one word for each choice; `size_bytes` is what
     an entry would take. `is_length_asked`: the length at which it ends is the caller's own.
-    `is_servable`: some lookup could find the entry. `is_rescued`: two deployments made it.
+    `is_servable`: some lookup could find the entry. `is_rescued`: two deployments made it. `moves`: it
+    depends on the moment, and such answers are not stored.
     """
 
     is_complete: bool
@@ -42,6 +43,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_length_asked: bool = False
     is_servable: bool = True
     is_rescued: bool = False
+    moves: bool = False
 
 
 class Refusal(StrEnum):
@@ -57,6 +59,7 @@ class Refusal(StrEnum):
     UNFINISHED = "unfinished"
     EMPTY = "empty"
     TTL = "ttl"
+    MOVES = "moves"  # depends on the moment, and `moving_ttl_s` is 0
     TOO_LARGE = "too_large"
     UNAVAILABLE = "unavailable"  # Redis did not take the answer
 
@@ -106,4 +109,6 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         return Refusal.EMPTY
     if controls.ttl_s is not None and controls.ttl_s <= 0:
         return Refusal.TTL
+    if outcome.moves:
+        return Refusal.MOVES
     return Refusal.TOO_LARGE if outcome.size_bytes > entry_bytes_max else None

@@ -32,7 +32,8 @@ ROOMS = {
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "context", "decision", "encoder", "exact",
-        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
+        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query",
+        "eligibility", "moving", "entry", "stored", "fingerprint",
     ),
     "policies": (
         "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
@@ -51,11 +52,11 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
-    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2820,
+    "gateway": 2500, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
+    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2840,
     "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
-    "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,
-    "cache/exact": 1240, "cache/semantic": 1280, "cache/verdicts": 590, "cache/worker": 570, "policies": 2130,
+    "gateway/wire": 1650, "cache": 1000, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,
+    "cache/exact": 1260, "cache/semantic": 1280, "cache/verdicts": 590, "cache/worker": 570, "policies": 2130,
     "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
@@ -64,6 +65,7 @@ CODE_LINES_MAX = {
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
     "cache/decision/context_prior.py": "written by a program, as the prior is",
+    "cache/moving.py": "lists of words, with tests of their own",
     "cache/semantic/sketches.py": "one mechanism with tests of its own",
     "cache/worker/judging.py": "imports numpy, which the worker does once the model loads",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",

@@ -36,6 +36,7 @@ from gateway.wire.fold import fold
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
+_CUT_MAX = 1_000
 _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
 # of a hit by the same words: as sure as the rule can be, and as rarely audited
@@ -136,6 +137,13 @@ class SemanticLookup:
         self._cold = _ColdShare(COLD_FIRST / settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
+        self._cut: dict[bytes, None] = {}  # compats of the latest answers that a limit cut
+
+    def cut(self, compat: bytes) -> None:
+        """An answer was not stored, because a limit cut it that is not the request's own."""
+        self._cut[compat] = None
+        if len(self._cut) > _CUT_MAX:
+            del self._cut[next(iter(self._cut))]
 
     def relaxed(self, looked: Looked, turn: Turn, team: Team, alias: Alias) -> Looked:
         """5. `looked` with what the request's last text does not rely on left out of its compat, or
@@ -173,13 +181,14 @@ class SemanticLookup:
         if not isinstance(result, Hit):
             result = result.miss if isinstance(result, Undecided) else result
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
-            audit = None
+            is_empty, audit = result.reason is MissReason.EMPTY, None
+            is_cut = MissReason.CUT.value if fingerprint.compat in self._cut else ""
             if result.reason is MissReason.AUDIT and result.trial is not None and self.audited is not None:
                 audit = self.audited(team.id, alias.name, result.trial)
             return SemanticResult(
                 similarity=nearest.similarity if nearest is not None else None,
                 # another date, user or history is all that may keep an answer from it
-                miss_reason=(result.reason is MissReason.EMPTY and fingerprint.kept) or result.reason.value,
+                miss_reason=(is_empty and (fingerprint.kept or is_cut)) or result.reason.value,
                 nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
                 trial=result.trial,
                 degraded=("cache_worker",) if is_away else (),

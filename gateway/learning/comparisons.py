@@ -356,7 +356,7 @@ class Judging:
         judgement = judgements[0]
         is_early, can_ask = self._is_early(job, judgement), self.fallback is not None and not job.is_late
         judge = self._asker(job) if can_ask and not is_early and self.random() < share else None
-        self._beside_prompts(job, judgement)
+        await self._beside_prompts(job, judgement, first)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self.random() < _CALIBRATED:
             self.findings.compared(judgement, await self._settled(_OPEN, fresh, first, judge))
@@ -410,8 +410,9 @@ class Judging:
         if entry is not None and entry.text is not None and entry.created_at == job.entry.created_at:
             await self._compare(replace(job, text=entry.text, chunks=chunks_of(entry), entry=entry))
 
-    def _beside_prompts(self, job: _JudgingJob, judgement: Judgement) -> None:
-        """Set a ruling beside the prompts, where these say by themselves what is right.
+    async def _beside_prompts(self, job: _JudgingJob, judgement: Judgement, cached: Entry) -> None:
+        """Set a ruling beside the prompts, where these say by themselves what is right. An answer that
+        comes out different for the same prompt depends on the moment.
 
         The rule learns nothing from such pairs: of a hit by the same words, whose answers are two
         to one prompt, and of a miss by a veto, such as another number. Equal texts are no error.
@@ -422,6 +423,9 @@ class Judging:
             self.findings.compared(judgement, Judgement(Ruling.DIFFERENT, VETO, ""))
         else:
             self.findings.compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
+            if judgement.ruling is Ruling.DIFFERENT:
+                for entry in {one.exact: one for one in (job.entry, cached) if one is not None}.values():
+                    await self.exact.moves(entry)
 
     async def _costly(
         self, job: _JudgingJob, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
@@ -454,7 +458,7 @@ class Judging:
         if fresh is None:
             return
         judgement = await self._alone(job, fresh, job.entry, None)
-        self._beside_prompts(job, judgement)
+        await self._beside_prompts(job, judgement, job.entry)
         is_right = _is_same(judgement)
         self._report(job, judgement, is_right)
         verdict = self._verdict(job, job.trial, judgement, is_right)
