@@ -1,7 +1,7 @@
 """Answers to labelled requests: the label itself, or one of several free texts of it, drawn anew each time.
 
 Knows no cache and no policy. `Pools` reads a file of lines with `label` and `answers`. `Ideal` judges by the labels, `Product` as a
-gateway does: equality, agreement of short answers, the judge of prose, then perhaps a judge model that errs in a share of its
+gateway does: equality, the judge of prose, then perhaps a judge model that errs in a share of its
 replies, through the gateway's own code. Invariant: the draws follow from the seed alone, so a run can be repeated.
 """
 
@@ -16,10 +16,8 @@ from typing import Any, Protocol
 
 from bench.labelled import Labelled
 from cache import Trial
-from cache.decision.text_features import read
 from cache.encoder.types import Encoded
 from cache.verdicts import EARLY, Judgement, QAPair, Ruling, equal
-from cache.verdicts.judges import agree
 from cache.verdicts.prose import Answers, Sketch, sketch
 from gateway.learning.comparisons import LIKELY
 from gateway.learning.exam import Exam
@@ -149,10 +147,7 @@ class Product:
         """Entry `exact` has this answer to this prompt."""
         self._answers[exact] = made
         self._sketches[exact] = sketch(made.answer, self._encode)
-        vector, asked = self._encode([made.prompt]).vectors[0], read(made.prompt).content_set
-        self._prose.add(exact, vector, asked, self._sketches[exact])
-        while self._prose.settle():
-            pass
+        self._prose.add(exact, self._encode([made.prompt]).vectors[0], self._sketches[exact])
 
     @property
     def flips(self) -> tuple[float, float]:
@@ -167,9 +162,9 @@ class Product:
         trial, self._trial = self._trial, None
         ruling = self._rulings.get((one.answer, other.answer))
         if ruling is None:
-            ruling = self._rulings[one.answer, other.answer] = self._compared(one, other)
+            ruling = self._rulings[one.answer, other.answer] = equal(one.answer, other.answer).ruling
         if ruling is Ruling.UNKNOWN:
-            ruling = self._prosaic(fresh, cached)
+            ruling = self._prosaic(fresh, cached, is_first=trial is not None)
         if ruling is Ruling.UNKNOWN and self._judge is not None:
             if trial is not None:
                 self.asked = trial.worth if self._is_drawn else 0.0
@@ -177,9 +172,10 @@ class Product:
                 ruling = self._asked(one, other, trial)
         return None if ruling is Ruling.UNKNOWN else ruling is Ruling.SAME
 
-    def _prosaic(self, fresh: bytes, cached: bytes) -> Ruling:
-        judgement = self._prose.judge(self._sketches[fresh], fresh, [cached])[0]
-        if self._judge is None and not self._sketches[fresh].is_empty:
+    def _prosaic(self, fresh: bytes, cached: bytes, *, is_first: bool) -> Ruling:
+        candidates = [cached] if is_first else [b"", cached]  # it learns from the first of a comparison alone
+        judgement = self._prose.judge(self._sketches[fresh], fresh, candidates)[-1]
+        if self._judge is None and self._sketches[fresh].lengths:
             self.is_early = judgement.why == EARLY
         return Ruling(judgement.ruling)
 
@@ -206,12 +202,6 @@ class Product:
         word = "SAME" if (self._owners[one] == self._owners[other]) is not is_wrong else "DIFFERENT"
         return json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": word}}]}).encode()
 
-    def _compared(self, one: QAPair, other: QAPair) -> Ruling:
-        judgement = equal(one.answer, other.answer)
-        if judgement.ruling is Ruling.UNKNOWN:
-            judgement = agree(one.answer, other.answer, self._encode)
-        return judgement.ruling
-
 
 @dataclass(frozen=True, slots=True)
 class PairsJudged:
@@ -223,6 +213,9 @@ class PairsJudged:
     ruled: int
     false_same: int
     false_different: int
+
+
+_PAIR = Trial((), b"", 0.0, 1.0, b"")
 
 
 def judge_pairs(path: Path, encode: Callable[[Sequence[str]], Encoded]) -> list[PairsJudged]:
@@ -241,10 +234,11 @@ def judge_pairs(path: Path, encode: Callable[[Sequence[str]], Encoded]) -> list[
         for parity in (1, 0):
             some = [row for row in rows if int(row["id"][1:]) % 2 == parity and row[fields] == row[f"{fields}_second"]]
             one, other = fields.split("_")
-            rulings = [
-                (row[fields] == "same", product.is_same(f"{row['id']} {other}".encode(), f"{row['id']} {one}".encode()))
-                for row in some
-            ]
+            rulings = []
+            for row in some:
+                product.begin(_PAIR)
+                ruling = product.is_same(f"{row['id']} {other}".encode(), f"{row['id']} {one}".encode())
+                rulings.append((row[fields] == "same", ruling))
             found.append(
                 PairsJudged(
                     name=f"{one}, {other}, {'odd' if parity else 'even'}",

@@ -34,7 +34,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     `finish_reasons` has one word for each choice; `size_bytes` is an entry's size.
     `is_length_asked`: the length at which it ends is the caller's own. `is_servable`: a lookup
-    could find the entry. `is_rescued`: two deployments made it.
+    could find the entry. `is_rescued`: two deployments made it. `moves`: the answer depends on the
+    moment, and such answers are not stored.
     """
 
     is_complete: bool
@@ -45,6 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_length_asked: bool = False
     is_servable: bool = True
     is_rescued: bool = False
+    moves: bool = False
 
 
 class Refusal(StrEnum):
@@ -60,6 +62,7 @@ class Refusal(StrEnum):
     UNFINISHED = "unfinished"
     EMPTY = "empty"
     TTL = "ttl"
+    MOVES = "moves"  # depends on the moment, and `moving_ttl_s` is 0
     TOO_LARGE = "too_large"
     UNAVAILABLE = "unavailable"  # Redis did not take the answer
 
@@ -109,4 +112,6 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         return Refusal.EMPTY
     if controls.ttl_s is not None and controls.ttl_s <= 0:
         return Refusal.TTL
+    if outcome.moves:
+        return Refusal.MOVES
     return Refusal.TOO_LARGE if outcome.size_bytes > entry_bytes_max else None

@@ -66,6 +66,7 @@ class MissReason(StrEnum):
     """The reasons for a semantic miss. Metrics count them by these names."""
 
     EMPTY = "empty"  # nothing is cached for this partition and compat
+    CUT = "cut"  # the same, as answers to it are cut by a limit that is not the request's own
     TOO_LONG = "too_long"  # the prompt does not fit the encoder's window, or has what is no token of it
     DOCUMENTS = "documents"  # cached prompts have another context, of which no verdicts say that it does not matter
     FAR = "far"  # the nearest entry is not similar enough
@@ -79,7 +80,7 @@ class MissReason(StrEnum):
     COLD = "cold"  # near, but no verdicts vouch for it, and such hits had their share of the requests
     AUDIT = "audit"  # a check: would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
-    TIME = "time"  # asks about now, and the answer was not given now
+    TIME = "time"  # near, but asks about another time
     SUSPENDED = "suspended"  # would be served, but its answer was found wrong and is not cleared
     # would be served, but too many answers were wrong lately: the bound has tightened itself
     TIGHTENED = "tightened"

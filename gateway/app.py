@@ -440,6 +440,7 @@ def _cache_limits(settings: Settings) -> CacheLimits:
         size_bytes_max=settings.cache.size_bytes_max,
         entry_bytes_max=settings.cache.entry_bytes_max,
         ttl_s_max=settings.cache.ttl_s_max,
+        moving_ttl_s=settings.cache.moving_ttl_s,
         l1_bytes_max=settings.cache.l1_bytes_max,
     )
 

@@ -406,6 +406,11 @@ class CacheSettings(_Section):
         86_400, gt=0, description="how long an answer is served; requests may ask for less or more, up to ttl_s_max"
     )
     ttl_s_max: int = Field(30 * 86_400, gt=0, description="the longest time to live a request may ask for")
+    moving_ttl_s: int = Field(
+        60,
+        ge=0,
+        description="the longest time that an answer is served which depends on the moment; 0: it is not stored",
+    )
     size_bytes_max: int = Field(
         256 << 20, gt=0, description="cached bytes per team; answers that were worth least lately are evicted"
     )

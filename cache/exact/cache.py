@@ -33,6 +33,7 @@ from cache.redis_client import REDIS_FAILURES, Redis, Subscribe
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCHES_MAX = 4_096
 _SAMPLE_MAX = 20
+_MOVING_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class CacheLimits:
     entry_bytes_max: int = 4 << 20
     ttl_s_max: float = 30 * 86_400
     warm_ttl_s: float = 3_600
+    moving_ttl_s: float = 60  # of an answer that depends on the moment
     l1_entries_max: int = 4_096
     l1_bytes_max: int = 8 << 20
 
@@ -159,6 +161,7 @@ class ExactCache:
         self._purges = Purges(self._store.log, self._l1, clock, monotonic)
         self._touches: dict[Partition, dict[bytes, tuple[Entry, int]]] = {}  # and how often
         self._touches_count = 0
+        self._moving: dict[bytes, None] = {}  # the latest entries whose answers were found to move
 
     @property
     def l1_bytes(self) -> int:
@@ -356,8 +359,30 @@ class ExactCache:
 
     # --- stores
 
+    async def moves(self, entry: Entry) -> None:
+        """Take in that an answer depends on the moment. It lives no longer than `moving_ttl_s`, here, in
+        Redis and in every index, nor do the next ones to its request that this process stores.
+        Raises CacheUnavailable.
+        """
+        self._moving[entry.exact] = None
+        if len(self._moving) > _MOVING_MAX:
+            del self._moving[next(iter(self._moving))]
+        if self._lived(entry).expires_at <= self._clock():
+            await self.purge(Purge(partition=entry.partition, id=entry.id))
+        else:
+            await self.store(entry)
+            self.store_local(entry)
+
+    def _lived(self, entry: Entry) -> Entry:
+        """The entry with the time that it may live."""
+        ttl_s = min(entry.ttl_s, self.limits.ttl_s_max)
+        if entry.exact in self._moving:
+            ttl_s = min(ttl_s, self.limits.moving_ttl_s)
+        return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=ttl_s)
+
     def store_local(self, entry: Entry) -> None:
         """Put an entry into this process' L1 at once, before Redis has it."""
+        entry = self._lived(entry)
         if self.is_l1_on and entry.expires_at > self._clock():
             self._l1.store(entry)
 
@@ -373,8 +398,7 @@ class ExactCache:
         """
         now = self._clock()
         limits = self.limits
-        if entry.ttl_s > limits.ttl_s_max:
-            entry = msgspec.structs.replace(entry, ttl_s=limits.ttl_s_max)
+        entry = self._lived(entry)
         if entry.expires_at <= now:
             return StoreResult(Refusal.TTL)
         packed = pack(entry, has_words=words_key is not None)

@@ -291,10 +291,6 @@ class SemanticCache:
             return False
         return not self._sketches.has(key.namespace, key.answer)
 
-    def settle_prose(self, namespace: bytes) -> bool:
-        """Do a part of the work for the next ruling in a namespace. Returns whether more is left."""
-        return self._sketches.settle(namespace)
-
     def judge_prose(self, namespace: bytes, fresh: Sketch, name: bytes, others: Sequence[bytes]) -> list[Judgement]:
         """The rulings on a fresh answer against others of its namespace, in order; UNKNOWN for one
         without a sketch. `name` is its own (`cache.verdicts.records`).
@@ -454,9 +450,7 @@ class SemanticCache:
             self._put_vectors([key], self._encoder.encode([key.asked]))
         if key.is_embedded:  # its prompt fits the encoder
             (vector,) = self._index.vectors(key.rooms[0], (key.number,))
-            with read_for(key.partition):
-                asked = read(key.text).content_set
-            self._sketches.add(key.namespace, key.answer, vector, asked, sketch)
+            self._sketches.add(key.namespace, key.answer, vector, sketch)
 
     # --- keys
 

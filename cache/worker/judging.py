@@ -1,4 +1,4 @@
-"""Fresh answers compared with cached ones in the cache worker: agreement of short ones, then prose.
+"""Fresh answers compared with cached ones in the cache worker, by the judge of prose.
 
 Knows the cache, no socket and no Redis. All work goes in small pieces through a function that does
 each between lookups. A sketch is made of the fresh answer, and of at most one other that
@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from cache.decision.text_features import read_for
 from cache.encoder.types import Encoded
 from cache.fingerprint import Partition
 from cache.semantic.cache import SemanticCache, SketchAdded
-from cache.verdicts.judges import Judgement, Ruling, agree
 from cache.verdicts.prose import Sketch, pieces, sketch
 from cache.verdicts.records import answer_name
 from cache.worker.messages import AnswerText, AskJudge, Judged
@@ -41,23 +39,14 @@ class AnswerJudging:
 
     async def judge(self, ask: AskJudge, between_lookups: BetweenLookups) -> Judged:
         """Return the rulings on the others of `ask`. Raises what `between_lookups` raises."""
-        cache, partition = self._cache, ask.partition
-        judgements = [await between_lookups(partial(self._agree, partition, ask.fresh, other)) for other in ask.others]
-        unknown = [index for index, judgement in enumerate(judgements) if judgement.ruling is Ruling.UNKNOWN]
-        left = [ask.others[index] for index in unknown]
-        fresh = await self._sketched(partition, ask.fresh, between_lookups)
+        fresh = await self._sketched(ask.partition, ask.fresh, between_lookups)
         # the first of a namespace has none, nor has one of an earlier version
-        without = (other for other in left if self._is_wanted(partition, other))
+        without = (other for other in ask.others if self._is_wanted(ask.partition, other))
         for other in itertools.islice(without, _OTHERS_SKETCHED_MAX):
-            await self._sketched(partition, other, between_lookups)
-        namespace = partition + ask.compat
-        while await between_lookups(partial(cache.settle_prose, namespace)):
-            pass
-        name, *names = (answer_name(answer.exact, answer.created_at) for answer in (ask.fresh, *left))
-        rulings = await between_lookups(partial(cache.judge_prose, namespace, fresh, name, names))
-        for index, ruling in zip(unknown, rulings, strict=True):
-            judgements[index] = ruling
-        return Judged(tuple(judgements))
+            await self._sketched(ask.partition, other, between_lookups)
+        name, *names = (answer_name(answer.exact, answer.created_at) for answer in (ask.fresh, *ask.others))
+        judging = partial(self._cache.judge_prose, ask.partition + ask.compat, fresh, name, names)
+        return Judged(tuple(await between_lookups(judging)))
 
     def _is_wanted(self, partition: Partition, answer: AnswerText) -> bool:
         return self._cache.wants_sketch(partition, answer.exact, answer.created_at)
@@ -78,13 +67,8 @@ class AnswerJudging:
     def _embed(self, partition: Partition, texts: Sequence[str]) -> Encoded:
         return self._cache.embed_sentences(partition, texts)
 
-    def _agree(self, partition: Partition, fresh: AnswerText, other: AnswerText) -> Judgement:
-        with read_for(partition):
-            return agree(fresh.text, other.text, partial(self._embed, partition))
-
     def _sketch(self, partition: Partition, answer: AnswerText) -> Sketch:
-        with read_for(partition):
-            fresh = sketch(answer.text, partial(self._embed, partition))
+        fresh = sketch(answer.text, partial(self._embed, partition))
         if self._is_wanted(partition, answer):
             added = SketchAdded(partition, answer.exact, answer.created_at, fresh.encode(), is_saved=False)
             self._cache.fold([added])

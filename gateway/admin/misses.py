@@ -20,6 +20,7 @@ CAUSES: Mapping[str, str] = {
     "documents": "The system prompt, the history or a document differs. Name a verifier, which is shown the difference; "
     "or list the patterns of dates, ids and names in `cache.volatile`.",
     "context": "Nothing was cached with the same model, parameters, tools and roles of the turns: keep them equal.",
+    "cuts": "Answers to such requests are cut before their own limit, and not stored: raise the deployment's context or `max_tokens`.",
     "new": "No cached prompt is near: nothing is lost but to new questions.",
     "vetoes": "Near prompts differ in numbers, names, negation or form: these are other questions, as a rule.",
     "doubt": "Too likely to be wrong for the bound: a verifier settles it. Name one in `cache.verifier`, or report answers.",
@@ -36,6 +37,7 @@ CAUSES: Mapping[str, str] = {
 _REASONS = {
     "documents": "documents",
     "context": "empty",
+    "cuts": "cut",
     "new": "far",
     "vetoes": "numbers polarity names direction form words time",
     "doubt": "unsure strict tightened suspended",

@@ -67,6 +67,8 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-hedge", answered.hedge.deployment.encode("latin-1", "replace")))
         if answered.queued_ms:
             headers.append((b"x-sameway-queued-ms", f"{answered.queued_ms:.0f}".encode()))
+        if source == "miss" and (reason := flight.generation.looked.semantic.miss_reason):
+            headers.append((b"x-sameway-miss-reason", reason.encode()))
         if holds.cut_at is not None:
             headers.append((b"x-sameway-cut-at", str(holds.cut_at).encode()))
         if holds.limit_headers and reply.is_leading:

@@ -16,6 +16,7 @@ from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, Ou
 from cache.eligibility import Refusal, is_cut_as_asked, store_refusal
 from cache.entry import ASKED, digest_of, pack_context
 from cache.exact import LookupMiss
+from cache.moving import moves
 from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Flight
@@ -132,12 +133,18 @@ class RecordedAnswers:
         looked, answered = generation.looked, generation.answered
         if not answered.progress.has_begun:
             return Stored(spent)
-        is_findable = not (looked.no_lookup_reason or answered.is_cut)
+        is_findable = not looked.no_lookup_reason
         outcome = _outcome_of(generation, is_servable=cache.is_exact or is_findable)
+        ttl_s = min(generation.turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
+        if moves(looked.fingerprint.text or ""):
+            outcome = replace(outcome, moves=not cache.moving_ttl_s)
+            ttl_s = min(ttl_s, cache.moving_ttl_s)
         refusal = store_refusal(outcome, generation.turn.controls, cache.entry_bytes_max)
+        if refusal is Refusal.TRUNCATED:
+            self._semantic.cut(looked.fingerprint.compat)
         if refusal is not None:
             return Stored(spent, None, refusal.value)
-        entry = _entry_of(flight, spent, cache, is_findable=is_findable)
+        entry = _entry_of(flight, spent, ttl_s, is_findable=is_findable)
         self._exact.store_local(entry)
         return Stored(spent, entry, "stored")
 
@@ -223,7 +230,7 @@ def _ends_as_asked(generation: Generation) -> bool:
     return is_cut_as_asked(progress.finish_reasons, generation.answered.demand.choices, limit, tokens)
 
 
-def _entry_of(flight: Flight, spent: Spent, cache: CacheSettings, *, is_findable: bool) -> Entry:
+def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) -> Entry:
     """The entry that records an answer.
 
     Without `is_findable` the entry's text is None, so it is never embedded; a label has its digest,
@@ -256,7 +263,7 @@ def _entry_of(flight: Flight, spent: Spent, cache: CacheSettings, *, is_findable
         context=pack_context(fingerprint.context) if is_findable else b"",
         chunks=tuple([Recorded(chunk.data, chunk.is_whole, chunk.count) for chunk in chunks]),
         created_at=time.time(),
-        ttl_s=min(controls.ttl_s or cache.ttl_s, cache.ttl_s_max),
+        ttl_s=ttl_s,
         namespace=controls.namespace,
         labels=labels,
         # a second of waiting counts as a tenth of a cent

@@ -38,6 +38,7 @@ from policies.verification import Verification, Verify
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
+_CUT_MAX = 1_000
 _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 OBSERVED = "observed"
 """The miss reason of a hit that is not served, as a verifier only observes."""
@@ -119,6 +120,13 @@ class SemanticLookup:
         self.checks = Checks(settings.cache.check_share, random)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
+        self._cut: dict[bytes, None] = {}  # compats of the latest answers that a limit cut
+
+    def cut(self, compat: bytes) -> None:
+        """An answer was not stored, because a limit cut it that is not the request's own."""
+        self._cut[compat] = None
+        if len(self._cut) > _CUT_MAX:
+            del self._cut[next(iter(self._cut))]
 
     def relaxed(self, looked: Looked, team: Team, alias: Alias) -> Looked:
         """5. `looked` with the context that a semantic lookup compares, or with the reason for no semantic
@@ -187,11 +195,12 @@ class SemanticLookup:
     def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
         undecided = result if isinstance(result, Undecided) else None
         miss = result.miss if isinstance(result, Undecided) else result
+        is_cut = miss.reason is MissReason.EMPTY and fingerprint.compat in self._cut
         nearest, is_away = miss.nearest, miss.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
         return SemanticResult(
             similarity=nearest.similarity if nearest is not None else None,
             error_max=bound.error_max,
-            miss_reason=miss.reason.value,
+            miss_reason=(MissReason.CUT if is_cut else miss.reason).value,
             nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
             trial=miss.trial,
             degraded=("cache_worker",) if is_away else (),

@@ -259,6 +259,9 @@ class Judging:
                 free = await _asked(judge, fresh, other) or free
             equal = equal or (other if _is_same(free) else None)
         await self._take(job, judgement, chance, first, equal)
+        if job.is_check and not trial.features and judgement.ruling is Ruling.DIFFERENT:
+            for entry in {one.exact: one for one in (job.entry, first) if one is not None}.values():
+                await self.exact.moves(entry)  # two answers to one prompt
 
     async def _take(
         self, job: _JudgingJob, judgement: Judgement, chance: float | None, first: Entry, equal: Entry | None

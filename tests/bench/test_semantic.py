@@ -111,13 +111,13 @@ def test_annotated_pairs_are_judged(folder: Path, tmp_path: Path, capsys: pytest
     """Of four pairs the judges find an equal one, call two others different, wrongly one; annotations that differ leave one out."""
     rows = [
         {"id": "s02", "b1": "It is Paris.", "a1_b1": "same", "a1_b1_second": "same"},
-        {"id": "d04", "b1": "It is 12.", "a1_b1": "different", "a1_b1_second": "different"},
-        {"id": "h06", "b1": "It is 13.", "a1_b1": "same", "a1_b1_second": "same"},
-        {"id": "h08", "b1": "It is 14.", "a1_b1": "same", "a1_b1_second": "different"},
+        {"id": "d04", "b1": "12", "a1_b1": "different", "a1_b1_second": "different"},
+        {"id": "h06", "b1": "13", "a1_b1": "same", "a1_b1_second": "same"},
+        {"id": "h08", "b1": "14", "a1_b1": "same", "a1_b1_second": "different"},
     ]
     common = {"a": "what", "b": "which", "a2": "it is paris", "a1_a2": "same", "a1_a2_second": "same"}
     answers = tmp_path / "pairs.jsonl"
-    first = {"s02": "it is paris!", "d04": "It is 7.", "h06": "It is 8.", "h08": "It is 9."}
+    first = {"s02": "it is paris!", "d04": "7", "h06": "8", "h08": "9"}
     answers.write_text("\n".join(json.dumps({**common, "a1": first[str(row["id"])], **row}) for row in rows))
     assert semantic.main(["--judge", str(answers)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -46,7 +46,7 @@ async def filled(redis: Redis) -> tuple[list[bytes], Trial]:
         ids.append(fp.exact)
         refs.append(AnswerRef(fp.exact, now))
     await store.store_vectors(ACME, b"fakefake", [(ids[0], b"\0" * 32)])
-    await store.store_sketches(ACME, b"fakefake", [Sketched(ids[0], now, b"\x96\xa2p1")], 1 << 20)
+    await store.store_sketches(ACME, b"fakefake", [Sketched(ids[0], now, b"\x94\xa2p2")], 1 << 20)
     trial = Trial((ids[1],), b"\0\0\0\0", 0.9, 0.5, b"rule")
     made = Verdict(
         source=Source.AUDIT, compat=ask("x").compat, is_right=False, trial=trial, at=now, judge="größer", why="weil"

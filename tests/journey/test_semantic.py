@@ -76,16 +76,37 @@ async def test_a_hit_whose_answer_is_gone_is_a_miss(world: World) -> None:
     assert world.lessons == []
 
 
-async def test_an_answer_cut_by_its_own_limit_is_never_found_by_meaning(world: World) -> None:
-    """It answers its very request alone, also where it took the place of a whole one that an index still has."""
+async def test_an_answer_cut_by_its_own_limit_is_found_by_meaning_under_the_same_limit(world: World) -> None:
+    """It answers its very request and one in other words; the limit is a part of what must be equal."""
     entry = (await world.record(await world.ask("the first wording", max_tokens=7))).cache.entry
     world.backends["plain"].plays("cut", Finish("length"), Tokens(completion=7))
     reply = await world.ask("the first wording", max_tokens=7, cache={"no-cache": True})
     assert (await world.record(reply)).cache.store == "stored"
     world.semantic.hits(entry)
     other = await world.ask("the second wording", max_tokens=7)
-    assert (other.cache, (await world.record(other)).cache.miss_reason) == ("miss", "absent")
+    assert (other.cache, other.content) == ("semantic", "cut")
     assert (await world.ask("the first wording", max_tokens=7)).content == "cut"
+
+
+async def test_cut_answers_are_a_reason_of_their_own(world: World) -> None:
+    """Where the last answer was cut by another limit than the request's, a miss says so, in the header as well."""
+    world.backends["plain"].plays("cut", Finish("length"), Tokens(completion=5))
+    first = await world.ask("the first wording", max_tokens=7)
+    second = await world.ask("the second wording", max_tokens=7)
+    reasons = [(await world.record(reply)).cache.miss_reason for reply in (first, second)]
+    assert reasons == ["empty", "cut"]
+    assert second.headers["x-sameway-miss-reason"] == "cut"
+
+
+async def test_an_answer_that_depends_on_the_moment_lives_a_minute(world: World) -> None:
+    """By the words of its question; another one lives as long as the setting says."""
+    lives = []
+    for text in ("is the ferry running right now?", "what is a ferry?"):
+        await world.record(await world.ask(text))
+        status = (await world.ask(text)).headers["cache-status"]
+        lives.append(int(status.partition("ttl=")[2].partition(";")[0]))
+    assert 0 <= lives[0] <= 60
+    assert lives[1] > 60
 
 
 async def test_a_hit_that_is_too_old_is_a_miss(world: World) -> None:
