@@ -53,11 +53,32 @@ class Labelled:
     def shuffled(self, seed: int, count: int | None = None) -> list[Request]:
         """The requests in an order, each with the compat that a gateway gives it which has seen those before it."""
         order = np.random.default_rng(seed).permutation(len(self.requests))
+        return self._seen_in_order(order[:count].tolist())
+
+    def drawn(self, seed: int, count: int) -> list[Request]:
+        """So many requests, the label of each drawn by Zipf (the n-th of a seeded order has 1/n of the weight of the first) and its
+        wording evenly: the same request may come again."""
+        rng = np.random.default_rng(seed)
+        places: dict[str, list[int]] = {}
+        for place, request in enumerate(self.requests):
+            places.setdefault(request.label, []).append(place)
+        own = [places[label] for label in rng.permutation(sorted(places)).tolist()]
+        weights = 1.0 / np.arange(1, len(own) + 1)
+        labels = rng.choice(len(own), count, p=weights / weights.sum()).tolist()
+        return self._seen_in_order([own[label][rng.integers(len(own[label]))] for label in labels])
+
+    def _seen_in_order(self, places: Sequence[int]) -> list[Request]:
         learned = Learned()
         return [
             replace(one, query=_query(one.messages, one.query.text, learned))
-            for one in (self.requests[place] for place in order[:count])
+            for one in (self.requests[place] for place in places)
         ]
+
+
+def joined(sets: Sequence[Labelled]) -> Labelled:
+    """One set of all requests of several; its name has theirs."""
+    name = sets[0].name + "".join("+" + one.name.rpartition("/")[2] for one in sets[1:])
+    return Labelled(name, tuple(request for one in sets for request in one.requests))
 
 
 def load(folder: Path) -> list[Labelled]:
@@ -68,11 +89,11 @@ def load(folder: Path) -> list[Labelled]:
         for number, line in enumerate(lines):
             row = json.loads(line)
             name = f"{folder.name}/{row['part']}" if "part" in row else folder.name
-            parts.setdefault(name, []).append(_request(row, f"{folder.name} {number}"))
+            parts.setdefault(name, []).append(request_of(row, f"{folder.name} {number}"))
     return [Labelled(name, tuple(requests)) for name, requests in parts.items()]
 
 
-def _request(row: Mapping[str, Any], name: str) -> Request:
+def request_of(row: Mapping[str, Any], name: str) -> Request:
     turns = [*row.get("history", ()), row["text"]]
     messages = [
         {"role": "assistant" if (len(turns) - place) % 2 == 0 else "user", "content": turn}

@@ -20,6 +20,7 @@ from bench.meaning.vectors import Recall
 from bench.meaning.verifier import Candidate, PlayedVerifier, Word
 from cache import Hit, Miss, MissReason
 from cache.decision.rule import Rule
+from cache.events import EntriesDropped
 from cache.query import Undecided
 from cache.semantic.cache import SemanticCache
 from cache.verdicts.records import AnswerJudged, Source, Verdict
@@ -71,10 +72,41 @@ class Traffic:
         self._comparisons = Comparisons()
         self._stored: dict[bytes, Request] = {}
         self._early: list[tuple[Request, Miss]] = []
+        self.verdicts = 0  # of a judge or the verifier, that were folded
 
     def send(self, request: Request) -> Outcome:
+        """What the request gets; the cache learns from it."""
         if request.exact in self._stored:
             return Outcome(request, self._stored[request.exact], is_exact=True)
+        outcome, miss, records = self._decide(request)
+        if outcome.served is not None or miss is None:
+            self.cache.fold(records)
+            return outcome
+        self.store(request)
+        judged = self._compare(request, miss)
+        self.cache.fold([one for one in records if judged is None or one.verdict.trial.ranked[0] != judged])
+        return outcome
+
+    def probe(self, request: Request) -> Outcome:
+        """What the request would get; the cache learns nothing from it, nor the verifier."""
+        return self._decide(request)[0]
+
+    def store(self, request: Request) -> None:
+        """The request's own answer is generated and cached."""
+        self._stored[request.exact] = request
+        if self.judging is not None:
+            self.judging.generate(request.exact, request.query.text, request.label)
+        self.cache.fold([self._comparisons.add(request.added(self.clock.now - 1.0))])
+        while not self.cache.is_settled:
+            self.cache.settle()
+
+    def drop(self, request: Request) -> None:
+        """It is cached no more."""
+        del self._stored[request.exact]
+        self.cache.fold([EntriesDropped(request.query.partition, (request.exact,))])
+
+    def _decide(self, request: Request) -> tuple[Outcome, Miss | None, list[AnswerJudged]]:
+        """The outcome, the rule's miss (None of a hit), and the verifier's verdicts."""
         query = request.query
         if self.verifier is not None:
             query = msgspec.structs.replace(query, may_ask=True)
@@ -82,23 +114,23 @@ class Traffic:
         (answer,) = self.cache.lookup([query])
         ms = (time.perf_counter() - started) * 1000
         if isinstance(answer, Hit):
-            return Outcome(request, self._stored[answer.exact], None, ms)
-        miss = answer.miss if isinstance(answer, Undecided) else answer
-        outcome = Outcome(request, None, miss.reason, ms)
-        word, records = Word(None, ()), []
-        if isinstance(answer, Undecided) and self.verifier is not None:
-            word, records = self._ask(request, answer, self.verifier)
-            outcome = replace(
-                outcome, questions=word.questions, candidates=len(answer.candidates), waited_s=word.seconds
-            )
-            if word.chosen is not None:
-                self.cache.fold(records)
-                served = self._stored[answer.candidates[word.chosen].exact]
-                return replace(outcome, served=served, is_verified=True)
-        self._generate(request)
-        judged = self._compare(request, miss)
-        self.cache.fold([one for one in records if judged is None or one.verdict.trial.ranked[0] != judged])
-        return outcome
+            return Outcome(request, self._stored[answer.exact], None, ms), None, []
+        if isinstance(answer, Miss) or self.verifier is None:
+            miss = answer if isinstance(answer, Miss) else answer.miss
+            return Outcome(request, None, miss.reason, ms), miss, []
+        word, records = self._ask(request, answer, self.verifier)
+        served = None if word.chosen is None else self._stored[answer.candidates[word.chosen].exact]
+        outcome = Outcome(
+            request,
+            served,
+            answer.miss.reason,
+            ms,
+            is_verified=served is not None,
+            questions=word.questions,
+            candidates=len(answer.candidates),
+            waited_s=word.seconds,
+        )
+        return outcome, answer.miss, records
 
     def _ask(self, request: Request, answer: Undecided, verifier: PlayedVerifier) -> tuple[Word, list[AnswerJudged]]:
         candidates = [Candidate(asked, self._stored[asked.exact].label) for asked in answer.candidates]
@@ -127,14 +159,6 @@ class Traffic:
         )
         return AnswerJudged(request.query.partition, verdict, asked.group, None)
 
-    def _generate(self, request: Request) -> None:
-        self._stored[request.exact] = request
-        if self.judging is not None:
-            self.judging.generate(request.exact, request.query.text, request.label)
-        self.cache.fold([self._comparisons.add(request.added(self.clock.now - 1.0))])
-        while not self.cache.is_settled:
-            self.cache.settle()
-
     def _compare(self, request: Request, miss: Miss) -> bytes | None:
         """The entry that a verdict after a miss was about; None if there was none."""
         if self.judging is None or miss.trial is None or miss.nearest is None:
@@ -156,6 +180,7 @@ class Traffic:
         if judged.verdict.is_right is None and judging.is_early:
             self._early.append((request, miss))
         flips = judging.flips if judging.asked is not None else (0.0, 0.0)
+        self.verdicts += judged.verdict.is_right is not None
         verdict = msgspec.structs.replace(judged.verdict, judge_chance=judging.asked, flips=flips, is_late=is_late)
         self.cache.fold([replace(judged, verdict=verdict)])
         return miss.trial.ranked[0] if verdict.is_right is not None else None
