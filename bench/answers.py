@@ -22,8 +22,8 @@ from cache.verdicts import EARLY, Judgement, QAPair, Ruling, equal
 from cache.verdicts.judges import agree
 from cache.verdicts.prose import Answers, Sketch, sketch
 from gateway.learning.comparisons import LIKELY
-from gateway.learning.exam import Exam, ExaminedJudge, Recent
-from gateway.learning.llm_judge import NO_ANSWER, LlmJudge, second_opinion
+from gateway.learning.exam import Exam
+from gateway.learning.verifier import NO_ANSWER, Verifier, second_opinion
 
 _OPENINGS = (
     "", "Sure. ", "Of course. ", "Happy to help. ", "Good question. ", "Here is how it works. ", "No problem. ", "Let me explain. ",
@@ -130,12 +130,8 @@ class Product:
         self._owners: dict[str, str] = {}
         self._rulings: dict[tuple[str, str], Ruling] = {}
         self._errs: dict[frozenset[str], bool] | None = {} if is_steadfast else None
-        self._exam = Exam(random.random)
-        self._judge = (
-            ExaminedJudge(LlmJudge("model", self._reply), self._exam, Recent(), b"")
-            if model_noise is not None
-            else None
-        )
+        self._exam = Exam(random.random, is_named=True)
+        self._judge = Verifier("model", self._reply) if model_noise is not None else None
         self._trial: Trial | None = None
         self._is_drawn = False
         self.asked: float | None = None

@@ -15,8 +15,8 @@ import msgspec
 
 
 class Controls(msgspec.Struct, frozen=True):
-    """One request's wishes. Ages and TTLs are seconds; `error_max` may only tighten the configured
-    bound.
+    """One request's wishes. Ages and TTLs are seconds; `error_max` and `verify`, a verifier's mode,
+    may only tighten what is configured.
     """
 
     no_cache: bool = False
@@ -26,6 +26,7 @@ class Controls(msgspec.Struct, frozen=True):
     ttl_s: int | None = None
     namespace: str = ""
     error_max: float | None = None
+    verify: str | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -323,7 +323,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learn = learning.learn
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learn)
     learning.connect(pipeline)
-    stack.push_async_callback(learning.judging.aclose)
+    stack.push_async_callback(learning.aclose)
     stack.push_async_callback(pipeline.drain)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)

@@ -123,12 +123,19 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.verifiers import assigned
+
     settings = _settings(arguments, check_settings)
     unpriced = [
         f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
     ]
-    for note in (*notes(settings), *unpriced):
+    chosen = list(assigned(settings))
+    unasked = [verifier.line for verifier in chosen if not verifier.deployment]
+    for note in (*notes(settings), *unpriced, *unasked):
         print(f"sameway: note: {note}", file=sys.stderr)
+    for verifier in chosen:
+        if verifier.deployment:
+            print(f"verifier of {verifier.line}")
     counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0

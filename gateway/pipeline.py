@@ -27,9 +27,11 @@ and 10 settles it. 5 sets the compat that 6 and 10 use. What becomes of a reques
                            settles what the answer has cost so far
     store refused          the reply is complete; 10 records the reason and releases the claim
 
-Later outcomes have their places: a verifier's question before a semantic hit is served is stage 6,
-in `Looked`; a guard's word on the prompt is before 7, in `Looked`, one on the answer 9, in
-`Answered`; the budget of a session is stage 7, in `Holds`.
+    undecided              6: a verifier is asked, if that pays, by a request of the gateway's own: it
+                           has its own hold and record. Yes: a semantic hit; else a miss
+
+Later outcomes have their places: a guard's word on the prompt is before 7, in `Looked`, one on the
+answer 9, in `Answered`; the budget of a session is stage 7, in `Holds`.
 
 It joins the four packages and contains none of their decisions, no HTTP and no SQL. Invariants: a
 failure of the cache is a miss; money fails closed; only a complete answer is stored; every hold is
@@ -57,7 +59,8 @@ from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.record import Record
 from gateway.journey.recorded_answers import RecordedAnswers, may_be_awaited
 from gateway.journey.recording import ended_with, record_of
-from gateway.journey.semantic import SemanticLookup
+from gateway.journey.savings import CHECKING
+from gateway.journey.semantic import AsksVerifier, SemanticLookup
 from gateway.journey.storing import chunks_of
 from gateway.journey.tries import Fallbacks
 from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
@@ -107,6 +110,7 @@ class Pipeline:
         self.fleet = fleet
         self.flights = Flights()
         self.semantic = semantic
+        self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self._emit = emit
         self._learn = learn
@@ -186,7 +190,7 @@ class Pipeline:
         """5. The flight of an identical request under way, or a new one."""
         controls = turn.controls
         # decision: flights-by-freshness
-        key = (looked.fingerprint.exact, controls.max_age_s, controls.error_max)
+        key = (looked.fingerprint.exact, controls.max_age_s, controls.error_max, controls.verify)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
             looked = self.semantic.relaxed(looked, turn, identity.team, alias)
@@ -237,7 +241,7 @@ class Pipeline:
             self._generating.discard(task)
 
     async def _look(self, flight: Flight) -> None:
-        """6. Set the recorded answer to replay: another worker's, or a verified semantic hit."""
+        """6. Set the recorded answer to replay: another worker's, or a semantic hit, certain or verified."""
         generation = flight.generation
         if generation.looked.claimed_for_ms is not None:
             await self._answers.await_other_worker(flight)
@@ -249,6 +253,8 @@ class Pipeline:
             return
         controls, team = generation.turn.controls, generation.identity.team
         semantic = await self.semantic.find(looked.fingerprint, controls, team, generation.alias)
+        if semantic.undecided is not None and self.verifier is not None:
+            semantic = await self.verifier.look(flight, semantic)
         degraded = looked.degraded + semantic.degraded
         generation.looked = replace(looked, semantic=semantic, entry=semantic.entry, degraded=degraded)
 
@@ -298,7 +304,9 @@ class Pipeline:
                 flight=flight,
             )
             is_whole = not generation.answered.seams and not generation.answered.fallbacks
-            if self._learn is not None and is_whole and (looked.semantic.trial is not None or turn.controls.no_cache):
+            is_own = turn.arrival.operation in CHECKING
+            is_lesson = is_whole and not is_own and (looked.semantic.trial is not None or turn.controls.no_cache)
+            if self._learn is not None and is_lesson:
                 self._learn(flight, record)
             self._emit(record, turn, flight.chunks)
 

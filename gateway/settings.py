@@ -22,9 +22,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from cache.context.volatile import compile_pattern
 from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
+from policies.verification import Verification, Verify, effective
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
 DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
+AUTO = "auto"  # the verifier that is the cheapest able deployment of an alias
 
 
 CAPABILITIES = frozenset(
@@ -368,6 +370,10 @@ class ModelSettings(_Section):
     semantic_error_max: float | None = Field(
         None, ge=0, le=1, description="tighter than `cache.error_max`, for this alias"
     )
+    verifier: str | None = Field(None, description="the verifier of this alias's answers; default: `cache.verifier`")
+    verify: Verify | None = Field(
+        None, description="in place of `cache.verify`; of the team's and this the stricter holds"
+    )
     output_tokens_default: int | None = Field(
         None,
         gt=0,
@@ -407,6 +413,24 @@ class CacheSettings(_Section):
     l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
     error_max: float = Field(0.01, ge=0, le=1, description="largest share of requests with a wrong semantic hit")
     is_audited: bool = Field(True, description="generate some would-be hits as a check: first up to a fifth, later 2%")
+    verifier: str | None = Field(
+        None,
+        description="alias of the model that is asked whether a stored answer is right for a request in other words; `auto`: the "
+        "cheapest able deployment of each answer's own alias",
+    )
+    verify: Verify | None = Field(
+        None,
+        description="`before`: the verifier is asked before an answer that is not certain is served; `after`: after a miss, to learn; "
+        "`observe`: nothing found by meaning is served, and the dashboard shows what would be; `off`: never; default: `before` "
+        "with a verifier",
+    )
+    verify_ms: int = Field(1_500, gt=0, description="without the verifier's word by then, the answer is generated")
+    verify_share: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="the most that questions may cost, as a share of what requests would cost uncached",
+    )
     judge_model: str | None = Field(
         None,
         description="alias of the model that compares long answers; `auto`: the cheapest deployment of each answer's own alias",
@@ -699,8 +723,33 @@ class Settings(_Section):
         if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
             wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
+        wrong += self._wrong_verifiers()
         _refuse(wrong)
         return self
+
+    def verification(self, alias: str, of_team: Verify | None = None, of_request: Verify | None = None) -> Verification:
+        """How a verifier takes part in a request for `alias`, with the team's and the request's own word."""
+        model = self.models.get(alias)
+        verifier = (model.verifier if model is not None else None) or self.cache.verifier
+        of_alias = model.verify if model is not None else None
+        return effective(verifier, self.cache.verify, of_alias, of_team, of_request)
+
+    def _wrong_verifiers(self) -> list[str]:
+        """An error for each verifier that is no alias, and for each mode that needs a verifier and has none."""
+        wrong, models, default = [], self.models, self.cache.verifier
+        has_any = default is not None or any(model.verifier for model in models.values())
+        places = [("cache", default, self.cache.verify, has_any)]
+        places += [(f"models.{name}", one.verifier, one.verify, default is not None) for name, one in models.items()]
+        for where, verifier, verify, has_another in places:
+            if verifier not in (None, AUTO) and (verifier not in models or is_pattern(verifier)):
+                known, hint = sorted(name for name in models if not is_pattern(name)), did_you_mean(verifier, models)
+                wrong.append(f"{where}.verifier: found {verifier!r}, expected `auto` or one of {known}{hint}")
+            if verify in (Verify.BEFORE, Verify.AFTER) and verifier is None and not has_another:
+                wrong.append(
+                    f"{where}.verify: found {verify.value!r} without a verifier, expected `verifier` beside it, or "
+                    "`observe` or `off`; `verifier: auto` takes the cheapest able deployment"
+                )
+        return wrong
 
     def _wrong_fallbacks(self) -> list[str]:
         """An error for each fallback of an alias that is unknown, repeated or part of a cycle."""

@@ -251,7 +251,18 @@ class Supervisor:
         where = f"http://{shown}:{port}"
         print(f"Sameway is serving\n  base_url   {where}/v1\n  dashboard  {where}/admin", flush=True)
         print(f"  models     {', '.join(self.settings.models)}", flush=True)
+        for line in self._verifiers():
+            print(f"  verifier   {line}", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
+
+    def _verifiers(self) -> list[str]:
+        """A line for the verifier of each alias that has one."""
+        settings = self.settings
+        if not settings.cache.verifier and not any(model.verifier for model in settings.models.values()):
+            return []
+        from gateway.deployments.verifiers import assigned  # reads a table of 4 MB
+
+        return [one.line for one in assigned(settings)]
 
     # -- one child ---------------------------------------------------------------------------------
 

@@ -291,8 +291,8 @@ def _forecast(
         why += f", {warm} of {demand.prompt_tokens} prompt tokens warm"
     if candidate.ttft_ms is None or candidate.tpot_ms is None:
         why += ", not measured yet"
-    score = _score(kind, cost, total_ms)
-    return Ranked(name=candidate.name, cost_microusd=cost, ttft_ms=ttft_ms, total_ms=total_ms, score=score, why=why)
+    rank = score(kind, cost, total_ms)
+    return Ranked(name=candidate.name, cost_microusd=cost, ttft_ms=ttft_ms, total_ms=total_ms, score=rank, why=why)
 
 
 def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
@@ -345,7 +345,8 @@ def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, ranked:
     return None
 
 
-def _score(kind: PolicyKind, cost_microusd: MicroUSD, total_ms: float) -> float:
+def score(kind: PolicyKind, cost_microusd: MicroUSD, total_ms: float) -> float:
+    """The score by which a policy of this kind ranks a cost and a time; the least is best."""
     if kind is _CHEAPEST:
         return float(cost_microusd)
     if kind is _FASTEST:

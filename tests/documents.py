@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
+from enum import EnumType
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
@@ -74,6 +75,8 @@ def _annotation(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), [a for a in get_args(annotation) if a is not types.NoneType]
     if origin in (Union, types.UnionType):
         return " or ".join(map(_annotation, arguments))
+    if isinstance(annotation, EnumType):
+        return ", ".join(f"`{one.value}`" for one in annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is Annotated:

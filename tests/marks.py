@@ -71,7 +71,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "journey/test_passed_responses.py",
         "journey/test_stored_responses.py",
         "journey/test_surfaces.py",
-        "learning/test_model_judges.py",
+        "journey/test_verifier.py",
         "policies/test_routing.py",
         "processes",
         "telemetry/test_measured_error.py",

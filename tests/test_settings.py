@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cli import main
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import SECRETS, Settings, SettingsError
 
@@ -56,6 +57,28 @@ LOCAL = "{backend: local, engine: default}"
         (
             f"cache: {{judge_model: x}}\nmodels: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}",
             ["cache.judge_model: found 'x'", "models.a.deployments.1.name: 'a@default' is used twice"],
+        ),
+        (
+            f"cache: {{verifier: sml, verify: before, verify_share: 5}}\nmodels: {{small: {{deployments: [{LOCAL}]}}}}",
+            ["cache.verify_share: found 5, expected"],
+        ),
+        (
+            f"cache: {{verifier: smal}}\nmodels: {{small: {{deployments: [{LOCAL}], verifier: other}}}}",
+            [
+                "cache.verifier: found 'smal', expected `auto` or one of ['small']; did you mean small?",
+                "models.small.verifier: found 'other', expected `auto` or one of ['small']",
+            ],
+        ),
+        (
+            f"cache: {{verify: before}}\nmodels: {{small: {{deployments: [{LOCAL}], verify: after}}}}",
+            [
+                "cache.verify: found 'before' without a verifier, expected `verifier` beside it, or `observe` or `off`",
+                "models.small.verify: found 'after' without a verifier, expected `verifier` beside it",
+            ],
+        ),
+        (
+            "cache: {verify: sometimes}",
+            ["cache.verify: found 'sometimes', expected 'before', 'after', 'observe' or 'off'"],
         ),
         ("redis_url: http://x", ["redis_url: found 'http', expected a URL that begins with one of redis://"]),
         ("database_url: mysql://u:pw@x/y", ["database_url: found 'mysql', expected"]),
@@ -253,6 +276,39 @@ def test_all_wrong_references_are_named_in_one_round(tmp_path: Path) -> None:
         f"{first}.2.name: 'o' is used twice; give each deployment its own `name`",
         "cache.judge_model: found 'asistant', expected one of ['assistant']; did you mean assistant?",
     ]
+
+
+_VERIFIED = """
+cache: {verifier: auto, verify: observe}
+models:
+  large:
+    deployments:
+      - {name: dear, backend: openai, base_url: "http://h/v1", model: m, price: {input_usd_per_mtok: 10}}
+      - {name: cheap, backend: openai, base_url: "http://h/v1", model: n, price: {input_usd_per_mtok: 0.5}}
+  own: {verifier: large, verify: before, deployments: [{name: o, backend: openai, base_url: "http://h/v1", model: o}]}
+  deaf: {verifier: texts, deployments: [{name: d, backend: openai, base_url: "http://h/v1", model: d}]}
+  unpriced: {deployments: [{name: u, backend: openai, base_url: "http://h/v1", model: u}]}
+  texts:
+    is_semantic: false
+    deployments: [{name: t, backend: openai, base_url: "https://api.openai.com/v1", model: text-embedding-3-small}]
+"""
+
+
+def test_the_check_says_which_verifier_each_alias_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cheapest deployment that can chat, with a question's cost; and where nothing can be asked."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(_VERIFIED)
+    assert main(["check-config", "--config", str(path), "--data-dir", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[:3] == [
+        "verifier of large: cheap, to show what would be served; nothing found by meaning is; questions about $0.000400 each",
+        "verifier of own: cheap, before answers that are not certain; questions about $0.000400 each",
+        "verifier of unpriced: u, to show what would be served; nothing found by meaning is; questions of unknown price",
+    ]
+    assert (
+        "note: deaf: verify is `observe`, and no deployment of its verifier 'texts' can chat: nothing is asked; name an alias "
+        "that can in `verifier`" in told.err
+    )
 
 
 def test_all_that_this_host_lacks_is_named_in_one_round(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ ROOMS = {
         "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
     ),
     "policies": (
-        "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
+        "policies", "asking", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
         "budgets", "settle_batch", "scripts", "counters", "pace", "holds", "lease", "redis", "windows", "prices", "usage",
-        "durations",
+        "durations", "verification",
     ),
     "local_engine": (
         "local_engine", "__main__", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",
@@ -51,11 +51,11 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
-    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2840,
-    "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
+    "gateway": 2540, "gateway/accounts": 2660, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
+    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2890,
+    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 2100, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,
-    "cache/exact": 1240, "cache/semantic": 1310, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2130,
+    "cache/exact": 1240, "cache/semantic": 1310, "cache/verdicts": 1060, "cache/worker": 580, "policies": 2210,
     "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,

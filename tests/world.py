@@ -32,9 +32,11 @@ from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Partition, Purge, Query, SemanticClient
 from cache.entry import About
-from cache.query import LookupResult, Near, Trial
+from cache.query import Asked as Candidate
+from cache.query import LookupResult, Near, Trial, Undecided
 from cache.redis_link import RedisLink
-from cache.verdicts import Judge
+from cache.verdicts import Judge, Verdict, VerdictStore
+from cache.verdicts.records import AnswerJudged
 from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, Identity, LedgerRow, decode_row, partition_of, schema
 from gateway.accounts.database import NoAnswer
@@ -71,12 +73,12 @@ from gateway.journey.outcomes import AuditDraw
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, RequestFacts
 from gateway.journey.semantic import Bounds, SemanticLookup
-from gateway.learning.allowance import Allowance
-from gateway.learning.exam import Exam
 from gateway.learning.internal_requests import InternalRequests
-from gateway.learning.model_judges import ModelJudges
+from gateway.learning.spending import Spending
+from gateway.learning.verifiers import Verifiers
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.telemetry.stats import Stats
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.types import KINDS, Chunk
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
@@ -351,6 +353,16 @@ class ScriptedSemantic:
         """What its decisions say of the entry of this id."""
         return _trial(bytes.fromhex(entry))
 
+    def doubts(self, *candidates: tuple[str, str], p: float = 0.9, **facts: Any) -> None:
+        """From now on a verifier may be asked about the entries of these ids, each with its prompt; `facts` are of each."""
+        asked = [
+            Candidate(bytes.fromhex(entry), bytes([number]) * 24, 0.9, text, p, **facts)
+            for number, (entry, text) in enumerate(candidates)
+        ]
+        exact = bytes.fromhex(candidates[0][0])
+        nearest = Near(0.9, candidates[0][1], exact, MissReason.UNSURE)
+        self._reply = Undecided(tuple(asked), Miss(MissReason.UNSURE, nearest, _trial(exact)))
+
     def misses(self, reason: str, near: str | None = None, similarity: float = 0.9) -> None:
         """From now on nothing may be served; `near` is the entry that came nearest."""
         if near is None:
@@ -365,7 +377,8 @@ class ScriptedSemantic:
         await asyncio.sleep(0)
         if self.bug is not None:
             raise self.bug
-        return self._reply
+        reply = self._reply
+        return reply.miss if isinstance(reply, Undecided) and not query.may_ask else reply
 
     async def embed(self, texts: Sequence[str]) -> AsyncIterator[Embedded]:
         """One vector of two numbers for each text, a token for each of its words."""
@@ -569,10 +582,10 @@ class World:
     stored: list[tuple[str, int]]  # responses to keep: outcomes, and how many
     _asked_budgets: list[Budget] = field(default_factory=list)
     _clients: list[Client] = field(default_factory=list)
-    _judges: dict[tuple[str | None, int], ModelJudges] = field(default_factory=dict)
     _others: list[World] = field(default_factory=list)
     _connected: list[OpenAIBackend] = field(default_factory=list)
-    questions: list[tuple[int, str]] = field(default_factory=list)  # to judges: cost in µUSD, outcome
+    _verifiers: Verifiers | None = None
+    questions: list[tuple[str, int, str]] = field(default_factory=list)  # to verifiers: team, cost in µUSD, outcome
 
     @property
     def sql_url(self) -> str:
@@ -626,37 +639,29 @@ class World:
 
     async def ask_internally(self, content: str, *, model: str = "mock") -> bytes | None:
         """The answer to a request of the gateway's own, once it is recorded."""
-        identity = await self._accounts.find(KEY)
-        assert identity is not None
-        requests = InternalRequests(identity)
+        requests = InternalRequests()
         requests.connect(self._pipeline)
-        answer, _ = await requests.ask({"model": model, "messages": [{"role": "user", "content": content}]})
+        body = {"model": model, "messages": [{"role": "user", "content": content}]}
+        reply = await requests.ask(body, self._first, self._pipeline.fleet.alias(model), WITHIN_S)
         await self.quiet()
-        return answer
+        return reply.whole
 
-    def judge(self, alias: str, *, model: str | None = None, saved: int = 10**9) -> Judge | None:
-        """The judge of an answer of this alias, past its exam: `model`, or the alias's own; `saved` is in µUSD."""
-        identity = self._first
-        key = (model, saved)
-        if key not in self._judges:
-            own = InternalRequests(identity)
-            own.connect(self._pipeline)
+    @property
+    def verifiers(self) -> Verifiers:
+        """Those that this worker asks, where the settings name one."""
+        assert self._verifiers is not None
+        return self._verifiers
 
-            async def savings() -> dict[int, int]:
-                return {identity.team.id: saved}
+    def judge(self, alias: str) -> Judge | None:
+        """The judge of a fresh answer of this alias, of the first team."""
+        facts = RequestFacts("req_judged", 0.0, team_id=self._first.team.id, key_id=self._first.key.id, alias=alias)
+        return self.verifiers.of(Record(facts), b"here")
 
-            def note(record: Record, cost: int, outcome: str) -> None:
-                self.questions.append((cost, outcome))
-
-            allowance = Allowance(self._link, savings) if model is None else None
-            made = ModelJudges(model, self._pipeline.fleet, own, allowance, lambda: self.generations, note)
-            self._judges[key] = made
-        judges = self._judges[key]
-        for name in self.backends:
-            judges.exams.setdefault(name, Exam(lambda: 1.0)).questions = 12
-            judges.exams[name].rulings = 12
-        record = Record(RequestFacts("req_judged", 0.0, team_id=identity.team.id, team="default", alias=alias))
-        return judges.of(record, b"here")
+    async def words(self) -> list[Verdict]:
+        """The verdicts of verifiers that are kept for the first team, oldest first."""
+        await self.quiet()
+        records, _ = await VerdictStore(self._link).read(await self.partition(), b"0-0")
+        return [one.verdict for one in records if isinstance(one, AnswerJudged)]
 
     async def partition(self) -> Partition:
         """Of the first team."""
@@ -680,9 +685,12 @@ class World:
         self._pipeline.semantic.random = lambda: -1.0
 
     async def quiet(self) -> None:
-        """Until nothing is under way."""
+        """Until nothing is under way, and every verifier's word is kept."""
         async with asyncio.timeout(WITHIN_S):
             await self._pipeline.drain()
+            if self._verifiers is not None:
+                await self._verifiers.drain()
+                await self._pipeline.drain()
 
     async def record(self, reply: Reply) -> Record:
         """The one record of a request."""
@@ -1041,6 +1049,10 @@ async def _build(settings: Settings, redis: Redis) -> World:
     pipeline = Pipeline(
         settings, accounts, rates, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learner.recorded
     )
+    questions: list[tuple[str, int, str]] = []
+    verifiers = _verifiers(settings, fleet, accounts, exact, link, questions)
+    if verifiers is not None:
+        verifiers.connect(pipeline)
     outcomes: list[tuple[str, int]] = []
     store = ResponseStore(accounts.database, clock.unix, settings.responses, lambda *one: outcomes.append(one))
     memory = Memory(store, settings)
@@ -1078,6 +1090,32 @@ async def _build(settings: Settings, redis: Redis) -> World:
         background=background,
         ended=ended,
         stored=outcomes,
+        _verifiers=verifiers,
+        questions=questions,
+    )
+
+
+def _verifiers(
+    settings: Settings,
+    fleet: Fleet,
+    accounts: Accounts,
+    exact: ExactCache,
+    link: RedisLink,
+    questions: list[tuple[str, int, str]],
+) -> Verifiers | None:
+    """The verifiers that the settings name, if any."""
+    if not any(settings.verification(name).verifier for name in settings.models):
+        return None
+    return Verifiers(
+        settings,
+        fleet=fleet,
+        accounts=accounts,
+        exact=exact,
+        verdicts=VerdictStore(link),
+        requests=InternalRequests(),
+        spending=Spending(Stats(link, time.time), settings.cache.verify_share),
+        note=lambda payer, _, cost, outcome: questions.append((payer.name, cost, outcome)),
+        count=lambda *_: None,
     )
 
 

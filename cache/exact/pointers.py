@@ -20,15 +20,16 @@ _NAME_BYTES = DIGEST_BYTES + 8
 _NO_GROUP = bytes(_NAME_BYTES)  # of an entry's own words: they hold whatever equals its answer
 
 
-class Verified(msgspec.Struct, frozen=True, array_like=True, tag="w1"):
+class Verified(msgspec.Struct, frozen=True, array_like=True, tag="w2"):
     """The hit that found two prompts to mean the same, at `at` (unix seconds) and the bound
-    `error_max`.
+    `error_max`. `verifier` is the deployment that said so; empty: the rule did.
     """
 
     similarity: float
     trial: Trial
     error_max: float
     at: float
+    verifier: str = ""
 
     def encode(self) -> bytes:
         """What follows the names in a pointer; the script puts these before it."""

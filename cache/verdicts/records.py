@@ -26,6 +26,7 @@ class Source(StrEnum):
     SHADOW = "shadow"  # a served hit, generated afresh in the background
     FEEDBACK = "feedback"  # a client or an admin reported it
     AGAIN = "again"  # a served hit whose client asked again at once, past the cache
+    VERIFIER = "verifier"  # a verifier's word on a stored answer, which no fresh one stood beside
 
 
 class Scope(StrEnum):

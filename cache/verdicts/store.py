@@ -68,7 +68,7 @@ _TAKE_ONCE = _IS_FIRST + "return is_first(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) an
 
 # KEYS: verdicts, groups, about, suspended, told, words. ARGV: verdict, once_ms, kept_ms, length_max,
 # other, its time, same as (or empty), its time, asked (or empty), its time, scope, suspension,
-# suspended_max, 1 where it is wrong, id, told_max. Answers whether it was new. A group is resolved here, where
+# suspended_max, 1 where it is wrong for whoever gets it, id, told_max. Answers whether it was new. A group is resolved here, where
 # nothing can move it meanwhile. The pointers from other prompts to a wrong answer go.
 _TAKE = (
     _IS_FIRST
@@ -159,7 +159,7 @@ class VerdictStore:
         argv = (
             verdict.encode(), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
             verdict.exact, _double(verdict.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
-            _SUSPENDED_MAX, int(verdict.is_right is False), id, TAKEN_MAX,
+            _SUSPENDED_MAX, int(verdict.is_right is False and verdict.source is not Source.VERIFIER), id, TAKEN_MAX,
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
         await self._log.append(VerdictAdded(partition))

@@ -44,6 +44,7 @@ from gateway.accounts.teams import (
     shown_prefix,
 )
 from policies import Budget, WindowKind
+from policies.verification import Verify
 from policies.windows import KEY, TEAM, Overdraft, Unit
 
 _T = TypeVar("_T")
@@ -533,7 +534,8 @@ async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> 
 
 
 def _team(row: Mapping[str, Any]) -> Team:
-    return Team(**row)
+    verify = row["verify"]
+    return Team(**{**row, "verify": None if verify is None else Verify(verify)})
 
 
 def _key(row: Mapping[str, Any]) -> Key:

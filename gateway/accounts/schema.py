@@ -49,6 +49,7 @@ teams = sa.Table(
     sa.Column("is_active", sa.Boolean, nullable=False),
     *_columns(sa.BigInteger, *LIMITS, nullable=True),
     sa.Column("semantic_error_max", sa.Double),
+    sa.Column("verify", sa.Text),
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
     sa.Column("is_store_enabled", sa.Boolean, nullable=False, server_default=sa.true()),

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from policies import Budget, WindowKind
+from policies.verification import Verify
 from policies.windows import DEPLOYMENT, Overdraft, Unit
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _PREFIX_CHARS = len(_KEY_START) + 4
 class Team:
     """The unit that pays. Limits: None is unlimited. Times in unix seconds.
 
-    `semantic_error_max` None: the gateway's own bound.
+    `semantic_error_max` None: the gateway's own bound. `verify` None: the gateway's own mode.
     """
 
     id: int
@@ -43,6 +44,7 @@ class Team:
     semantic_error_max: float | None = None
     is_semantic_enabled: bool = True
     is_store_enabled: bool = True  # responses may be stored where a request asks for it
+    verify: Verify | None = None
     time_zone: str = ""  # of its budgets' days, weeks and months; empty: UTC
 
 
@@ -119,6 +121,7 @@ class TeamFields(TypedDict, total=False):
     semantic_error_max: float | None
     is_semantic_enabled: bool
     is_store_enabled: bool
+    verify: Verify | None
     time_zone: str
 
 

@@ -208,6 +208,7 @@ async def _team(post: _Post) -> Mapping[str, Any]:
         "name": fields.get("name", ""),
         **{name: name in fields for name in switches},
         "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
+        "verify": fields.get("verify") or None,
         "time_zone": fields.get("time_zone", ""),
         **_rates(fields),
     }
@@ -296,6 +297,7 @@ _LABELS = {
     "requests_per_min": "Requests per minute",
     "tokens_per_min": "Tokens per minute",
     "semantic_error_max": "Wrong semantic hits at most",
+    "verify": "The verifier is asked",
     "limit_microusd": "Limit",
     "window": "Window",
     "expires_at_s": "Expires in",

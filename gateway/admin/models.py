@@ -26,6 +26,7 @@ from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
+from policies.verification import Verify
 from policies.windows import Overdraft, Unit
 
 
@@ -42,6 +43,7 @@ _Label = Annotated[str, Field(min_length=1, max_length=256)]
 _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
 _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
+_Verify = Annotated[Verify, Strict(False), Field(description="null: the gateway's own mode")]
 _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX), _Whole]
 
 
@@ -133,6 +135,7 @@ class TeamIn(_In):
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     semantic_error_max: _ErrorMax | None = None
+    verify: _Verify | None = None
     is_semantic_enabled: bool = True
     is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
@@ -287,6 +290,7 @@ class TeamOut(_Out):
     requests_per_min: int | None
     tokens_per_min: int | None
     semantic_error_max: float | None
+    verify: Verify | None
     is_semantic_enabled: bool
     is_store_enabled: bool
     time_zone: str
@@ -827,6 +831,50 @@ class NeighbourOut(_Out):
     keys: int = Field(description="how many prompts its group has")
     right: float = Field(description="verdicts on serving this answer")
     wrong: float
+
+
+class VerifierModelOut(_Out):
+    """The verifier of one model, and what came of its word in the last 24 h."""
+
+    model: str
+    verify: str = Field(description="before, after, observe or off, by the settings; a team may have another mode")
+    deployment: str = Field(description="who is asked, as at the start; empty: no deployment can be")
+    question_microusd: int | None = Field(description="the expected cost of a question; null: no price is known")
+    lookups: int = Field(description="hits by meaning and misses")
+    asked: int = Field(description="requests about which it was asked before, or beside, their generation")
+    yes: int = Field(description="of them, those for which it found a stored answer right")
+    asked_share: float | None = Field(description="asked / lookups")
+    questions: int = Field(description="with second questions, those after misses and exams")
+    cost_microusd: int
+    hits: int = Field(description="served on its word, given now or before for the same words")
+    saved_microusd: int = Field(description="by these hits; the cost of questions is not taken off")
+    wait_p50_ms: float | None = Field(description="what requests waited for its word")
+    wait_p95_ms: float | None
+    would_hits: int = Field(description="`observe`: requests that would be served by meaning")
+    would_share: float | None = Field(description="would_hits / lookups: what is possible by asking")
+    would_save_microusd_a_day: int = Field(description="what they would save a day, questions taken off")
+
+
+class VerifierExampleOut(_Out):
+    """A request that would be served by meaning. Its texts are kept and shown only where prompts may be logged."""
+
+    request_id: str
+    at_s: float
+    team: str
+    model: str
+    verifier: str = Field(description="who was asked; empty where the rule is certain")
+    verdict: str = Field(description="`yes`, `remembered`, or `certain`: without a question")
+    similarity: float | None
+    would_save_microusd: int
+    question: str
+    made_for: str = Field(description="the cached prompt whose answer would be served")
+
+
+class VerifierOut(_Out):
+    """What verifiers do, by model."""
+
+    models: list[VerifierModelOut] = Field(description="those with a verifier, or with counts of one")
+    examples: list[VerifierExampleOut] = Field(description="the latest requests that would be served by meaning")
 
 
 class MissExampleOut(_Out):

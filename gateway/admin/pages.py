@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
 from gateway.accounts import Group, LedgerFilter
-from gateway.admin import budgets, cache_views, misses, savings_views, teams, views
+from gateway.admin import budgets, cache_views, misses, savings_views, teams, verifier_views, views
 from gateway.admin.charts import (
     ANSWERS,
     kinds_bar,
@@ -79,6 +79,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
             team_id=teams[0].id if teams else None,
             deployments=parts.deployments(),
             charts=charts_of(page.stats),
+            verifier=await views.or_none(verifier_views.cache_verifier(parts)),
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
@@ -273,6 +274,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             status,
             cache=sizes,
             near=near_misses["routes"],
+            verifier=await verifier_views.cache_verifier(parts),
             causes=(await misses.cache_misses(parts)).causes,
             latest=latest["routes"],
             wrong=(await cache_views.wrong(parts))["wrong"],

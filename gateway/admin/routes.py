@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
 
-from gateway.admin import budgets, cache_views, misses, models, operations, savings_views, teams, views
+from gateway.admin import budgets, cache_views, misses, models, operations, savings_views, teams, verifier_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parquet import ParquetFile
@@ -114,6 +114,7 @@ def _add_machine(api: APIRouter) -> None:
     api.post("/cache/purge")(cache_views.purge)
     api.post("/cache/try")(cache_views.try_prompt)
     api.get("/cache/misses")(misses.cache_misses)
+    api.get("/cache/verifier")(verifier_views.cache_verifier)
     api.get("/cache/wrong")(cache_views.wrong)
     api.post("/cache/clear")(cache_views.clear)
     api.get("/cache/certificate")(cache_views.certificate)

@@ -72,10 +72,14 @@ def answer_headers(reply: Reply) -> Headers:
     if entry is not None:
         if (similarity := reply.similarity) is not None:
             headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
+            if reply.is_verified:
+                headers.append((b"x-sameway-verified", b"true"))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
-        headers.append((b"x-sameway-cost-usd", b"0"))
+        asking = reply.asking if reply.is_leading else None
+        cost = asking.cost_microusd if asking is not None else 0
+        headers.append((b"x-sameway-cost-usd", dollars(cost).encode() if cost else b"0"))
         if (baseline := entry.labels.get("baseline_microusd")) is not None:
-            headers.append((b"x-sameway-saved-usd", dollars(int(baseline)).encode()))
+            headers.append((b"x-sameway-saved-usd", dollars(max(0, int(baseline) - cost)).encode()))
     headers += limit_headers.items()
     return headers
 

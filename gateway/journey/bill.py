@@ -107,7 +107,7 @@ def book(
             claims.append(claim)
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
         row = _row(row_id, tried, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
-        is_check = row.kind == CHECKING
+        is_check = row.kind in CHECKING
         if is_last and not is_check:
             row = compared(row, alias.baseline, deployment, turn.demand, usage, whole)
         else:

@@ -15,7 +15,7 @@ import msgspec
 from cache import Entry
 from gateway.deployments.alias import Alias
 from gateway.journey.generation import Generation
-from gateway.journey.outcomes import Looked
+from gateway.journey.outcomes import Asking, Looked
 from gateway.journey.shared_stream import Reader, SharedStream
 from gateway.journey.turn import Ended, Turn
 
@@ -90,7 +90,7 @@ class Flight(SharedStream, eq=False, kw_only=True):
             self._task.cancel()
 
 
-Key = tuple[bytes, int | None, float | None]
+Key = tuple[bytes, int | None, float | None, str | None]
 
 
 class Flights:
@@ -164,6 +164,18 @@ class Reply(msgspec.Struct, frozen=True):
         """Of a semantic hit that is replayed, None of any other reply."""
         semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
         return semantic.similarity if semantic.entry is not None else None
+
+    @property
+    def asking(self) -> Asking | None:
+        """The question on which its semantic hit was served, None of any other reply."""
+        semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
+        return semantic.asking if semantic.entry is not None else None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a semantic hit is served on a verifier's word, now or before."""
+        semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
+        return semantic.entry is not None and bool(semantic.verified_by)
 
     @property
     def begun_ms(self) -> float | None:

@@ -1,20 +1,21 @@
 """The outcomes of the stages of one generation. Each but `Holds` is frozen, and its stage sets it whole.
 
-    Looked      4, 5, 6    what the cache said. A verifier's question before a semantic hit is served,
-                           and an input guard's word, belong here: both are known before 7
+    Looked      4, 5, 6    what the cache said, with a verifier's question before an answer found by
+                           meaning is served. An input guard's word belongs here
     Holds       7          `holds.py`: tokens and money, which 9 adds to and 10 settles. The budget of a
                            session belongs there
     Answered    8, 9       what was tried, and what answered. An output guard's word belongs here
     Stored      10         the cost, and what the cache kept
 
 They contain no services and never await. Invariant: a frozen outcome never changes; a later one
-takes its place in the `Generation`.
+takes its place in the `Generation`. `Asking` alone is filled beside the journey, until its record.
 """
 
 import msgspec
 
 from cache import Entry, Fingerprint, Trial
 from cache.eligibility import CUT
+from cache.query import Undecided
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
@@ -30,6 +31,20 @@ class AuditDraw(msgspec.Struct, frozen=True):
     certificate: str
 
 
+class Asking(msgspec.Struct, eq=False):
+    """6: a question to a verifier; a task of its own fills it, also after the request went on.
+
+    `verdict` is yes, no, unsure, risky (a yes beyond the error bound), failed, or late until it is known.
+    `entry` has the answer that it found right. The request waited `waited_ms` for it.
+    """
+
+    verifier: str  # the deployment
+    verdict: str = "late"
+    cost_microusd: int = 0
+    waited_ms: float = 0.0
+    entry: Entry | None = None
+
+
 class SemanticResult(msgspec.Struct, frozen=True):
     """6: the entry that a semantic lookup serves, or the reason why it serves none."""
 
@@ -42,6 +57,10 @@ class SemanticResult(msgspec.Struct, frozen=True):
     trial: Trial | None = None  # the decision's features, for the verdict that may follow
     degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
     audit: AuditDraw | None = None  # of a would-be hit that is generated instead
+    undecided: Undecided | None = None  # the answers that a verifier may be asked about
+    asking: Asking | None = None
+    verified_by: str = ""  # the verifier that found a hit right, for this request or for its words before
+    would: Entry | None = None  # the answer of a certain hit that is only observed
 
 
 class Looked(msgspec.Struct, frozen=True):

@@ -49,6 +49,21 @@ class CacheFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     degraded: tuple[str, ...] = msgspec.field(default=(), name="survived")
 
 
+class VerifierFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a verifier said of stored answers for a request, before or beside its generation.
+
+    Its question has a record and a row of the ledger of its own, with the same cost.
+    """
+
+    verifier: str = ""  # the deployment that was asked, or that had been for the same words before
+    # yes | no | unsure | risky (a yes beyond the error bound) | failed | late | remembered (the same words before)
+    verdict: str = ""
+    verify_ms: float | None = None  # that the request waited for it
+    verify_microusd: int = 0
+    would_serve: str = ""  # id of the answer that would be served where a verifier only observes
+    would_save_microusd: int = 0
+
+
 class AnswerFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which deployment answered a request, and why that one."""
 
@@ -79,6 +94,7 @@ class Record(msgspec.Struct, frozen=True):
     request: RequestFacts
     ended: Ended = Ended()
     cache: CacheFacts = CacheFacts()
+    verifier: VerifierFacts = VerifierFacts()
     answer: AnswerFacts = AnswerFacts()
     usage: Usage = Usage()
     money: MoneyFacts = MoneyFacts()

@@ -58,7 +58,8 @@ class RecordedAnswers:
         may_look = is_exact and not controls.no_cache
         entry = self._exact.lookup_local(fingerprint, controls.max_age_s) if may_look else None
         taking = taken or self._limits.take(identity)
-        if entry is not None or not is_exact:
+        is_apart = controls.no_cache and controls.no_store and not alias.has_choice  # Redis knows nothing that it needs
+        if entry is not None or not is_exact or is_apart:
             return Looked(fingerprint, await taking, entry)
         team = identity.team
         claims = may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from cache import Entry
 from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation
-from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection
-from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times
+from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
+from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, shown
@@ -64,7 +66,8 @@ def record_of(
     return Record(request, ended, CacheFacts(source), times=Times(None, duration_ms))
 
 
-_Facts = tuple[CacheFacts, AnswerFacts, Usage, MoneyFacts, Times]
+_Facts = tuple[CacheFacts, VerifierFacts, AnswerFacts, Usage, MoneyFacts, Times]
+_UNVERIFIED = VerifierFacts()
 
 
 def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
@@ -85,10 +88,32 @@ def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
         degraded=looked.degraded,
     )
     answer = _answer_of(generation)
+    verified = _verified(semantic)
     if looked.entry is not None:
-        return cache, answer, *_replayed(looked.entry, duration_ms, duration_ms)
+        return cache, verified, answer, *_replayed(looked.entry, duration_ms, duration_ms)
     ttft_ms = None if flight.first_at is None else (flight.first_at - generation.turn.started) * 1000.0
-    return cache, answer, stored.spent.usage, stored.spent.money, Times(ttft_ms, duration_ms)
+    return cache, verified, answer, stored.spent.usage, stored.spent.money, Times(ttft_ms, duration_ms)
+
+
+def _verified(semantic: SemanticResult) -> VerifierFacts:
+    """What a verifier said, and which answer would be served where it only observes."""
+    asking, would = semantic.asking, semantic.would
+    if asking is None:
+        if would is None and not semantic.verified_by:
+            return _UNVERIFIED
+        facts = VerifierFacts(semantic.verified_by, "remembered" if semantic.verified_by else "")
+    else:
+        would = asking.entry if semantic.entry is None else None
+        facts = VerifierFacts(
+            verifier=asking.verifier,
+            verdict=asking.verdict,
+            verify_ms=asking.waited_ms,
+            verify_microusd=asking.cost_microusd,
+        )
+    if would is None:
+        return facts
+    saved = int(would.labels.get("baseline_microusd", 0)) - facts.verify_microusd
+    return replace(facts, would_serve=would.id, would_save_microusd=saved)
 
 
 def _answer_of(generation: Generation) -> AnswerFacts:
@@ -120,7 +145,7 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
         assert entry is not None
         semantic, deployment = reply.looked.semantic, deployment_of(entry)
         cache = CacheFacts(reply.source, semantic.similarity, question=semantic.question, entry=entry.id)
-        return cache, AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
+        return cache, _verified(semantic), AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
     generation = reply.flight.generation
     awaited, awaited_ms = _awaited(generation, reply.turn)
     entry_id = generation.looked.fingerprint.exact.hex() if entry is None else entry.id
@@ -132,13 +157,13 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
         degraded=reply.looked.degraded,
     )
     if begun_ms is None:  # it failed before the first chunk
-        return cache, AnswerFacts(), Usage(), MoneyFacts(), Times(None, duration_ms)
+        return cache, _UNVERIFIED, AnswerFacts(), Usage(), MoneyFacts(), Times(None, duration_ms)
     answer, spent = AnswerFacts(generation.deployment), generation.stored.spent
     if entry is not None:
-        return cache, answer, *_replayed(entry, begun_ms, duration_ms)
+        return cache, _UNVERIFIED, answer, *_replayed(entry, begun_ms, duration_ms)
     usage = Usage(spent.usage.prompt_tokens, spent.usage.completion_tokens)
     baseline = None if spent.money.is_baseline_unknown else spent.money.baseline_microusd
-    return cache, answer, usage, _avoided(baseline, spent.answer_microusd), Times(begun_ms, duration_ms)
+    return cache, _UNVERIFIED, answer, usage, _avoided(baseline, spent.answer_microusd), Times(begun_ms, duration_ms)
 
 
 # the defaults themselves: the encoder leaves out a default by its identity

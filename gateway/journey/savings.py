@@ -17,9 +17,11 @@ from policies import Demand, Usage
 TRIES = "tries"
 """Tries beside the one that answered: failed ones, hedges, and streams that another one went on with."""
 CHECKS = "checks"
-"""Requests of the gateway's own: a judge's questions, and answers generated afresh to check a hit."""
+"""Requests of the gateway's own: questions to a verifier, and answers generated to check a hit."""
 CHEAPER_ROUTE, DEARER_ROUTE, LOCAL_ENGINE = "cheaper_route", "dearer_route", "local_engine"
-CHECKING = "judge"  # the operation of the gateway's own requests
+VERIFY = "verify"
+"""The operation of a question to a verifier."""
+CHECKING = frozenset({VERIFY, "judge"})  # the operations of the gateway's own requests
 _NOTHING: dict[str, int] = {}
 
 

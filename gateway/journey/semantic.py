@@ -1,46 +1,51 @@
 """Stage 6 of the journey: a semantic hit or the reason for a miss; its error bound; drafts.
 
 Stage 4 may find an entry by a prompt's words: `hit_by_words` says whether it is a hit. The cache
-decides which answers are hits. Invariants: a lookup that fails, or that points at an answer which
-is gone, is a miss with its reason; the least of all given error bounds holds; words find nothing
-that the cache worker's rule would refuse for now.
+decides which answers are hits, and which a verifier may be asked about. Invariants: a lookup that
+fails, or that points at an answer which is gone, is a miss with its reason; the least of all given
+error bounds holds, and every hit is charged its risk; words find nothing that the cache worker's
+rule would refuse for now; where a verifier only observes, nothing found by meaning is served.
 """
 
 import asyncio
 import contextlib
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
-from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, MissReason, Query, SemanticClient, Trial
+from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, Miss, MissReason, Query, SemanticClient, Trial
 from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.context.volatile import compile_pattern
-from cache.decision.guards import COLD_FIRST, COLD_WRONG, thresholds_of
+from cache.decision.guards import thresholds_of
 from cache.decision.normal_form import words_key
 from cache.entry import CacheUnavailable
 from cache.exact import Verified
 from cache.query import Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
+from gateway.journey.flight import Flight
 from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager
 from gateway.wire.fold import fold
+from policies.asking import ErrorAccount
+from policies.verification import Verification, Verify
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
 _STORES_AWAITED_S = 0.25  # for an answer that is being stored
+OBSERVED = "observed"
+"""The miss reason of a hit that is not served, as a verifier only observes."""
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
 # of a hit by the same words: as sure as the rule can be, and as rarely audited
 _WORDS_P, _WORDS_AUDITED = 0.998, 0.006
-_NAMESPACES_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +87,13 @@ class Bounds:
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
-class _ColdShare:
-    """How many hits that no verdicts vouch for may still be served, by compat, of those that this
-    process sees. Pointers would else repeat such a hit without end.
-    """
+class AsksVerifier(Protocol):
+    """Asks a verifier whether one of several stored answers is right for a request."""
 
-    def __init__(self, first: float) -> None:
-        self._first = first
-        self._left: OrderedDict[bytes, float] = OrderedDict()
-
-    def pay(self, compat: bytes, error_max: float) -> None:
-        """One more request pays a share of a hit, as at the cache worker's rule."""
-        left = self._left.pop(compat, self._first) + error_max / COLD_WRONG
-        self._left[compat] = min(self._first, left)
-        if len(self._left) > _NAMESPACES_MAX:
-            self._left.popitem(last=False)
-
-    def has_one(self, compat: bytes) -> bool:
-        return self._left.get(compat, self._first) >= 1.0
-
-    def spend(self, compat: bytes) -> None:
-        """One such hit was served."""
-        self._left[compat] = self._left.get(compat, self._first) - 1.0
+    async def look(self, flight: Flight, semantic: SemanticResult) -> SemanticResult:
+        """What becomes of an undecided lookup: a hit on the verifier's word, or the same miss with
+        the question. Never raises but for a cancellation.
+        """
 
 
 class SemanticLookup:
@@ -133,7 +123,7 @@ class SemanticLookup:
         self._learned = Learned()
         self.random = random
         self._clock = clock
-        self._cold = _ColdShare(COLD_FIRST / settings.workers)
+        self.errors = ErrorAccount(settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
@@ -152,15 +142,21 @@ class SemanticLookup:
             key = words_key(fingerprint.compat, fingerprint.text)
         return msgspec.structs.replace(looked, fingerprint=fingerprint, words_key=key)
 
+    def verification(self, controls: Controls, team: Team, alias: Alias) -> Verification:
+        """How a verifier takes part in a request."""
+        of_request = None if controls.verify is None else Verify(controls.verify)
+        return self._settings.verification(alias.name, team.verify, of_request)
+
     async def find(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
-        """A verified semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""
+        """A semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""
         if controls.no_cache or fingerprint.text is None:
             return SemanticResult(miss_reason="no-cache")
         storing = self._stores.get(fingerprint.compat)
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        self._cold.pay(fingerprint.compat, bound.error_max)
+        self.errors.pay(fingerprint.compat, bound.error_max)
+        verification = self.verification(controls, team, alias)
         query = Query(
             partition=fingerprint.partition,
             compat=fingerprint.compat,
@@ -168,29 +164,21 @@ class SemanticLookup:
             error_max=bound.error_max,
             untightened=bound.untightened,
             context=fingerprint.context,
+            may_ask=verification.verifier is not None and verification.mode is not Verify.AFTER,
         )
         result = await self._semantic.lookup(query)
         if not isinstance(result, Hit):
-            result = result.miss if isinstance(result, Undecided) else result
-            nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
-            audit = None
-            if result.reason is MissReason.AUDIT and result.trial is not None and self.audited is not None:
-                audit = self.audited(team.id, alias.name, result.trial)
-            return SemanticResult(
-                similarity=nearest.similarity if nearest is not None else None,
-                # another date, user or history is all that may keep an answer from it
-                miss_reason=(result.reason is MissReason.EMPTY and fingerprint.kept) or result.reason.value,
-                nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
-                trial=result.trial,
-                degraded=("cache_worker",) if is_away else (),
-                audit=audit,
-            )
-        pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s)
+            return self._missed(result, fingerprint, team, alias, bound)
+        pointed = await self._exact.lookup_entry(
+            fingerprint, result.exact, controls.max_age_s, is_served=verification.is_served
+        )
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if result.trial is not None and result.trial.is_cold:
-            self._cold.spend(fingerprint.compat)
+        if not verification.is_served:
+            return SemanticResult(similarity=result.similarity, miss_reason=OBSERVED, would=pointed.entry)
+        if result.trial is not None:
+            self.errors.charge(fingerprint.compat, 1.0 - result.trial.p)
         return SemanticResult(
             entry=pointed.entry,
             similarity=result.similarity,
@@ -199,9 +187,32 @@ class SemanticLookup:
             trial=result.trial,
         )
 
+    def _missed(
+        self, result: Miss | Undecided, fingerprint: Fingerprint, team: Team, alias: Alias, bound: Bound
+    ) -> SemanticResult:
+        undecided = result if isinstance(result, Undecided) else None
+        miss = result.miss if isinstance(result, Undecided) else result
+        nearest, is_away = miss.nearest, miss.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
+        audit = None
+        if miss.reason is MissReason.AUDIT and miss.trial is not None and self.audited is not None:
+            audit = self.audited(team.id, alias.name, miss.trial)
+        return SemanticResult(
+            similarity=nearest.similarity if nearest is not None else None,
+            error_max=bound.error_max,
+            # another date, user or history is all that may keep an answer from it
+            miss_reason=(miss.reason is MissReason.EMPTY and fingerprint.kept) or miss.reason.value,
+            nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
+            trial=miss.trial,
+            degraded=("cache_worker",) if is_away else (),
+            audit=audit,
+            undecided=undecided,
+        )
+
     def words_key(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> bytes | None:
         """The key by which this prompt's words may find another request's answer; None if none may."""
         if fingerprint.text is None or controls.no_cache or self._why_not(fingerprint, team, alias):
+            return None
+        if not self.verification(controls, team, alias).is_served:
             return None
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         if bound.untightened is not None or thresholds_of(bound.error_max) is None:
@@ -216,26 +227,25 @@ class SemanticLookup:
         """
         entry, verified = lookup.entry, lookup.pointer.verified if lookup.pointer is not None else None
         assert entry is not None
+        bound = self._bounds.bound(team, alias.name, controls.error_max)
+        verifier = ""
         if verified is None:
             chance = _WORDS_AUDITED if self._settings.cache.is_audited else 1.0
             similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, chance, b"")
         else:
-            similarity, trial = verified.similarity, verified.trial
-            bound = self._bounds.bound(team, alias.name, controls.error_max)
-            if bound.error_max < verified.error_max or self._clock() - verified.at > _VERIFIED_S:
+            similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
+            is_old = not verifier and self._clock() - verified.at > _VERIFIED_S
+            has_room = self.errors.has(fingerprint.compat, 1.0 - trial.p, bound.error_max)
+            if is_old or not has_room or bound.error_max < verified.error_max:
                 return None
-            if trial.is_cold:
-                if not self._cold.has_one(fingerprint.compat):
-                    return None
-                self._cold.pay(fingerprint.compat, bound.error_max)
+        self.errors.pay(fingerprint.compat, bound.error_max)
         if self.audited is not None and trial.chance < 1.0 and self.random() < trial.chance:
             audit = self.audited(team.id, alias.name, trial)
             return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
-        if trial.is_cold:
-            self._cold.spend(fingerprint.compat)
+        self.errors.charge(fingerprint.compat, 1.0 - trial.p)
         self._exact.use(entry)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
-        return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
+        return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim."""
@@ -243,7 +253,7 @@ class SemanticLookup:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
-            verified = Verified(result.similarity, trial, result.error_max, self._clock())
+            verified = Verified(result.similarity, trial, result.error_max, self._clock(), result.verified_by)
             await self._exact.point(fingerprint, result.entry, key, verified)
 
     def begin_draft(self, fingerprint: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:

@@ -22,6 +22,7 @@ from gateway.wire.forms import FormFiles
 from gateway.wire.requests import SHAPES, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
 from policies import Demand
+from policies.verification import Verify
 
 
 class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
@@ -32,6 +33,7 @@ class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache"
     no_store: bool = False
     namespace: Annotated[str, Meta(max_length=256)] = ""
     error_max: Annotated[float, Meta(ge=0, le=1)] | None = None
+    verify: Verify | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -196,6 +198,7 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
         ttl_s=body_controls.ttl,
         namespace=body_controls.namespace,
         error_max=body_controls.error_max,
+        verify=body_controls.verify,
     )
 
 

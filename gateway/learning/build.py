@@ -14,17 +14,16 @@ from redis.exceptions import RedisError
 
 from cache import ExactCache, SemanticClient
 from cache.redis_link import RedisLink
-from cache.verdicts import VerdictStore
-from gateway.accounts import Accounts
+from cache.verdicts import Ruling, Source, VerdictStore
+from gateway.accounts import Accounts, Team
 from gateway.deployments.fleet import Fleet
-from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds
-from gateway.journey.turn import Turn
-from gateway.learning.allowance import Allowance
 from gateway.learning.comparisons import Findings, Judging
-from gateway.learning.internal_requests import InternalRequests, own_identity
-from gateway.learning.model_judges import ModelJudges, OwnJudges
+from gateway.learning.internal_requests import InternalRequests
+from gateway.learning.own_judges import OwnJudges
 from gateway.learning.reports import Reports
+from gateway.learning.spending import Spending
+from gateway.learning.verifiers import Verifiers
 from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
@@ -47,21 +46,30 @@ class Learning:
     truth: MeasuredErrors
     certificates: Certificates
     learn: Learn | None  # takes each flight that is over; None where the cache is exact only
-    _requests: InternalRequests | None
+    verifiers: Verifiers | None  # None where no verifier is named
+    _spending: Spending
     _stats: Stats
     _metrics: Metrics
     _accounts: Accounts
     _semantic: SemanticClient
 
     def connect(self, pipeline: Pipeline) -> None:
-        """Answer the gateway's own requests by `pipeline`."""
-        if self._requests is not None:
-            self._requests.connect(pipeline)
+        """Ask verifiers by requests to `pipeline`, for its own undecided lookups."""
+        if self.verifiers is not None:
+            self.verifiers.connect(pipeline)
+
+    async def aclose(self) -> None:
+        """Finish what runs; drop what waits."""
+        await self.judging.aclose()
+        if self.verifiers is not None:
+            await self.verifiers.aclose()
 
     async def look(self) -> None:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
         SQLAlchemyError.
         """
+        if self.verifiers is not None:
+            await self._spending.read()
         teams, status = await self._accounts.list_teams(), self._semantic.status
         found = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
         certified = {pair: (one.start.since_s, one.counts) for pair, one in found.items()}
@@ -104,38 +112,14 @@ async def open_learning(
     """Open all parts that learn. The gateway's own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
-    identity = await own_identity(cache, accounts)
-    requests = InternalRequests(identity) if identity is not None else None
-    model = cache.judge_model
-    judges: ModelJudges | None = None
-    is_auto = model == "auto" and model not in settings.models
-    allowance = Allowance(link, stats.saved)
-    if requests is not None and model is not None:
-
-        def questioned(record: Record, cost_microusd: int, outcome: str) -> None:
-            metrics.add(m.JUDGE_QUESTIONS, 1, record.request.team, outcome)
-            metrics.add(m.JUDGE_COST, cost_microusd / 1e6, record.request.team)
-            stats.add_question(record.request.team_id, record.request.alias, cost_microusd)
-
-        judges = ModelJudges(
-            None if is_auto else model,
-            fleet,
-            requests,
-            allowance if is_auto else None,
-            requests.generations,
-            questioned,
-        )
-
-    async def regenerate(turn: Turn) -> bytes | None:
-        return (await requests.ask(turn.body))[0] if requests is not None else None
-
-    findings = Findings(stats, metrics, truth, judges)
+    spending = Spending(stats, cache.verify_share)
+    verifiers = _open_verifiers(settings, fleet, accounts, exact, verdicts, spending, stats, metrics)
+    findings = Findings(stats, metrics, truth, verifiers)
     judging = Judging(
         exact=exact,
         verdicts=verdicts,
         judges=OwnJudges(semantic),
-        fallback=judges,
-        regenerate=regenerate if requests is not None else None,
+        fallback=verifiers,
         share=lambda team_id, alias: shadow_share(cache.shadow_share, stats.certified_hits.get((team_id, alias), 0)),
         reply_ttl_s=float(cache.feedback_ttl_s),
         random=random.random,
@@ -143,7 +127,7 @@ async def open_learning(
         defer=link.defer,
     )
     reports = Reports(verdicts, exact, stats, findings.count)
-    certificates = await _open_certificates(link, stats, truth.bounds, model)
+    certificates = await _open_certificates(link, stats, truth.bounds, cache.verifier)
     return Learning(
         verdicts=verdicts,
         judging=judging,
@@ -151,11 +135,47 @@ async def open_learning(
         truth=truth,
         certificates=certificates,
         learn=judging.recorded if cache.is_semantic else None,
-        _requests=requests,
+        verifiers=verifiers,
+        _spending=spending,
         _stats=stats,
         _metrics=metrics,
         _accounts=accounts,
         _semantic=semantic,
+    )
+
+
+def _open_verifiers(
+    settings: Settings,
+    fleet: Fleet,
+    accounts: Accounts,
+    exact: ExactCache,
+    verdicts: VerdictStore,
+    spending: Spending,
+    stats: Stats,
+    metrics: Metrics,
+) -> Verifiers | None:
+    """The verifiers of this worker; None where no alias has one."""
+    if not settings.cache.is_semantic or not any(settings.verification(name).verifier for name in settings.models):
+        return None
+
+    def note(payer: Team, alias: str, cost_microusd: int, outcome: str) -> None:
+        metrics.add(m.VERIFIER_QUESTIONS, 1, payer.name, alias, outcome)
+        metrics.add(m.VERIFIER_COST, cost_microusd / 1e6, payer.name, alias)
+        stats.add_question(payer.id, alias, cost_microusd)
+
+    def count(source: Source, ruling: Ruling, judge: str) -> None:
+        metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
+
+    return Verifiers(
+        settings,
+        fleet=fleet,
+        accounts=accounts,
+        exact=exact,
+        verdicts=verdicts,
+        requests=InternalRequests(),
+        spending=spending,
+        note=note,
+        count=count,
     )
 
 

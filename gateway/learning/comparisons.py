@@ -41,8 +41,9 @@ from gateway.journey.outcomes import AuditDraw
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
-from gateway.learning.llm_judge import NO_ANSWER, second_opinion
-from gateway.learning.model_judges import ModelJudges, OwnJudges
+from gateway.learning.own_judges import OwnJudges
+from gateway.learning.verifier import NO_ANSWER, second_opinion
+from gateway.learning.verifiers import Verifiers
 from gateway.loggers import get_logger
 from gateway.telemetry import measured_error, metric_names
 from gateway.telemetry.measured_error import VETO, MeasuredErrors, RulingCounts
@@ -76,7 +77,7 @@ class Findings:
     stats: Stats
     metrics: Metrics
     truth: MeasuredErrors
-    judges: ModelJudges | None
+    judges: Verifiers | None
 
     def note(self, team_id: int, alias: str, events: tuple[str, ...], certificate: str | None) -> str:
         """Count events of a would-be hit, for a certificate or the current one; return the
@@ -148,7 +149,7 @@ class Judging:
     exact: ExactCache
     verdicts: VerdictStore
     judges: OwnJudges
-    fallback: ModelJudges | None = None
+    fallback: Verifiers | None = None
     regenerate: Regenerate | None = None
     share: Callable[[int, str], float]
     reply_ttl_s: float
@@ -532,6 +533,8 @@ class Judging:
 
     def _report(self, job: _JudgingJob, judgement: Judgement, is_right: bool | None) -> None:
         self.findings.count(job.source, judgement.ruling, judgement.judge)
+        if is_right is not None and self.fallback is not None and job.record.verifier.verifier:
+            self.fallback.check(job.record, 1.0 - job.trial.p, is_wrong=not is_right)
         if job.certificate is not None and is_right is not None:
             is_audit = job.source is Source.AUDIT
             events = measured_error.settled(job.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)

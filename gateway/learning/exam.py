@@ -1,33 +1,41 @@
-"""Questions with a known answer for a judge that no operator named: are two unrelated answers the
-same?
+"""Questions with a known answer for a verifier: is the answer to an unrelated prompt right for this
+one, and is a prompt's own?
 
-A model that is too small to judge says SAME to everything, in both orders, and would make the cache
-bolder. So a judge that `auto` chose is asked about a fresh answer and one to a prompt without a
-common word, first a dozen times, then now and then. Knows no deployments. Invariants: no ruling of
-a judge counts before it has passed, or after it has failed; the exam asks about answers of one
-namespace alone.
+A model that is too small to read says yes to everything, and would make the cache bolder; one that
+says no to everything only costs. So a verifier is first asked about a dozen answers of which the
+namespace says what is right: prompts without a common word, and prompts with their own answer.
+Later it is asked so now and then. Knows no deployments. Invariants: no word of a verifier that no
+operator named counts before it has passed, and none after it has failed; the exam asks about
+answers of one namespace alone.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from cache.verdicts import Judge, Judgement, QAPair, Ruling
-from gateway.learning.llm_judge import NO_ANSWER
+from cache.verdicts import QAPair
+from gateway.learning.verifier import NO_ANSWER, StoredAnswer, Verifier
 
 _QUESTIONS = 12
 _WRONG_MAX = 0.2
 _RULED_MIN = 0.5
-_AGAIN, _AGAIN_FAILED = 0.05, 0.02  # shares of further comparisons with a question before them
+_AGAIN = 0.02  # the share of further questions with an exam's question beside them
 _KEPT, _SPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
+_FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 30  # the share of false yes before the first answer, and what it weighs
 
 
 class Exam:
-    """The exam of one judge. `random` gives numbers in [0, 1)."""
+    """The exam of one verifier. `random` gives numbers in [0, 1). One that an operator named counts
+    until it has failed.
+    """
 
-    def __init__(self, random: Callable[[], float]) -> None:
+    def __init__(self, random: Callable[[], float], *, is_named: bool) -> None:
         self._random = random
+        self._is_named = is_named
+        self._is_running = False
         self.questions = self.rulings = self.wrong = 0
+        self.wrong_asked = self.wrong_yes = 0  # of answers that are wrong
+        self.risked, self.wrong_hits = 0.0, 0  # of checked hits
 
     @property
     def is_over(self) -> bool:
@@ -40,64 +48,75 @@ class Exam:
         )
 
     @property
-    def flips(self) -> tuple[float, float]:
-        """The judge's error rates, as a verdict has them. Its errors on equal answers are unknown
-        and taken as 0.
+    def counts(self) -> bool:
+        """Whether the verifier's word counts."""
+        return self.is_passed or (self._is_named and not self.is_over)
+
+    @property
+    def false_yes(self) -> float:
+        """The share of wrong answers that it calls right: by the exam, times how many more hits on its
+        word were found wrong than expected.
         """
-        return 0.0, self.wrong / max(1, self.questions)
+        share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / (self.wrong_asked + _FALSE_YES_WEIGHT)
+        return min(1.0, share * (self.wrong_hits + 1.0) / (self.risked + 1.0))
 
-    def is_due(self) -> bool:
-        return not self.is_over or self._random() < (_AGAIN if self.is_passed else _AGAIN_FAILED)
+    @property
+    def flips(self) -> tuple[float, float]:
+        """Its error rates, as a verdict has them. Those on right answers are unknown, and taken as 0."""
+        return 0.0, self.false_yes
 
-    def take(self, ruling: Ruling) -> None:
-        """Take in the ruling on two unrelated answers."""
+    def take(self, number: int | None, *, is_right: bool) -> None:
+        """Take in its choice about one answer, of which it is known whether it `is_right`."""
+        is_yes = number is not None and number >= 0
         self.questions += 1
-        self.rulings += ruling is not Ruling.UNKNOWN
-        self.wrong += ruling is Ruling.SAME
+        self.rulings += number is not None
+        self.wrong += number is not None and is_yes is not is_right
+        self.wrong_asked += not is_right
+        self.wrong_yes += is_yes and not is_right
+
+    def check(self, risk: float, *, is_wrong: bool) -> None:
+        """Take in what a check found of a hit on its word, which had this risk of being wrong."""
+        self.risked += risk
+        self.wrong_hits += is_wrong
+
+    async def sit(self, verifier: Verifier, recent: "Recent", space: bytes, pair: QAPair) -> None:
+        """Ask what is due, about a prompt of this namespace with its own answer, and about other
+        answers that the namespace had lately.
+        """
+        others = recent.unrelated(space, pair)
+        recent.remember(space, pair)
+        if self._is_running or (self.is_over and self._random() >= _AGAIN):
+            return
+        self._is_running = True
+        try:
+            for other in [*others, pair] if not self.is_over else others[:1]:
+                choice = await verifier.choose(pair.prompt, [StoredAnswer(other.prompt, other.answer)])
+                if choice.why == NO_ANSWER:
+                    return
+                self.take(choice.number, is_right=other is pair)
+        finally:
+            self._is_running = False
 
 
 class Recent:
-    """The latest answers of each namespace that judges have seen."""
+    """The latest answers of each namespace that verifiers have seen."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[bytes, deque[QAPair]] = OrderedDict()
 
-    def unrelated(self, space: bytes, fresh: QAPair) -> QAPair | None:
-        """A recent answer to a prompt that shares no word with `fresh`; None without one."""
-        words = _words(fresh.prompt)
-        return next((one for one in self._pairs.get(space, ()) if not words & _words(one.prompt)), None)
+    def unrelated(self, space: bytes, pair: QAPair) -> list[QAPair]:
+        """The recent answers to prompts that share no word with that of `pair`."""
+        words = _words(pair.prompt)
+        kept = self._pairs.get(space, ()) if words else ()
+        return [other for other in kept if not words & _words(other.prompt)]
 
     def remember(self, space: bytes, pair: QAPair) -> None:
-        self._pairs.setdefault(space, deque(maxlen=_KEPT)).append(pair)
+        kept = self._pairs.setdefault(space, deque(maxlen=_KEPT))
+        if pair not in kept:
+            kept.append(pair)
         self._pairs.move_to_end(space)
         if len(self._pairs) > _SPACES_MAX:
             self._pairs.popitem(last=False)
-
-
-class ExaminedJudge:
-    """`judge`, as far as its `exam` goes, about answers of one namespace."""
-
-    def __init__(self, judge: Judge, exam: Exam, recent: Recent, space: bytes) -> None:
-        self._judge = judge
-        self._exam = exam
-        self._recent = recent
-        self._space = space
-
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        """The judge's ruling. Before it has passed its exam, and after it has failed, the same as
-        without an answer.
-        """
-        exam, recent = self._exam, self._recent
-        other = recent.unrelated(self._space, fresh)
-        recent.remember(self._space, fresh)
-        if other is not None and exam.is_due():
-            judgement = await self._judge.judge(fresh, other)
-            if judgement.why == NO_ANSWER:
-                return judgement
-            exam.take(judgement.ruling)
-        if not exam.is_passed:
-            return Judgement(Ruling.UNKNOWN, "", NO_ANSWER)
-        return await self._judge.judge(fresh, cached)
 
 
 def _words(prompt: str) -> frozenset[str]:

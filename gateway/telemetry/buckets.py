@@ -4,7 +4,7 @@ A field is `count|team|kind|surface|model` (the model last: it may contain anyth
 integer. `count` is a field of a struct, with a number or a judge behind a colon where there are many:
 
     kind          counts of           with a colon
-    one of KINDS  `Tally`             ttft:N, duration:N: requests in step N of a histogram
+    one of KINDS  `Tally`             ttft:N, duration:N, verified:N: requests in step N of a histogram
     deployment    `DeploymentTally`   (the model is the deployment; no team)
     checks        `CheckCounts`       served:N and others of `Cell`, by step of chances; judge:NAME
     judges        `RulingCounts`      (the model is two judges with a line feed between; no team)
@@ -31,6 +31,7 @@ BATCH_LINES = "batch_lines"  # the surface of lines of batches; of other request
 REQUESTS = "requests"
 TTFT = "ttft"
 DURATION = "duration"
+VERIFIED = "verified"  # the wait for a verifier's word
 _NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
 _DENIED = "upstream_denied"  # a 4xx that is not the client's
 

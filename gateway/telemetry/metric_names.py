@@ -111,15 +111,27 @@ SEMANTIC_MISSES = _counter(
 )
 VERDICTS = _counter(
     "sameway_semantic_verdicts_total",
-    "Answers compared or reported: by source (miss, audit, shadow, feedback, again), ruling (same, different, unknown) and judge.",
+    "Answers compared, reported or read by a verifier: by source (miss, audit, shadow, feedback, again, verifier), ruling (same, "
+    "different, unknown) and judge.",
     "source ruling judge",
 )
-JUDGE_QUESTIONS = _counter(
-    "sameway_judge_questions_total",
-    "Questions to the judge model about answers of a team: answered, unpaid (no allowance) or failed.",
-    "team outcome",
+VERIFIER_QUESTIONS = _counter(
+    "sameway_verifier_questions_total",
+    "Questions to a verifier about stored answers for a team's requests: answered or failed (no money, no deployment, an error).",
+    "team model outcome",
 )
-JUDGE_COST = _counter("sameway_judge_cost_usd_total", "Money spent on judging a team's answers.", "team")
+VERIFIER_COST = _counter(
+    "sameway_verifier_cost_usd_total", "Money spent on a team's questions to verifiers.", "team model"
+)
+VERIFIER_WORDS = _counter(
+    "sameway_verifier_words_total",
+    "Requests about which a verifier was asked before an answer was generated, by its word: yes, no, unsure, risky (a yes beyond "
+    "the error bound), failed or late; remembered: the same words had a yes before.",
+    "model verdict",
+)
+VERIFIER_TIME = _counter(
+    "sameway_verifier_wait_seconds_total", "Seconds that requests waited for a verifier's word.", "model"
+)
 DRAFTED = _counter(
     "sameway_drafted_tokens_total",
     "Tokens that a local engine guessed: source is text, reference (a near cached answer) or model; or forced: source is grammar.",

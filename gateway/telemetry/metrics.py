@@ -134,6 +134,9 @@ class Metrics:
         if cache.awaited:
             self.add(names.AWAITED, 1, request.alias, cache.awaited)
             self.add(names.AWAITED_TIME, cache.awaited_ms / 1e3, request.alias)
+        if (said := record.verifier).verdict:
+            self.add(names.VERIFIER_WORDS, 1, request.alias, said.verdict)
+            self.add(names.VERIFIER_TIME, (said.verify_ms or 0.0) / 1e3, request.alias)
         self._count_money(record)
         for part in cache.degraded:
             self.add(names.FAILURES, 1, part)

@@ -23,7 +23,8 @@ import msgspec
 
 from cache.stored import reader
 from gateway.accounts import HitsRow
-from gateway.journey.record import PATHS, Record, flat, of_flat
+from gateway.journey.record import PATHS, Record, VerifierFacts, flat, of_flat
+from gateway.journey.savings import CHECKING
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair, RulingCounts
@@ -132,7 +133,12 @@ _SUMMED = {
     "uncompared": _reader("is_baseline_unknown"),
     "saved_ms": _reader("saved_ms"),
 }
-_LATENCIES = {buckets.TTFT: _reader("ttft_ms"), buckets.DURATION: _reader("duration_ms")}
+_LATENCIES: dict[str, Callable[[Record], float | None]] = {
+    buckets.TTFT: _reader("ttft_ms"),
+    buckets.DURATION: _reader("duration_ms"),
+    buckets.VERIFIED: lambda record: record.verifier.verify_ms or None,  # no wait where it only observes
+}
+_UNVERIFIED = VerifierFacts()
 _OF_DEPLOYMENTS = ("completion_tokens", "cost_microusd")
 _TRIED = {"ok": "ok", "error": "failed", "denied": "failed"}  # the counts of `DeploymentTally`, by an attempt's verdict
 _LABELS = ("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
@@ -146,10 +152,28 @@ def _sums_of(kind: str, records: Sequence[Record]) -> dict[str, int]:
     if kind in buckets.HITS:
         sums["saved_completion_tokens"] = sums.pop("completion_tokens")
         sums["saved_tokens"] = sums.pop("prompt_tokens") + sums["saved_completion_tokens"]
+    for record in records:
+        if record.verifier != _UNVERIFIED:
+            for name, amount in _verified(record).items():
+                sums[name] = sums.get(name, 0) + amount
     for latency, read in _LATENCIES.items():
         steps = Counter(map(buckets.step, [ms for ms in map(read, records) if ms is not None]))
         sums.update({f"{latency}:{step}": count for step, count in steps.items()})
     return sums
+
+
+def _verified(record: Record) -> dict[str, int]:
+    """What a request adds to the counts of its verifier."""
+    facts, is_hit = record.verifier, record.cache.source == "semantic"
+    is_said = facts.verdict in ("yes", "remembered")
+    return {
+        "asked_requests": facts.verdict not in ("", "remembered"),
+        "confirmed_requests": facts.verdict == "yes",
+        "verified_hits": is_hit and is_said,
+        "verified_saved_microusd": record.money.saved_microusd if is_hit and is_said else 0,
+        "would_hits": facts.would_serve != "",
+        "would_saved_microusd": facts.would_save_microusd,
+    }
 
 
 class Stats:
@@ -187,7 +211,7 @@ class Stats:
         return certificate
 
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
-        """Count a question to a judge model about a team's answers."""
+        """Count a question to a verifier about answers for a team's requests."""
         counts = {"questions": 1, "judging_microusd": cost_microusd}
         self._count(self._now(), counts, team_id, buckets.CHECKS, model)
 
@@ -237,7 +261,7 @@ class Stats:
                 self._hits[minute // 60, team_id, kind, model].update(sums)
             else:
                 self._count_deployments(minute_buckets, deployment, kind, group, sums)
-            if kind in buckets.ANSWERED and team_id:
+            if kind in buckets.ANSWERED and team_id and route not in CHECKING:
                 certificate = self.certificates.get((team_id, model), "")
                 counts = {"requests": len(group), "hits": len(group) if kind == "semantic" else 0}
                 self._count(_CERTIFIED, counts, team_id, certificate, model)

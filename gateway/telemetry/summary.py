@@ -53,6 +53,14 @@ class RequestTally(msgspec.Struct):
     saved_tokens: int = 0
     saved_completion_tokens: int = 0
     saved_ms: int = 0
+    # of a verifier: requests that it was asked about, those with a yes, the hits on its word and what they saved
+    asked_requests: int = 0
+    confirmed_requests: int = 0
+    verified_hits: int = 0
+    verified_saved_microusd: int = 0
+    # where it only observes: the hits by meaning that would have been
+    would_hits: int = 0
+    would_saved_microusd: int = 0
 
     @property
     def hits(self) -> int:
@@ -105,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
+    verified: dict[str, Percentiles]  # the waits for a verifier's word, by model
     rulings: dict[str, RulingCounts]  # of two judges, with a line feed between their names; for all teams
     samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
 
@@ -155,6 +164,7 @@ class WindowSums:
         self._by_surface = defaultdict[str, RequestTally](RequestTally)
         self._by_deployment = defaultdict[str, DeploymentTally](DeploymentTally)
         self._checked = CheckedPeriod(0)
+        self._waits = defaultdict[str, Counter[int]](Counter)
         self._series: list[Point] = []
 
     def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[buckets.Field, int]]) -> None:
@@ -173,6 +183,10 @@ class WindowSums:
         self._series.append(Point(start_s, length_s, tally, hit, miss))
 
     def _add(self, field: buckets.Field, amount: int, more: tuple[RequestTally | Latencies, ...]) -> None:
+        latency, _, step = field.count.partition(":")
+        if latency == buckets.VERIFIED:
+            self._waits[field.model][int(step)] += amount
+            return
         tallies = (self._total, self._by_team[field.team_id], self._by_model[field.model])
         for sums in (*tallies, self._by_surface[field.surface], *more):
             sums.add(field, amount)
@@ -191,6 +205,7 @@ class WindowSums:
             series=tuple(self._series),
             ttft=self._latencies.by_group(buckets.TTFT),
             duration=self._latencies.by_group(buckets.DURATION),
+            verified={model: percentiles(steps) for model, steps in self._waits.items()},
             rulings=self._checked.rulings,
             samples=self._checked.counts,
         )

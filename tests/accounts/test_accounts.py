@@ -15,11 +15,12 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from policies import Budget, Usage, WindowKind
+from policies.verification import Verify
 
 
 async def test_a_key_is_recognised_with_its_team_and_budgets(accounts: Accounts) -> None:
     """The plaintext shown once identifies key, team and budgets; what is stored is its SHA-256."""
-    team = await accounts.create_team("search", requests_per_min=60, semantic_error_max=0.02)
+    team = await accounts.create_team("search", requests_per_min=60, semantic_error_max=0.02, verify=Verify.AFTER)
     made = await accounts.create_key(team.id, "laptop", models=("a", "b"), tokens_per_min=1000)
     budget = await accounts.create_budget(team.id, WindowKind.DAY, 5_000_000)
     assert accounts.identify(made.plaintext) == Identity(made.key, team, (budget,))

@@ -175,6 +175,8 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
         record.saved_microusd = record.baseline_microusd = record.avoided_microusd = chance.randrange(300, 9_000)
         record.saved_ms = chance.uniform(400, 6_000)
         record.similarity = chance.uniform(0.95, 1.0) if kind == "semantic" else None
+        if kind == "semantic" and chance.random() < 0.7:
+            record.verifier, record.verdict, record.verify_ms = "small@api", "yes", chance.uniform(200, 700)
     return of_flat(vars(record))
 
 
@@ -190,6 +192,8 @@ def _generate(chance: random.Random, record: SimpleNamespace) -> None:
     if record.cache == "miss" and chance.random() < 0.35:
         record.miss_reason, record.similarity = chance.choice(_MISSES)
         record.nearest = HOSTILE if chance.random() < 0.1 else "How do I reset the password of my account?"
+        record.verifier, record.verify_ms = "small@api", chance.uniform(200, 700)
+        record.verdict = chance.choice(("no", "no", "unsure", "late"))
     elif record.cache == "miss":
         record.miss_reason = "far"
     fate = chance.random()

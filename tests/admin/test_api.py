@@ -241,6 +241,7 @@ _WRONG: list[tuple[str, str, Any, str, str]] = [
     ("POST", "/teams", {"name": "a", "requests_per_min": "5"}, "requests_per_min", "invalid_value"),
     ("POST", "/teams", {"name": "a", "is_active": "yes"}, "is_active", "invalid_value"),
     ("POST", "/teams", {"name": "a", "semantic_error_max": True}, "semantic_error_max", "invalid_value"),
+    ("POST", "/teams", {"name": "a", "verify": "now"}, "verify", "invalid_value"),
     ("POST", "/teams", {"name": "a", "tokens_per_min": 10**13}, "tokens_per_min", "invalid_value"),
     ("POST", "/teams/1/keys", {"name": "k", "models": "small"}, "models", "invalid_value"),
     ("POST", "/teams/1/keys", {"name": "k", "models": [5]}, "models.0", "invalid_value"),

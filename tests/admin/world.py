@@ -202,10 +202,10 @@ def _migrated() -> Path:
 
 
 @asynccontextmanager
-async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
-    """Everything, opened; the cache worker's stand-in listens in `folder`."""
+async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterator[World]:
+    """Everything, opened, with `changes` of the settings; the cache worker's stand-in listens in `folder`."""
     shutil.copy(_migrated(), folder / "sameway.db")
-    settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret=SECRET)
+    settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret=SECRET, **changes)
     accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
     known_texts: dict[str, bytes] = {}
     socket_path = folder / "cache.sock"

@@ -208,7 +208,12 @@ async def test_a_deadline_ends_with_the_first_chunk(world: World) -> None:
 
 @pytest.mark.parametrize(
     "stricter",
-    [{"headers": {"cache-control": "max-age=1"}}, {"cache": {"error_max": 0.0}}, {"cache": {"no-cache": True}}],
+    [
+        {"headers": {"cache-control": "max-age=1"}},
+        {"cache": {"error_max": 0.0}},
+        {"cache": {"verify": "off"}},
+        {"cache": {"no-cache": True}},
+    ],
 )
 async def test_a_stricter_request_flies_alone(world: World, stricter: dict[str, object]) -> None:
     """A request with bounds of its own does not join the flight of one without: it might get an older answer."""

@@ -25,7 +25,7 @@ from gateway.journey.outcomes import Looked, SemanticResult, Stored
 from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.turn import Turn, arrive, read_turn
 from gateway.learning.comparisons import EARLY_MAX, QUEUE_MAX, Judging, Regenerate
-from gateway.learning.llm_judge import NO_ANSWER
+from gateway.learning.verifier import NO_ANSWER
 from gateway.telemetry.measured_error import Cell, CheckCounts, chances
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for

@@ -1,79 +1,106 @@
-"""A judge that nobody vouches for has to tell unrelated answers apart before its rulings count."""
+"""A verifier has to tell right answers from unrelated ones before its word counts, and to go on doing so."""
 
 from __future__ import annotations
 
+import json
 import random
+from typing import Any
 
 import pytest
 
-from cache.verdicts import Judgement, QAPair, Ruling
-from gateway.learning.exam import Exam, ExaminedJudge, Recent
-from gateway.learning.llm_judge import NO_ANSWER
+from cache.verdicts import QAPair
+from gateway.learning.exam import Exam, Recent
+from gateway.learning.verifier import Verifier
+
+TOPICS = ("opening hours shop", "password reset", "parcel weight", "holiday request", "invoice address", "broken lamp")
 
 
-class Judge:
-    """Says the same of equal answers and `otherwise` of others; it remembers what it was asked."""
+class Reader:
+    """Says 1 to a prompt's own answer, and `otherwise` to others; it remembers the questions."""
 
-    def __init__(self, otherwise: Ruling, why: str = "so") -> None:
+    def __init__(self, otherwise: str | None = "0", right: str | None = "1") -> None:
         self._otherwise = otherwise
-        self._why = why
-        self.asked: list[tuple[str, str]] = []
+        self._right = right
+        self.questions: list[tuple[str, str]] = []
 
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        self.asked.append((fresh.answer, cached.answer))
-        return Judgement(Ruling.SAME if fresh.answer == cached.answer else self._otherwise, "judge", self._why)
-
-
-TOPICS = ("opening hours shop", "password reset", "parcel weight", "holiday request")
-
-
-async def rulings(judge: Judge, count: int, exam: Exam) -> list[Ruling]:
-    """Its rulings on so many pairs of equal answers, to prompts about four things in turn."""
-    recent, found = Recent(), []
-    for number in range(count):
-        pair = QAPair(TOPICS[number % 4], TOPICS[number % 4].upper())
-        found.append((await ExaminedJudge(judge, exam, recent, b"here").judge(pair, pair)).ruling)
-    return found
+    async def ask(self, body: dict[str, Any]) -> bytes | None:
+        question = json.loads(body["messages"][1]["content"])
+        (candidate,) = question["candidates"]
+        self.questions.append((question["request"], candidate["answer"]))
+        word = self._right if candidate["answer"] == question["request"].upper() else self._otherwise
+        return None if word is None else json.dumps({"choices": [{"message": {"content": word}}]}).encode()
 
 
-async def test_a_judge_that_passes_rules_from_then_on() -> None:
-    """The first pair has nothing to be set against, the next twelve are the exam."""
-    judge, exam = Judge(Ruling.DIFFERENT), Exam(random.Random(1).random)
-    found = await rulings(judge, 60, exam)
-    assert found == [Ruling.UNKNOWN] * 12 + [Ruling.SAME] * 48
-    assert exam.is_passed
-    assert exam.flips == (0.0, 0.0)
+async def sits(reader: Reader, exam: Exam, rounds: int = 2, recent: Recent | None = None) -> None:
+    recent = recent or Recent()
+    for number in range(rounds * len(TOPICS)):
+        topic = TOPICS[number % len(TOPICS)]
+        await exam.sit(Verifier("small", reader.ask), recent, b"here", QAPair(topic, topic.upper()))
 
 
-@pytest.mark.parametrize("otherwise", [Ruling.SAME, Ruling.UNKNOWN])
-async def test_a_judge_that_calls_everything_the_same_or_nothing_never_rules(otherwise: Ruling) -> None:
-    """It is hardly asked any more, either."""
-    judge, exam = Judge(otherwise), Exam(random.Random(1).random)
-    assert set(await rulings(judge, 200, exam)) == {Ruling.UNKNOWN}
-    assert not exam.is_passed
-    assert len(judge.asked) < 25
+def exam(*, is_named: bool = False) -> Exam:
+    return Exam(random.Random(1).random, is_named=is_named)
+
+
+async def test_a_verifier_that_reads_passes() -> None:
+    """It is asked a dozen questions at once, then now and then; its share of false yes is hardly above zero."""
+    reader, one = Reader(), exam()
+    assert not one.counts
+    await sits(reader, one, 1)
+    assert one.is_passed
+    assert one.counts
+    asked = len(reader.questions)
+    assert 12 <= asked < 20
+    await sits(reader, one, 100)
+    assert asked < len(reader.questions) < asked + 40
+    assert one.false_yes < 0.03
+
+
+@pytest.mark.parametrize(("otherwise", "right"), [("1", "1"), ("0", "0"), ("?", "?")])
+@pytest.mark.parametrize("is_named", [False, True])
+async def test_one_that_says_the_same_to_everything_fails(otherwise: str, right: str, is_named: bool) -> None:
+    """Yes to all makes errors, no to all costs and teaches what is not so, and nothing that can be read says nothing. One that an
+    operator named is heard until then."""
+    one = exam(is_named=is_named)
+    assert one.counts is is_named
+    await sits(Reader(otherwise, right), one, 4)
+    assert one.is_over
+    assert not one.counts
 
 
 async def test_one_that_fails_later_is_heard_no_more() -> None:
     """The exam goes on now and then: a deployment may get another model."""
-    judge, exam = Judge(Ruling.DIFFERENT), Exam(random.Random(1).random)
-    await rulings(judge, 20, exam)
-    await rulings(Judge(Ruling.SAME), 600, exam)
-    assert not exam.is_passed
-    assert exam.flips[1] > 0.2
+    one, recent = exam(), Recent()
+    await sits(Reader(), one, 2, recent)
+    assert one.counts
+    await sits(Reader("1"), one, 400, recent)
+    assert not one.counts
+    assert one.flips[1] > 0.1
 
 
 async def test_no_answer_is_no_mark() -> None:
     """A deployment that is away neither passes nor fails."""
-    exam = Exam(random.Random(1).random)
-    await rulings(Judge(Ruling.UNKNOWN, NO_ANSWER), 30, exam)
-    assert exam.questions == 0
+    one = exam()
+    await sits(Reader(None, None), one)
+    assert one.questions == 0
 
 
 async def test_answers_of_other_namespaces_are_not_shown() -> None:
     """The other answer of a question is of the same team and context."""
-    judge, exam, recent = Judge(Ruling.DIFFERENT), Exam(random.Random(1).random), Recent()
+    reader, one, recent = Reader(), exam(), Recent()
     for number, topic in enumerate(TOPICS):
-        pair = QAPair(topic, topic)
-        await ExaminedJudge(judge, exam, recent, bytes([number])).judge(pair, pair)
-    assert judge.asked == []
+        await one.sit(Verifier("small", reader.ask), recent, bytes([number]), QAPair(topic, topic.upper()))
+    assert [request.upper() for request, _ in reader.questions] == [answer for _, answer in reader.questions]
+
+
+async def test_checks_correct_the_share_of_false_yes() -> None:
+    """Hits on its word that checks found wrong make a yes count less, those found right more."""
+    one = exam(is_named=True)
+    before = one.false_yes
+    for number in range(20):
+        one.check(0.02, is_wrong=number % 4 == 0)
+    assert one.false_yes > 3 * before
+    other = exam(is_named=True)
+    for _ in range(100):
+        other.check(0.02, is_wrong=False)
+    assert other.false_yes < before / 2

@@ -1,0 +1,110 @@
+"""Whether to ask a verifier before an answer is generated, and what its yes may cost: pure estimates.
+
+With `s` the score by which the alias's policy ranks deployments (`policies.routing`), `q` the cost
+and time of a question, `g` those of a generation, and `p` the probability that an answer is right:
+
+    ask if    p s(q) + (1 - p) s(q + g) < s(g)
+
+So a question has the price of latency that the alias's own policy has. Of an answer that a verifier
+calls right, with `f` its share of yes to wrong answers:
+
+    risk      (1 - p) f / ((1 - p) f + p)
+
+Every answer served by meaning pays its risk from an account into which each request pays
+`error_max`. Invariant: no answer is served on a verifier's word beyond the account.
+"""
+
+from collections import OrderedDict
+
+import msgspec
+
+from policies.prices import MicroUSD
+from policies.routing import PolicyKind, score
+
+FIRST_REQUESTS = 100
+"""A namespace's account starts with what so many requests pay, and has no more at any time."""
+_SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
+_NAMESPACES_MAX = 20_000
+_FIRST_DAY_TIMES, _FIRST_QUESTIONS = 5.0, 50
+
+
+class Expense(msgspec.Struct, frozen=True):
+    """What a request to a deployment is expected to cost and take."""
+
+    cost_microusd: MicroUSD
+    ms: float
+
+    def __add__(self, other: "Expense") -> "Expense":
+        return Expense(self.cost_microusd + other.cost_microusd, self.ms + other.ms)
+
+
+def pays(kind: PolicyKind, p: float, question: Expense, generation: Expense) -> bool:
+    """Whether a question is expected to score better than a generation without one. Where both
+    score alike, as where neither costs, the time decides.
+    """
+    with_question = p * _score(kind, question) + (1.0 - p) * _score(kind, question + generation)
+    alone = _score(kind, generation)
+    return with_question < alone or (with_question == alone and question.ms < p * generation.ms)
+
+
+def _score(kind: PolicyKind, expense: Expense) -> float:
+    return score(kind, expense.cost_microusd, expense.ms)
+
+
+def is_affordable(cost: MicroUSD, spent: MicroUSD, baseline: MicroUSD, share: float, *, is_first_day: bool) -> bool:
+    """Whether questions stay within `share` of `baseline`, what the requests would have cost, after
+    one more of `cost`. On the first day the share is five times as large, and fifty questions may
+    come before the first request is counted, so that learning comes first.
+    """
+    if not share:
+        return False
+    allowed = share * baseline
+    if is_first_day:
+        allowed = _FIRST_DAY_TIMES * allowed + _FIRST_QUESTIONS * cost
+    return spent + cost <= allowed
+
+
+def any_right(ps: list[float]) -> float:
+    """The probability that one of several answers is right."""
+    none = 1.0
+    for p in ps:
+        none *= 1.0 - p
+    return 1.0 - none
+
+
+def risk_of(p: float, false_yes: float) -> float:
+    """The probability that an answer which a verifier calls right is wrong; `p` is that of its being
+    right before.
+    """
+    wrong = (1.0 - p) * false_yes
+    return wrong / (wrong + p) if wrong + p > 0 else 1.0
+
+
+def false_yes_again(false_yes: float) -> float:
+    """The share of wrong answers that two questions, put in two ways, both call right."""
+    return false_yes * (_SAME_AGAIN + (1.0 - _SAME_AGAIN) * false_yes)
+
+
+class ErrorAccount:
+    """The wrong answers that may still be expected of hits, by namespace, as one of `workers` sees
+    it.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        self._first = FIRST_REQUESTS / workers
+        self._left: OrderedDict[bytes, float] = OrderedDict()
+
+    def pay(self, namespace: bytes, error_max: float) -> None:
+        """One more request pays in, with this bound."""
+        most = error_max * self._first
+        self._left[namespace] = min(most, self._left.pop(namespace, most) + error_max)
+        if len(self._left) > _NAMESPACES_MAX:
+            self._left.popitem(last=False)
+
+    def has(self, namespace: bytes, risk: float, error_max: float) -> bool:
+        """Whether a hit with this risk may be served; a new namespace has what it starts with."""
+        return self._left.get(namespace, error_max * self._first) >= risk
+
+    def charge(self, namespace: bytes, risk: float) -> None:
+        """A hit with this risk was served."""
+        self._left[namespace] = max(-1.0, self._left.get(namespace, 0.0) - risk)
