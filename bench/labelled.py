@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cache import Hit, Miss, Partition, Query, fingerprint
+from cache import Hit, Miss, Partition, Query, Trial, fingerprint
 from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.semantic.cache import PromptAdded
@@ -131,12 +131,12 @@ class Comparisons:
         return entry
 
     def compare(
-        self, query: Query, answer: Hit | Miss, exact: bytes, same: Callable[[bytes], bool | None]
+        self, query: Query, answer: Hit | Miss | Trial, exact: bytes, same: Callable[[bytes], bool | None]
     ) -> AnswerJudged | None:
-        """The verdict on the likeliest neighbour of `query`, whose fresh answer is entry `exact`. None where `answer`, the decision,
-        had nothing to compare with, or nothing can be learned. `same` tells whether the fresh answer equals that of another entry,
-        None if that can't be decided."""
-        trial = answer.trial
+        """The verdict on the likeliest neighbour of `query`, whose fresh answer is entry `exact`. None where `answer`, the decision or
+        its trial, had nothing to compare with, or nothing can be learned. `same` tells whether the fresh answer equals that of another
+        entry, None if that can't be decided."""
+        trial = answer if isinstance(answer, Trial) else answer.trial
         if trial is None:
             return None
         first, *others = trial.ranked

@@ -23,8 +23,8 @@ _VERSION = re.compile(r"(?<=d\d\d)v\d")
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One stream. Exact repeats are counted in `exact` alone; `possible` are the other requests whose label had come before.
 
-    `hits` by meaning and `wrong` ones among them, of these `verified` and `verified_wrong` on the verifier's word, all by which of
-    the parts of the table `kinds` they are. `halves`: requests, hits and wrong hits of the first and the second half, `failed` how
+    `hits` by meaning and `wrong` ones among them, of these `verified` and `verified_wrong` on the verifier's word; `checks`: would-be
+    hits that were generated. `halves`: requests, hits and wrong hits of the first and the second half, `failed` how
     many of them refute the bound. `tenths`: hits in each tenth. `asked` requests had a question of the verifier, `asked_last` of the
     last tenth; `money` is what all questions cost as a share of what all requests cost without a cache; `added_s` the mean time that
     they added to a miss. `until_hit`: requests from the first possible hit to the first hit, None without one.
@@ -43,6 +43,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     possible: int
     verified: int
     verified_wrong: int
+    checks: int
     halves: tuple[tuple[int, int, int], ...]
     failed: int
     tenths: tuple[int, ...]
@@ -107,6 +108,7 @@ def counted(
         possible=sum(possible),
         verified=sum(one.is_verified for one in rest),
         verified_wrong=sum(one.is_verified for one in wrong),
+        checks=sum(one.checked is not None for one in rest),
         halves=halves,
         failed=sum(is_refuted(count, own_wrong, error_max) for count, _, own_wrong in halves),
         tenths=tuple(sum(hits[start:end]) for start, end in itertools.pairwise(edges)),
@@ -171,6 +173,7 @@ def line(row: Result) -> str:
         f"{share(row.verified):10.1f} {share(row.asked):7.1f} {100 * row.asked_last / last:5.1f} {100 * row.money:7.2f} "
         f"{row.added_s:7.2f} {ms:>6}  {tenths}"
         + (f"  {row.exact} exact" if row.exact else "")
+        + (f"  {row.checks} checks" if row.checks else "")
         + (f"  first hit after {row.until_hit}" if row.until_hit is not None else "")
         + (f"  {row.judge_questions} to the judge" if row.judge_questions else "")
         + "".join(

@@ -14,11 +14,11 @@ import msgspec
 from bench.labelled import Labelled, Request
 from bench.meaning import additions as added
 from bench.meaning import moving, pairs
+from bench.meaning.gate import Gate
 from bench.meaning.rows import Result, counted, line
 from bench.meaning.shift import labels_apart, shift
 from bench.meaning.stream import Traffic
 from bench.meaning.vectors import Recall
-from bench.meaning.verifier import PlayedVerifier
 
 _QUESTIONS = 3
 _LANGUAGES = {"German": "de", "Spanish": "es", "French": "fr"}
@@ -39,18 +39,18 @@ class TrialRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trials:
-    """`traffic` makes a cache with a judge and without a verifier, for a seed; `verifier` makes a verifier, or None."""
+    """`traffic` makes a cache with a judge and without a gateway's part, for a seed; `gate` makes that."""
 
     def __init__(
         self,
         embedder: Recall,
         traffic: Callable[[int], Traffic],
-        verifier: Callable[[int], PlayedVerifier | None],
+        gate: Callable[[int], Gate],
         show: Callable[[str], None],
     ) -> None:
         self._embedder = embedder
         self._traffic = traffic
-        self._verifier = verifier
+        self._gate = gate
         self._show = show
 
     def pairs(
@@ -139,7 +139,7 @@ class Trials:
 
         def traffic() -> Traffic:
             made = self._traffic(seed)
-            made.verifier = self._verifier(seed)
+            made.gate = self._gate(seed)
             return made
 
         requests = [labels_apart(one).shuffled(seed, many) for one, many in ((first, 2 * count), (second, count))]
@@ -158,12 +158,12 @@ class Trials:
         return rows
 
     def _caches(self, beside: Sequence[Request], verdicts: int, seed: int) -> list[tuple[bool, Traffic]]:
-        """A cold cache, and one with verdicts; a verifier comes only now, and is not asked for them."""
+        """A cold cache, and one with verdicts; the gateway's part comes only now, so no verifier is asked for them."""
         self._embedder.want(request.query.text for request in beside)
         cold, warm = self._traffic(seed), self._traffic(seed)
         count = pairs.warm(warm, beside, verdicts)
         for traffic in (cold, warm):
-            traffic.verifier = self._verifier(seed)
+            traffic.gate = self._gate(seed)
         self._show(f"cold, and beside {count} verdicts:")
         return [(True, cold), (False, warm)]
 

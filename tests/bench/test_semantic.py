@@ -13,9 +13,11 @@ import pytest
 
 from bench import prior, semantic
 from bench.labelled import load
+from bench.meaning import measure
+from bench.meaning.gate import Gate
 from bench.meaning.rows import is_refuted
 from bench.meaning.vectors import Recall
-from bench.meaning.verifier import Candidate, PlayedVerifier, Word
+from bench.meaning.verifier import PlayedVerifier
 from cache import Query, Trial
 from cache.decision.features import Neighbour
 from cache.decision.model import Prior
@@ -84,7 +86,7 @@ def test_every_policy_is_counted(folder: Path) -> None:
     assert {row["judge_noise"] for row in rows if row["policy"] == "verified"} == {0.0, 0.1}
 
 
-class Asking(semantic.Cosine):
+class Asking(measure.Cosine):
     """A rule that is certain of nothing, and has the nearest of each group asked about."""
 
     def decide(
@@ -99,18 +101,19 @@ class Asking(semantic.Cosine):
 @pytest.fixture
 def unsure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same requests for a rule that leaves all to the verifier."""
-    monkeypatch.setattr(semantic, "rules", lambda error_max, seed: {"verified": lambda: Asking(0.0)})
+    monkeypatch.setattr(measure, "rules", lambda error_max, seed: {"verified": lambda: Asking(0.0)})
     return folder
 
 
 def test_a_verifier_is_asked_before_an_answer_is_served(unsure: Path) -> None:
-    """Every possible hit is served on the word of one that does not err, and each question is counted, in money and time."""
+    """Every possible hit is served on the word of one that does not err, or checked, and each question is counted, in money and
+    time."""
     (row,) = rows_of(unsure, "--verifier", "0")
-    assert (row["hits"], row["verified"], row["wrong"]) == (20, 20, 0)
+    assert (row["hits"], row["verified"], row["wrong"]) == (20 - row["checks"], 20 - row["checks"], 0)
     assert row["asked"] == row["questions"] > 20
     assert row["money"] == row["questions"] / 16 / 40
     assert 0.0 < row["added_s"] <= 0.4
-    assert sum(row["tenths"]) == 20
+    assert sum(row["tenths"]) == row["hits"] > 10
 
 
 def test_without_its_word_everything_is_generated(unsure: Path) -> None:
@@ -125,23 +128,59 @@ def test_without_its_word_everything_is_generated(unsure: Path) -> None:
 
 def test_errors_by_topic_come_again() -> None:
     """One draw decides for all questions about a label; independent errors of the same share come on every label."""
-    candidates = [Candidate(Asked(bytes(16), b"g", 0.9, f"text {at}", 0.99), f"label {at % 10}") for at in range(200)]
+    labels = [f"label {at % 10}" for at in range(200)]
 
     def errors(*, by_topic: bool) -> list[bool]:
         verifier = PlayedVerifier(0.5, 3, by_topic=by_topic)
-        return [verifier.ask("wish", one.label, [one]).chosen is None for one in candidates]
+        return [verifier.choose(label, [label]) is None for label in labels]
 
     assert len({tuple(errors(by_topic=True)[at::10]) for at in range(10)}) == 2
     assert all(len(set(errors(by_topic=False)[at::10])) == 2 for at in range(10))
 
 
-def test_a_doubtful_yes_is_confirmed_and_no_pair_is_asked_about_twice() -> None:
-    """A yes on what was unlikely costs a second question; the same wordings cost none."""
-    verifier = PlayedVerifier(0.05, 0)
-    sure, doubtful = (Candidate(Asked(bytes(16), b"g", 0.9, f"text {p}", p), "label") for p in (0.99, 0.1))
-    assert verifier.ask("wish", "label", [sure]) == Word(0, (True,), 1, 0.4)
-    assert verifier.ask("wish", "label", [doubtful]) == Word(0, (True,), 2, 0.8)
-    assert verifier.ask("wish", "label", [sure]) == Word(0, (True,))
+def test_a_confirmation_errs_half_of_the_time_in_the_same_way() -> None:
+    """Of the wrong answers that it chose it confirms a half and, anew, its share of the rest."""
+    verifier = PlayedVerifier(0.2, 0)
+    confirmed = [verifier.confirm("one", "two") for _ in range(4_000) if verifier.choose("one", ["two"]) is not None]
+    assert 0.5 < sum(confirmed) / len(confirmed) < 0.7
+
+
+def candidate(p: float) -> Asked:
+    return Asked(bytes(16), b"g", 0.9, f"text {p}", p)
+
+
+def test_a_yes_without_room_for_its_risk_is_confirmed_and_no_pair_is_asked_about_twice() -> None:
+    """A yes on what was unlikely costs a second question, and what the account can't bear is not served."""
+    gate, query = Gate(PlayedVerifier(0.0, 0), 0.01, 0), Query(bytes(16), bytes(16), "wish")
+    sure, doubtful = candidate(0.99), candidate(0.1)
+    gate.pay(query)
+    first = gate.ask(query, "label", [sure], ["label"])
+    assert (first.chosen, first.rights, first.questions, first.seconds) == (0, (True,), 1, 0.4)
+    assert 0.0 < first.risk < 0.001
+    gate.charge(query, 0.85)
+    second = gate.ask(query, "label", [doubtful], ["label"])
+    assert (second.chosen, second.questions, second.seconds) == (0, 2, 0.8)
+    gate.charge(query, 0.15)
+    again = gate.ask(query, "label", [doubtful], ["label"])
+    assert (again.chosen, again.questions) == (None, 0)
+    for _ in range(100):
+        gate.pay(query)
+    assert gate.ask(query, "label", [doubtful], ["label"]).chosen == 0
+
+
+def test_a_question_that_does_not_pay_is_not_asked() -> None:
+    """Where hardly an answer is right, the question costs more than it saves."""
+    gate, query = Gate(PlayedVerifier(0.0, 0), 0.01, 0), Query(bytes(16), bytes(16), "wish")
+    assert gate.ask(query, "label", [candidate(0.001)], ["label"]).questions == 0
+
+
+def test_checks_are_drawn_of_would_be_hits(folder: Path) -> None:
+    """The first three are served, of the next hundreds three in ten are generated, whatever they are."""
+    gate, query = Gate(None, 0.01, 0), Query(bytes(16), bytes(16), "wish")
+    drawn = [gate.draw_check(query) for _ in range(300)]
+    assert drawn[:3] == [None] * 3
+    assert 60 < sum(one is not None for one in drawn) < 120
+    assert {one for one in drawn if one is not None} == {0.3}
 
 
 def test_a_half_fails_where_the_bound_is_refuted() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from bench import semantic
 from bench.labelled import load
-from bench.semantic_http import stream_over_http
+from bench.meaning.verifier import PlayedVerifier
+from bench.semantic_http import Answers, stream_over_http
 
 Row = dict[str, object]
 
@@ -51,6 +52,41 @@ def test_hits_by_meaning_are_counted(tmp_path: Path) -> None:
     outcomes = list(stream_over_http(found.requests, is_audited=False))
     assert [one.served is not None for one in outcomes] == [False] * 3 + [True] * 3
     assert not any(one.is_wrong for one in outcomes)
+
+
+def test_a_played_verifier_answers_a_gateway(tmp_path: Path) -> None:
+    """What no rule is sure of is served on its word, which is right here; its questions are counted with the request."""
+    rows: list[Row] = [
+        {"text": wording.format(thing), "label": thing}
+        for wording in ("How do I order a new {}?", "my {} is gone, what must I do to get another")
+        for thing in ("fishing licence", "library card")
+    ]
+    (found,) = load(made(tmp_path / "wishes", rows))
+    outcomes = list(stream_over_http(found.requests, None, PlayedVerifier(0.0, 0)))
+    assert [one.served is not None for one in outcomes] == [False, False, True, True]
+    assert [one.is_verified for one in outcomes] == [False, False, True, True]
+    assert all(one.questions > 0 for one in outcomes[2:])
+    assert not any(one.is_wrong for one in outcomes)
+
+
+def test_the_upstream_rules_by_the_labels_in_each_form_of_a_question(tmp_path: Path) -> None:
+    """A choice of several answers, a confirmation of one and a comparison of two, of which it sees the beginning."""
+    first, second, other = load(made(tmp_path / "paraphrases", [*_PARAPHRASES[:4:3], _PARAPHRASES[1]]))[0].requests
+    with Answers(PlayedVerifier(0.0, 0)) as upstream:
+        upstream.was_generated(first, "It is Paris.")
+        upstream.was_generated(other, "It is Tokyo.")
+        upstream.expect(second, "It is Paris, of course.")
+        stored = [
+            {"request": other.query.text, "answer": "It is Tokyo."},
+            {"request": first.query.text, "answer": "It is P"},
+        ]
+        assert upstream.rule({"request": second.query.text, "candidates": stored}) == "2"
+        assert upstream.rule({"request": second.query.text, "candidates": stored[:1]}) == "0"
+        assert upstream.questions == 2
+        confirmed = {"old_request": first.query.text, "answer": "It is Paris.", "new_request": second.query.text}
+        assert upstream.rule(confirmed) == "SAME"
+        compared = {"prompt": first.query.text, "answer_a": "It is Paris.", "answer_b": "It is Tokyo."}
+        assert upstream.rule(compared) == "DIFFERENT"
 
 
 def test_what_a_gateway_decides_itself_can_not_be_asked_for(tmp_path: Path) -> None:
