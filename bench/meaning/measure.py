@@ -45,7 +45,7 @@ class Cosine:
         reasons = tuple(None if one.similarity >= self._least else MissReason.FAR for one in neighbours)
         return Decision(0 if reasons[0] is None else None, reasons), state.counters
 
-    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None, *_: object) -> LearnedModel | None:
         return model
 
 
@@ -68,9 +68,9 @@ def vcache(
     return outcomes
 
 
-def rules(error_max: float, seed: int) -> dict[str, Callable[[], Rule]]:
+def rules(error_max: float) -> dict[str, Callable[[], Rule]]:
     made: dict[str, Callable[[], Rule]] = {
-        "verified": lambda: VerifiedRule(PRIOR, error_max, random.Random(seed).random),
+        "verified": lambda: VerifiedRule(PRIOR, error_max),
         "cold": lambda: VerifiedRule(PRIOR, error_max),
     }
     for least in COSINES:
@@ -100,7 +100,7 @@ def measure(one: Labelled, embedder: Recall, pools: Pools | None, options: argpa
                     if policy == "vcache":
                         outcomes = vcache(requests, embedder, error_max, noise, draw)
                     else:
-                        outcomes = stream(requests, Traffic(embedder, rules(error_max, seed)[policy](), judging, gate))
+                        outcomes = stream(requests, Traffic(embedder, rules(error_max)[policy](), judging, gate))
                     results.append(
                         counted(
                             outcomes,
@@ -164,7 +164,7 @@ def try_out(sets: Sequence[Labelled], embedder: Recall, options: argparse.Namesp
     error_max = options.error_max[0]
 
     def traffic(seed: int) -> Traffic:
-        return Traffic(embedder, rules(error_max, seed)["verified"](), Ideal(0.0, random.Random(seed)))
+        return Traffic(embedder, rules(error_max)["verified"](), Ideal(0.0, random.Random(seed)))
 
     def show(text: str) -> None:
         print(text, flush=True)
