@@ -431,11 +431,6 @@ class CacheSettings(_Section):
         le=1,
         description="the most that questions may cost, as a share of what requests would cost uncached",
     )
-    judge_model: str | None = Field(
-        None,
-        description="alias of the model that compares long answers; `auto`: the cheapest deployment of each answer's own alias",
-    )
-    judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
     shadow_share: float = Field(
         0.0, ge=0, le=1, description="share of semantic hits also generated, as a check; up to 0.3 of the first"
     )
@@ -719,10 +714,6 @@ class Settings(_Section):
                 wrong.append(f"models.{alias}.baseline: found {model.baseline!r}, expected one of {names}{hint}")
         wrong += self._wrong_fallbacks()
         wrong += self._wrong_webhook()
-        judge = self.cache.judge_model
-        if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
-            hint = did_you_mean(judge, self.models)
-            wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
         wrong += self._wrong_verifiers()
         _refuse(wrong)
         return self

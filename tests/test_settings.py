@@ -55,8 +55,8 @@ LOCAL = "{backend: local, engine: default}"
             ["needs `base_url` and", "base_url: found 'x'"],
         ),
         (
-            f"cache: {{judge_model: x}}\nmodels: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}",
-            ["cache.judge_model: found 'x'", "models.a.deployments.1.name: 'a@default' is used twice"],
+            f"cache: {{verifier: x}}\nmodels: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}",
+            ["cache.verifier: found 'x'", "models.a.deployments.1.name: 'a@default' is used twice"],
         ),
         (
             f"cache: {{verifier: sml, verify: before, verify_share: 5}}\nmodels: {{small: {{deployments: [{LOCAL}]}}}}",
@@ -253,7 +253,7 @@ def test_all_wrong_values_are_named_in_one_round(tmp_path: Path) -> None:
 
 
 _REFERS_WRONG = """
-cache: {judge_model: asistant}
+cache: {verifier: asistant}
 engines: {gpu: {}, cpu: {}}
 models:
   assistant:
@@ -274,7 +274,7 @@ def test_all_wrong_references_are_named_in_one_round(tmp_path: Path) -> None:
     assert str(told.value).splitlines() == [
         f"{first}.0.engine: found 'gpuu', expected one of ['cpu', 'gpu']; did you mean gpu?",
         f"{first}.2.name: 'o' is used twice; give each deployment its own `name`",
-        "cache.judge_model: found 'asistant', expected one of ['assistant']; did you mean assistant?",
+        "cache.verifier: found 'asistant', expected `auto` or one of ['assistant']; did you mean assistant?",
     ]
 
 

@@ -51,9 +51,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2540, "gateway/accounts": 2660, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
-    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2890,
-    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 2100, "gateway/transport": 600,
+    "gateway": 2550, "gateway/accounts": 2660, "gateway/admin": 3350, "gateway/alerts": 450, "gateway/api": 3510,
+    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2890,
+    "gateway/learning": 1500, "gateway/reconcile": 610, "gateway/telemetry": 2120, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,
     "cache/exact": 1240, "cache/semantic": 1310, "cache/verdicts": 1060, "cache/worker": 580, "policies": 2210,
     "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

@@ -841,9 +841,9 @@ class VerifierModelOut(_Out):
     deployment: str = Field(description="who is asked, as at the start; empty: no deployment can be")
     question_microusd: int | None = Field(description="the expected cost of a question; null: no price is known")
     lookups: int = Field(description="hits by meaning and misses")
-    asked: int = Field(description="requests about which it was asked before, or beside, their generation")
+    asked_requests: int = Field(description="requests about which it was asked before, or beside, their generation")
     yes: int = Field(description="of them, those for which it found a stored answer right")
-    asked_share: float | None = Field(description="asked / lookups")
+    asked_share: float | None = Field(description="asked_requests / lookups")
     questions: int = Field(description="with second questions, those after misses and exams")
     cost_microusd: int
     hits: int = Field(description="served on its word, given now or before for the same words")

@@ -27,10 +27,9 @@ def problems(
     team_names: Mapping[int, str],
     last_hour: Summary | None,
     truths: Sequence[LiveError] = (),
-    *,
-    is_judged: bool = False,
+    unverified: Sequence[str] = (),
 ) -> list[Problem]:
-    """All current problems; empty when all is well. `is_judged`: deployments judge answers of their alias."""
+    """All current problems; empty when all is well. `unverified` says of aliases that no deployment can verify their answers."""
     current = [
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is PartHealth.STARTING}),
@@ -38,7 +37,7 @@ def problems(
         *_of_traffic(parts, last_hour),
         *_of_refusals(team_names, last_hour),
         *_of_truth(truths),
-        *(_of_judges(deployments) if is_judged else ()),
+        *(Problem(line, _DEPLOYMENTS) for line in unverified),
     ]
     return sorted(current, key=lambda problem: not problem.is_urgent)
 
@@ -102,22 +101,6 @@ def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
         )
         for error in truths
         if error.drift is not None
-    ]
-
-
-def _of_judges(deployments: Sequence[DeploymentOut]) -> list[Problem]:
-    """Aliases without a judge for their answers."""
-    if any(view.backend == "local" for view in deployments):
-        return []
-    able = {view.alias for view in deployments if view.can_chat}
-    return [
-        Problem(
-            f"`judge_model: auto` asks nothing about answers of {alias}: no deployment of it can chat, and there is no "
-            "local engine",
-            _DEPLOYMENTS,
-        )
-        for alias in dict.fromkeys(view.alias for view in deployments)
-        if alias not in able
     ]
 
 

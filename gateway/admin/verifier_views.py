@@ -28,7 +28,7 @@ async def cache_verifier(parts: WorkerParts) -> models.VerifierOut:
     rows = [_row(parts, alias, chosen.get(alias), summary) for alias in aliases]
     page = await parts.stats.routes(_is_example, limit=_EXAMPLES)
     return models.VerifierOut(
-        models=[row for row in rows if row.deployment or row.asked or row.would_hits or row.verify != "off"],
+        models=[row for row in rows if row.deployment or row.asked_requests or row.would_hits or row.verify != "off"],
         examples=[await _example(parts, record) for record in page.records],
     )
 
@@ -44,7 +44,7 @@ def _row(parts: WorkerParts, alias: str, chosen: Assigned | None, summary: Summa
         deployment=chosen.deployment if chosen is not None else "",
         question_microusd=chosen.microusd if chosen is not None else None,
         lookups=lookups,
-        asked=tally.asked_requests,
+        asked_requests=tally.asked_requests,
         yes=tally.confirmed_requests,
         asked_share=tally.asked_requests / lookups if lookups else None,
         questions=sum(sample.questions for sample in samples),

@@ -40,6 +40,7 @@ from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
+from gateway.deployments.verifiers import assigned
 from gateway.journey.record import FIELDS, Record, flat
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import false_different, false_same
@@ -334,7 +335,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             team_names=names,
             last_hour=summary,
             truths=parts.truth.live,
-            is_judged=parts.settings.cache.judge_model == "auto",
+            unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
         ),
     )
 

@@ -148,7 +148,7 @@ class SemanticLookup:
         return self._settings.verification(alias.name, team.verify, of_request)
 
     async def find(self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
-        """A semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""
+        """A semantic hit, or the reason for a miss. `relaxed` has no reason against a lookup."""
         if controls.no_cache or fingerprint.text is None:
             return SemanticResult(miss_reason="no-cache")
         storing = self._stores.get(fingerprint.compat)
@@ -169,13 +169,12 @@ class SemanticLookup:
         result = await self._semantic.lookup(query)
         if not isinstance(result, Hit):
             return self._missed(result, fingerprint, team, alias, bound)
-        pointed = await self._exact.lookup_entry(
-            fingerprint, result.exact, controls.max_age_s, is_served=verification.is_served
-        )
+        is_served = verification.is_served
+        pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if not verification.is_served:
+        if not is_served:
             return SemanticResult(similarity=result.similarity, miss_reason=OBSERVED, would=pointed.entry)
         if result.trial is not None:
             self.errors.charge(fingerprint.compat, 1.0 - result.trial.p)

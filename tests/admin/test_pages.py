@@ -16,8 +16,6 @@ from gateway.accounts.holdings import ROW_BYTES
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.admin import savings_views, views
 from gateway.admin.guard import COOKIE, SESSION_S
-from gateway.admin.models import DeploymentOut
-from gateway.admin.problems import problems
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
 from gateway.settings import ResponseSettings
@@ -500,18 +498,6 @@ async def test_the_cache_page_shows_what_judging_cost_and_how_judges_err(
     assert all(one.saved_microusd > 0 for one in stats.judging)
     (judge,) = stats.judges
     assert (judge.pairs, judge.agreed, judge.false_same.estimate) == (72, 71, pytest.approx(1 / 31))
-
-
-def test_an_alias_without_a_judge_is_a_problem() -> None:
-    """Where answers are judged by their own alias, which can do no more than embed, and no engine is there."""
-    vectors = REMOTE.model_copy(update={"alias": "vectors", "can_chat": False})
-
-    def messages(*views: DeploymentOut, is_judged: bool = True) -> list[str]:
-        found = problems([], views, [], {}, None, is_judged=is_judged)
-        return [problem.message for problem in found if "judge_model" in problem.message]
-
-    assert [message.split(" of ")[1].split(":")[0] for message in messages(vectors, REMOTE)] == ["vectors"]
-    assert messages(vectors, LOCAL) == messages(REMOTE) == messages(vectors, is_judged=False) == []
 
 
 async def test_a_certificate_is_started_anew(world: World, browser: httpx.AsyncClient) -> None:

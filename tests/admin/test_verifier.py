@@ -12,6 +12,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gateway.admin import views
 from gateway.admin.guard import COOKIE
 from tests.admin.browser import chromium, serving, visiting
 from tests.admin.seed import HOSTILE
@@ -76,7 +77,7 @@ async def test_counts_by_model_say_what_asking_brings(redis: Redis, tmp_path: Pa
     assert {name: small[name] for name in ("model", "verify", "deployment", "question_microusd")} == {
         "model": "small", "verify": "before", "deployment": "cheap", "question_microusd": 80,
     }  # fmt: skip
-    counts = ("lookups", "asked", "yes", "questions", "cost_microusd", "hits", "saved_microusd", "would_hits")
+    counts = ("lookups", "asked_requests", "yes", "questions", "cost_microusd", "hits", "saved_microusd", "would_hits")
     assert [small[name] for name in counts] == [13, 12, 6, 1, 80, 7, 2_100, 0]
     assert small["asked_share"] == pytest.approx(12 / 13)
     assert small["wait_p50_ms"] == pytest.approx(400, rel=0.1)
@@ -102,6 +103,17 @@ async def test_a_gateway_without_a_verifier_shows_no_card(redis: Redis, tmp_path
     """No verifier and no counts of one: nothing to show."""
     async with open_world(redis, tmp_path) as world:
         assert await _read(world) == {"models": [], "examples": []}
+
+
+async def test_a_verifier_that_can_not_be_asked_is_a_problem(redis: Redis, tmp_path: Path) -> None:
+    """Where no deployment of the verifier can chat, the overview says which alias nothing is asked about, and what helps."""
+    vectors = {**_PLACE, "name": "v", "base_url": "https://api.openai.com/v1", "model": "text-embedding-3-small"}
+    models = {**_SETTINGS["models"], "vectors": {"is_semantic": False, "deployments": [vectors]}}
+    async with open_world(redis, tmp_path, cache={"verifier": "vectors"}, models=models) as world:
+        found = await views.status(world.admin)
+    expected = "verify is `{}`, and no deployment of its verifier 'vectors' can chat: nothing is asked"
+    messages = [problem.message.split(";")[0] for problem in found.problems]
+    assert messages == [f"small: {expected.format('before')}", f"big: {expected.format('observe')}"]
 
 
 async def test_the_card_shows_what_would_be_served(redis: Redis, tmp_path: Path) -> None:
