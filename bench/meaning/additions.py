@@ -29,7 +29,8 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class AdditionSent:
-    """`is_served`: any answer was; `is_asked`: the verifier had a question; `is_reversed`: the longer request was the cached one."""
+    """`is_reversed`: the longer request was the cached one, and only its answer counts as served: the plain question may have others
+    beside verdicts; else `is_served` by any answer. `is_asked`: the verifier had a question."""
 
     addition: Addition
     is_reversed: bool
@@ -56,11 +57,12 @@ def send_additions(
                 traffic.store(cached)
                 outcome = traffic.probe(other)
                 traffic.drop(cached)
+                is_reversed, served = cached is longer, outcome.served
                 sent.append(
                     AdditionSent(
                         addition=addition,
-                        is_reversed=cached is longer,
-                        is_served=outcome.served is not None,
+                        is_reversed=is_reversed,
+                        is_served=served is not None and (not is_reversed or served.exact == cached.exact),
                         is_asked=outcome.questions > 0,
                         is_verified=outcome.is_verified,
                     )
