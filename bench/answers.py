@@ -46,8 +46,12 @@ class Pools:
         return random.choice(_OPENINGS) + text + random.choice(_CLOSINGS) if self.is_varied else text
 
     def of(self, one: Labelled) -> Labelled:
-        """The requests of a set that have answers here and no dialogue before them."""
-        some = tuple(request for request in one.requests if request.label in self.texts and len(request.messages) == 1)
+        """The requests of a set that have answers here and no dialogue before them, but for a system prompt."""
+        some = tuple(
+            request
+            for request in one.requests
+            if request.label in self.texts and all(turn["role"] == "system" for turn in request.messages[:-1])
+        )
         return Labelled(one.name, some)
 
 

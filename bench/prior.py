@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.labelled import Comparisons, Labelled, Recall, Request, load
+from bench.labelled import Comparisons, Labelled, Request, load
+from bench.meaning.vectors import Recall
 from cache import Query
 from cache.decision.features import FEATURES, IN_CONTEXT, Neighbour
 from cache.decision.guards import is_added, is_other_in_context
@@ -234,6 +235,13 @@ def context_prior(sets: Sequence[Labelled], embedder: Recall) -> Prior:
     return fit_contexts(rows, tuple(thresholds))
 
 
+def _recall(sets: Sequence[Labelled]) -> Recall:
+    embedder = Recall(open_embedder(), [one.name for one in sets])
+    embedder.want(request.query.text for one in sets for request in one.requests)
+    embedder.save()
+    return embedder
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench prior", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
@@ -243,13 +251,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.contexts:
         sets = [one for folder in options.folders for one in load(folder)]
-        embedder = Recall(open_embedder(), sets)
+        embedder = _recall(sets)
         prior = context_prior(sets, embedder)
         if options.write is not None:
             options.write.write_text(_module(prior, embedder.info.name, options.terms, is_of_contexts=True))
         return 0
     sets = [one for folder in options.folders for one in load(folder)]
-    embedder = Recall(open_embedder(), sets)
+    embedder = _recall(sets)
     found: list[list[Rows]] = []
     for one in sets:
         found.append(rows_of(one, embedder))

@@ -31,7 +31,8 @@ _BUDGET = {"window": "day", "limit_microusd": 10**14, "is_hard": True}
 class Sameway:
     """The gateway of `checkout`, run by the interpreter `python`; by default those of this bench.
 
-    `environ`: variables beside those of the bench. `cache`: settings of that section, beside the setup's.
+    `environ`: variables beside those of the bench. `verifier`: the path of the upstream that answers a verifier's questions, for a
+    sixteenth of the price; without it there is none. `cache`: settings of that section, beside the setup's.
     """
 
     name = "sameway"
@@ -42,11 +43,13 @@ class Sameway:
         checkout: Path = BENCH.parent,
         python: str = sys.executable,
         environ: Mapping[str, str] | None = None,
+        verifier: str | None = None,
         **cache: object,
     ) -> None:
         self._checkout = checkout
         self._python = python
         self._environ = environ or {}
+        self._verifier = verifier
         self._cache = cache
 
     def install(self) -> None:
@@ -60,7 +63,7 @@ class Sameway:
 
     def start(self, setup: Setup, stub: Upstream, folder: Path) -> Running:
         config = folder / "sameway.yaml"
-        config.write_text(yaml.safe_dump(_settings(setup, stub, folder, self._cache)))
+        config.write_text(yaml.safe_dump(_settings(setup, stub, folder, self._cache, self._verifier)))
         command = [self._python, "-m", "gateway", "serve", "--config", str(config), "--port", "0"]
         environ = clean_environment(SAMEWAY_ADMIN_KEY=_ADMIN_KEY, **self._environ)
         child = Child(command, folder / "sameway.log", environ, self._checkout)
@@ -92,10 +95,11 @@ _TEAMS: tuple[tuple[str, dict[str, Any], list[dict[str, Any]]], ...] = (
 )
 
 
-def _settings(setup: Setup, stub: Upstream, folder: Path, cache: Mapping[str, object]) -> dict[str, Any]:
-    price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0}
-
-    def model(path: str) -> dict[str, Any]:
+def _settings(
+    setup: Setup, stub: Upstream, folder: Path, cache: Mapping[str, object], verifier: str | None
+) -> dict[str, Any]:
+    def model(path: str, share: float = 1.0) -> dict[str, Any]:
+        price = {"input_usd_per_mtok": share, "output_usd_per_mtok": 2.0 * share}
         deployment = {
             "backend": "openai",
             "base_url": f"http://127.0.0.1:{stub.port}{path}",
@@ -113,9 +117,14 @@ def _settings(setup: Setup, stub: Upstream, folder: Path, cache: Mapping[str, ob
             "is_semantic": setup in (Setup.SEMANTIC, Setup.WORDS),
             "check_share": 0 if setup is Setup.WORDS else 0.03,
             **({"l1_bytes_max": 0} if setup in (Setup.HIT_REDIS, Setup.WORDS) else {}),
+            **({"verifier": "verifier"} if verifier is not None else {}),
             **cache,
         },
-        "models": {"instant": model("/v1"), "paced": model("/pace/10/v1")},
+        "models": {
+            "instant": model("/v1"),
+            "paced": model("/pace/10/v1"),
+            **({"verifier": model(verifier, 1 / 16)} if verifier is not None else {}),
+        },
     }
 
 
