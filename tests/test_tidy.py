@@ -32,7 +32,7 @@ ROOMS = {
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
-        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "entry", "stored", "fingerprint",
+        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "moving", "entry", "stored", "fingerprint",
     ),
     "policies": (
         "policies", "asking", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
@@ -65,6 +65,9 @@ CODE_LINES_MAX = {
 SMALL_FILES: dict[str, str] = {
     "cache/decision/context_prior.py": "written by a program, as the prior is",
     "gateway/journey/checks.py": "the bench draws by it, too",
+    "cache/moving.py": "a list of words for each language",
+    "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
+    "cache/worker/judging.py": "the other half of the worker, without its socket",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",

@@ -49,7 +49,7 @@ def test_a_row_has_what_came_through_the_gateway(tmp_path: Path) -> None:
 def test_hits_by_meaning_are_counted(tmp_path: Path) -> None:
     """Without audits, which are by chance, the second wording of each question is answered from the cache, and rightly."""
     (found,) = load(made(tmp_path / "paraphrases", _PARAPHRASES))
-    outcomes = list(stream_over_http(found.requests, is_audited=False))
+    outcomes = list(stream_over_http(found.requests, check_share=0.0))
     assert [one.served is not None for one in outcomes] == [False] * 3 + [True] * 3
     assert not any(one.is_wrong for one in outcomes)
 
