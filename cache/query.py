@@ -13,6 +13,10 @@ import msgspec
 from cache.fingerprint import Partition
 
 
+BOUND_MIN = 0.001
+"""A stricter bound than any that was measured: nothing is served by meaning."""
+
+
 class Query(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to look up semantically.
 
@@ -45,7 +49,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     veto decided. `chance` is the probability that a request like this one is generated: 1 if it was
     not to be served. `rule` names the features. `peers` are further entries of the first one's
     group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
-    no verdicts vouch for it.
+    no verdicts vouch for it. `hits` is how many hits the namespace had before.
     """
 
     ranked: tuple[bytes, ...]
@@ -56,6 +60,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     peers: tuple[bytes, ...] = ()
     worth: float = 1.0
     is_cold: bool = False
+    hits: int = 0
 
 
 class MissReason(StrEnum):
@@ -70,6 +75,7 @@ class MissReason(StrEnum):
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ
     POLARITY = "polarity"  # near, but one negates, or turns on what the other turns off
+    MARKS = "marks"  # near, but codes, links, signs or hidden characters differ
     NAMES = "names"  # near, but names, identifiers or quoted strings differ
     DIRECTION = "direction"  # near, but from and to are swapped
     FORM = "form"  # near, but another language, format, length or kind of answer is asked for

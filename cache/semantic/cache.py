@@ -27,18 +27,17 @@ from numpy.typing import NDArray
 
 from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
-from cache.decision.guards import foreign_words
-from cache.decision.model import THRESHOLD_MIN
 from cache.decision.parts import TEMPLATE_PROMPTS, Parts, Piece, Split, split
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
-from cache.decision.text_features import read, read_for
+from cache.decision.text_features import read
+from cache.decision.texts import read_for
 from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
-from cache.query import Hit, LookupResult, Miss, MissReason, Neighbourhood, Query, Undecided
-from cache.semantic.contexts import Contexts, places
+from cache.query import LookupResult, Miss, MissReason, Neighbourhood, Query
+from cache.semantic.contexts import Contexts
 from cache.semantic.index import Found, VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
@@ -242,7 +241,7 @@ class SemanticCache:
         for room, rows in by_room.items():
             found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
             for (index, vector), hits in zip(rows, found, strict=True):
-                answers[index] = self._decide(meant[index], room, hits, count, vector)
+                answers[index] = self._decide(meant[index], room, hits, count)
         return answers
 
     def _absence(self, query: Query) -> MissReason:
@@ -313,63 +312,24 @@ class SemanticCache:
         """
         return self._sketches.judge(namespace, fresh, name, others)
 
-    def _decide(
-        self, query: Query, room: bytes, nearest: Found, count: int, vector: NDArray[np.float32]
-    ) -> Neighbourhood:
-        neighbours = self._neighbours(query, room, nearest, vector)
+    def _decide(self, query: Query, room: bytes, nearest: Found, count: int) -> Neighbourhood:
+        neighbours = self._neighbours(query, room, nearest)
         if not neighbours:
             return Neighbourhood(Miss(self._absence(query)), ())
         state = self._states.of(query.namespace)
         with read_for(query.partition):
             near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
-            if self._find_other_names(query, room, neighbours, near.decision, vector):
-                near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
         if not query.is_try:
             state.counters = counters
         return near
 
-    def _find_other_names(
-        self, query: Query, room: bytes, neighbours: list[Neighbour], answer: LookupResult, vector: NDArray[np.float32]
-    ) -> bool:
-        """Whether words that alone keep the likeliest neighbour from being served are other names in its context.
-
-        They are if each of the neighbour's, and each of the prompt's own, carries the similarity, or is near to a word
-        of the other: an instruction does neither.
-        """
-        miss = answer.miss if isinstance(answer, Undecided) else answer
-        trial = miss.trial
-        if isinstance(miss, Hit) or miss.reason is MissReason.AUDIT:
-            return False  # it is drawn once whether to audit
-        if trial is None or not trial.features or trial.p < THRESHOLD_MIN:
-            return False
-        index = next(at for at, one in enumerate(neighbours) if one.exact == trial.ranked[0])
-        near = neighbours[index]
-        asked, known = read(query.text), read(near.text)
-        known_words, asked_words = foreign_words(asked, known, near.context), foreign_words(known, asked, near.context)
-        (known_vector,) = self._index.vectors(room, (self._by_entry[query.partition, near.exact],))
-        are_names, pair = self._contexts.are_names, (near.text, query.text)
-        if (
-            not near.places
-            or not (known_words or asked_words)
-            or not are_names(query.partition, pair, known_words, vector)
-            or not are_names(query.partition, pair[::-1], asked_words, known_vector)
-        ):
-            return False
-        neighbours[index] = msgspec.structs.replace(near, renamed=known_words | asked_words)
-        return True
-
-    def _neighbours(self, query: Query, room: bytes, nearest: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
+    def _neighbours(self, query: Query, room: bytes, nearest: Found) -> list[Neighbour]:
         now = self._clock()
         counts, tallies = self._rooms[room].groups, self._states.tallies(query.namespace)
         out = self._states.suspended(query.partition)
         neighbours = []
         numbers = nearest.keys.tolist()
-        matrix = self._contexts.matrix(room)
-        where: Sequence[tuple[float, ...]] = [()] * len(numbers)
-        if matrix is not None:
-            where = places(matrix, vector, self._index.vectors(room, numbers))
-        context = self._contexts.words(room)
-        for number, similarity, pointed in zip(numbers, nearest.similarities.tolist(), where, strict=True):
+        for number, similarity in zip(numbers, nearest.similarities.tolist(), strict=True):
             key = self._keys[number]
             group = key.group
             is_out = bool(out) and (b"a" + key.answer in out or b"g" + group in out)
@@ -385,9 +345,6 @@ class SemanticCache:
                 right=right,
                 wrong=wrong,
                 is_suspended=is_out,
-                is_reordered=bool(key.frame) and key.text == query.text,
-                places=pointed,
-                context=context,
             )
             neighbours.append(near)
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys

@@ -339,7 +339,7 @@ def _load(options: WorkerOptions) -> tuple[SemanticCache, bytes]:
     for words in (8, 20, 50, 100):
         embedder.encode(["word " * words])  # the first pass of a size compiles for it, and allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
-    rule = VerifiedRule(PRIOR, options.error_max, random.random if options.is_audited else None, beside())
+    rule = VerifiedRule(PRIOR, options.error_max, beside())
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 

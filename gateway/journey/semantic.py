@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,11 +19,10 @@ from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, MissRea
 from cache.context.learned import Learned
 from cache.context.relax import relaxed
 from cache.context.volatile import compile_pattern
-from cache.decision.guards import COLD_FIRST, COLD_WRONG, thresholds_of
 from cache.decision.normal_form import words_key
 from cache.entry import CacheUnavailable
 from cache.exact import Verified
-from cache.query import Undecided
+from cache.query import BOUND_MIN, Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.outcomes import AuditDraw, Looked, SemanticResult
@@ -40,7 +38,6 @@ _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
 # of a hit by the same words: as sure as the rule can be, and as rarely audited
 _WORDS_P, _WORDS_AUDITED = 0.998, 0.006
-_NAMESPACES_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +79,6 @@ class Bounds:
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
-class _ColdShare:
-    """How many hits that no verdicts vouch for may still be served, by compat, of those that this
-    process sees. Pointers would else repeat such a hit without end.
-    """
-
-    def __init__(self, first: float) -> None:
-        self._first = first
-        self._left: OrderedDict[bytes, float] = OrderedDict()
-
-    def pay(self, compat: bytes, error_max: float) -> None:
-        """One more request pays a share of a hit, as at the cache worker's rule."""
-        left = self._left.pop(compat, self._first) + error_max / COLD_WRONG
-        self._left[compat] = min(self._first, left)
-        if len(self._left) > _NAMESPACES_MAX:
-            self._left.popitem(last=False)
-
-    def has_one(self, compat: bytes) -> bool:
-        return self._left.get(compat, self._first) >= 1.0
-
-    def spend(self, compat: bytes) -> None:
-        """One such hit was served."""
-        self._left[compat] = self._left.get(compat, self._first) - 1.0
-
-
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
@@ -133,7 +106,6 @@ class SemanticLookup:
         self._learned = Learned()
         self.random = random
         self._clock = clock
-        self._cold = _ColdShare(COLD_FIRST / settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
@@ -160,7 +132,6 @@ class SemanticLookup:
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        self._cold.pay(fingerprint.compat, bound.error_max)
         query = Query(
             partition=fingerprint.partition,
             compat=fingerprint.compat,
@@ -189,8 +160,6 @@ class SemanticLookup:
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if result.trial is not None and result.trial.is_cold:
-            self._cold.spend(fingerprint.compat)
         return SemanticResult(
             entry=pointed.entry,
             similarity=result.similarity,
@@ -204,7 +173,7 @@ class SemanticLookup:
         if fingerprint.text is None or controls.no_cache or self._why_not(fingerprint, team, alias):
             return None
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        if bound.untightened is not None or thresholds_of(bound.error_max) is None:
+        if bound.untightened is not None or bound.error_max < BOUND_MIN:
             return None
         return words_key(fingerprint.compat, fingerprint.text)
 
@@ -224,15 +193,9 @@ class SemanticLookup:
             bound = self._bounds.bound(team, alias.name, controls.error_max)
             if bound.error_max < verified.error_max or self._clock() - verified.at > _VERIFIED_S:
                 return None
-            if trial.is_cold:
-                if not self._cold.has_one(fingerprint.compat):
-                    return None
-                self._cold.pay(fingerprint.compat, bound.error_max)
         if self.audited is not None and trial.chance < 1.0 and self.random() < trial.chance:
             audit = self.audited(team.id, alias.name, trial)
             return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
-        if trial.is_cold:
-            self._cold.spend(fingerprint.compat)
         self._exact.use(entry)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
         return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
