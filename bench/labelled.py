@@ -1,8 +1,8 @@
 """Labelled requests, as a stream for the semantic cache: a folder with `stream.jsonl.gz` (or without .gz), one request a line.
 
 A line has `text`, `label` (the same label: the same right answer) and perhaps `system`, `history` (the earlier turns of its dialogue,
-the oldest first) and `part`: the lines of each part are a set of their own. Vectors are kept in `.bench/vectors`, so that a set is
-embedded once. Knows no policy.
+the oldest first) and `part`: the lines of each part are a set of their own; `id`, `must_miss_with` (the id of a near request of
+another label) and `note` are for the tables. Knows no policy.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache import Hit, Miss, Partition, Query, fingerprint
 from cache.context.learned import Learned
 from cache.context.relax import relaxed
-from cache.encoder.types import Embedder, EmbedderInfo, Encoded, Tokens
 from cache.semantic.cache import PromptAdded
 from cache.verdicts.records import AnswerJudged, Source, Verdict, answer_name
 
 TENANT = Partition(bytes(16))
-_VECTORS = Path(".bench/vectors")
 _FOREVER = 1e12
-_PORTION = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +35,12 @@ class Request:
     exact: bytes
     label: str
     messages: Sequence[Mapping[str, str]]
+    id: str = ""
+    near: str = ""  # the id of a request of another label that is near
+    note: str = ""
 
-    def added(self) -> PromptAdded:
-        return PromptAdded(TENANT, self.exact, self.query.compat, self.query.text, 0.0, _FOREVER)
+    def added(self, at: float = 0.0) -> PromptAdded:
+        return PromptAdded(TENANT, self.exact, self.query.compat, self.query.text, at, _FOREVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,32 @@ class Labelled:
     def shuffled(self, seed: int, count: int | None = None) -> list[Request]:
         """The requests in an order, each with the compat that a gateway gives it which has seen those before it."""
         order = np.random.default_rng(seed).permutation(len(self.requests))
+        return self._seen_in_order(order[:count].tolist())
+
+    def drawn(self, seed: int, count: int) -> list[Request]:
+        """So many requests, the label of each drawn by Zipf (the n-th of a seeded order has 1/n of the weight of the first) and its
+        wording evenly: the same request may come again."""
+        rng = np.random.default_rng(seed)
+        places: dict[str, list[int]] = {}
+        for place, request in enumerate(self.requests):
+            places.setdefault(request.label, []).append(place)
+        own = [places[label] for label in rng.permutation(sorted(places)).tolist()]
+        weights = 1.0 / np.arange(1, len(own) + 1)
+        labels = rng.choice(len(own), count, p=weights / weights.sum()).tolist()
+        return self._seen_in_order([own[label][rng.integers(len(own[label]))] for label in labels])
+
+    def _seen_in_order(self, places: Sequence[int]) -> list[Request]:
         learned = Learned()
         return [
             replace(one, query=_query(one.messages, one.query.text, learned))
-            for one in (self.requests[place] for place in order[:count])
+            for one in (self.requests[place] for place in places)
         ]
+
+
+def joined(sets: Sequence[Labelled]) -> Labelled:
+    """One set of all requests of several; its name has theirs."""
+    name = sets[0].name + "".join("+" + one.name.rpartition("/")[2] for one in sets[1:])
+    return Labelled(name, tuple(request for one in sets for request in one.requests))
 
 
 def load(folder: Path) -> list[Labelled]:
@@ -69,11 +89,11 @@ def load(folder: Path) -> list[Labelled]:
         for number, line in enumerate(lines):
             row = json.loads(line)
             name = f"{folder.name}/{row['part']}" if "part" in row else folder.name
-            parts.setdefault(name, []).append(_request(row, number))
+            parts.setdefault(name, []).append(request_of(row, f"{folder.name} {number}"))
     return [Labelled(name, tuple(requests)) for name, requests in parts.items()]
 
 
-def _request(row: Mapping[str, Any], number: int) -> Request:
+def request_of(row: Mapping[str, Any], name: str) -> Request:
     turns = [*row.get("history", ()), row["text"]]
     messages = [
         {"role": "assistant" if (len(turns) - place) % 2 == 0 else "user", "content": turn}
@@ -81,8 +101,16 @@ def _request(row: Mapping[str, Any], number: int) -> Request:
     ]
     if row.get("system") is not None:
         messages.insert(0, {"role": "system", "content": row["system"]})
-    exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
-    return Request(_query(messages, row["text"]), exact, str(row["label"]), messages)
+    exact = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    return Request(
+        query=_query(messages, row["text"]),
+        exact=exact,
+        label=str(row["label"]),
+        messages=messages,
+        id=str(row.get("id", "")),
+        near=str(row.get("must_miss_with", "")),
+        note=str(row.get("note", "")),
+    )
 
 
 def _query(messages: Sequence[Mapping[str, str]], text: str, learned: Learned | None = None) -> Query:
@@ -129,44 +157,3 @@ class Comparisons:
             created_at=created_at,
         )
         return AnswerJudged(query.partition, verdict, self._answers[first][1], joined)
-
-
-class Recall:
-    """An embedder that has seen all texts of some sets before, and remembers others."""
-
-    def __init__(self, embedder: Embedder, sets: Sequence[Labelled]) -> None:
-        self.info: EmbedderInfo = embedder.info
-        self._embedder = embedder
-        self._known: dict[str, tuple[NDArray[np.float32], int]] = {}
-        for one in sets:
-            texts = list(dict.fromkeys(request.query.text for request in one.requests))
-            encoded = _kept(embedder, one.name, texts)
-            self._known |= dict(zip(texts, zip(encoded.vectors, encoded.tokens.tolist(), strict=True), strict=True))
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        new = [text for text in dict.fromkeys(texts) if text not in self._known]
-        if new:
-            encoded = self._embedder.encode(new)
-            self._known |= dict(zip(new, zip(encoded.vectors, encoded.tokens.tolist(), strict=True), strict=True))
-        found = [self._known[text] for text in texts]
-        tokens = np.array([count for _, count in found], dtype=np.int32)
-        return Encoded(np.stack([vector for vector, _ in found]).astype(np.float32), tokens)
-
-    def encode_tokens(self, text: str) -> Tokens | None:
-        return self._embedder.encode_tokens(text)
-
-
-def _kept(embedder: Embedder, name: str, texts: Sequence[str]) -> Encoded:
-    """The vectors of a set, in float16 on disk, as the store keeps them."""
-    digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=6).hexdigest()
-    path = _VECTORS / f"{name.replace('/', '-')}-{digest}-{embedder.info.key.hex()}.npz"
-    if not path.exists():
-        portions = [embedder.encode(texts[at : at + _PORTION]) for at in range(0, len(texts), _PORTION)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(
-            path,
-            vectors=np.concatenate([one.vectors for one in portions]).astype(np.float16),
-            tokens=np.concatenate([one.tokens for one in portions]),
-        )
-    with np.load(path) as kept:
-        return Encoded(kept["vectors"], kept["tokens"])

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.labelled import Comparisons, Labelled, Recall, Request, load
+from bench.labelled import Comparisons, Labelled, Request, load
+from bench.meaning.vectors import Recall
 from cache import Query
 from cache.decision.differences import kinds_of
 from cache.decision.features import FEATURES, Neighbour
@@ -146,7 +147,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--terms", default="", help="one line: the sets and their licences")
     options = parser.parse_args(argv)
     sets = [one for folder in options.folders for one in load(folder)]
-    embedder = Recall(open_embedder(), sets)
+    embedder = Recall(open_embedder(), [one.name for one in sets])
+    embedder.want(request.query.text for one in sets for request in one.requests)
+    embedder.save()
     found: list[list[Rows]] = []
     for one in sets:
         found.append(rows_of(one, embedder))

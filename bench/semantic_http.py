@@ -20,6 +20,7 @@ from typing import Any
 from bench.lab.processes import BenchError
 from bench.lab.systems import Setup
 from bench.labelled import Request
+from bench.meaning.stream import Outcome
 from bench.peers.sameway import Sameway
 
 _HITS = ("exact", "semantic")
@@ -59,15 +60,15 @@ class _Answer(BaseHTTPRequestHandler):
 
 def stream_over_http(
     requests: Sequence[Request], answers: Sequence[str] | None = None, **cache: object
-) -> Iterator[tuple[bool, bool]]:
-    """For each request whether a new gateway with these settings of its cache hits, and whether the hit is wrong.
+) -> Iterator[Outcome]:
+    """What a new gateway with these settings of its cache makes of each request. A hit's `served` has the label of its answer.
 
     `answers` has the upstream's text for each request; without it a text names the label. Raises BenchError where the gateway does
     not start, or refuses or garbles a request.
     """
     labels = {label: number for number, label in enumerate(sorted({request.label for request in requests}), 1)}
     texts = answers or [f"This is case {labels[request.label]}." for request in requests]
-    owners = {text: request.label for text, request in zip(texts, requests, strict=True)}
+    owners = dict(zip(texts, requests, strict=True))
     with _answers() as upstream, tempfile.TemporaryDirectory(prefix="sameway-bench-") as folder:
         running = Sameway(**cache).start(Setup.SEMANTIC, upstream, Path(folder))
         try:
@@ -78,7 +79,7 @@ def stream_over_http(
                 kind, text = _ask(connection, running.instant.path, running.instant.headers, body)
                 if kind not in _HITS and text != fresh:
                     raise BenchError(f"sameway: {kind}, but {text!r} instead of {fresh!r}")
-                yield kind in _HITS, owners.get(text) != request.label
+                yield Outcome(request, owners[text] if kind in _HITS else None, is_exact=kind == "exact")
             connection.close()
         finally:
             running.stop()

@@ -137,8 +137,7 @@ class LogisticModel:
             b[b * SIGNS < 0] = 0.0
             if size < 1e-4:
                 break
-        covariance: Vector = np.linalg.inv(hessian)
-        return LogisticModel(self._prior, b, covariance)
+        return LogisticModel(self._prior, b, np.asarray(np.linalg.inv(hessian), np.float64))
 
     def as_prior(self) -> Prior:
         """Itself, for others to start from."""

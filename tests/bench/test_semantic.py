@@ -5,13 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import prior, semantic
 from bench.labelled import load
+from bench.meaning.rows import is_refuted
+from bench.meaning.vectors import Recall
+from bench.meaning.verifier import Candidate, PlayedVerifier, Word
+from cache import Query, Trial
+from cache.decision.features import Neighbour
 from cache.decision.model import Prior
+from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
+from cache.query import Asked
 from tests.cache.fakes import FakeEmbedder
 
 
@@ -57,36 +66,101 @@ def test_each_part_is_a_set_of_its_own(folder: Path) -> None:
     assert len({request.exact for request in (*first.requests, *second.requests)}) == 3
 
 
-def test_every_policy_is_counted(folder: Path, tmp_path: Path) -> None:
+def rows_of(folder: Path, *flags: str) -> list[dict[str, Any]]:
+    """The rows of a run."""
+    out = folder.parent / "rows.json"
+    assert semantic.main([str(folder), *flags, "--json", str(out)]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())
+    return rows
+
+
+def test_every_policy_is_counted(folder: Path) -> None:
     """The rows say what was asked; without noise nothing here can be wrong, and a fixed cosine finds what there is."""
-    out = tmp_path / "rows.json"
-    assert semantic.main([str(folder), "--seeds", "2", "--judge-noise", "0", "0.1", "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())
-    assert {row["policy"] for row in rows} == {
-        "verified", "cold", "guards", "cosine 0.8", "cosine 0.9", "cosine 0.95", "vcache",
-    }  # fmt: skip
+    policies = ["verified", "cold", "cosine 0.8", "cosine 0.9", "cosine 0.95", "vcache"]
+    rows = rows_of(folder, "--seeds", "2", "--judge-noise", "0", "0.1", "--policies", *policies)
+    assert {row["policy"] for row in rows} == set(policies)
     assert all((row["requests"], row["possible"], row["wrong"]) == (40, 20, 0) for row in rows)
     assert {row["hits"] for row in rows if row["policy"].startswith("cosine")} == {20}
     assert {row["judge_noise"] for row in rows if row["policy"] == "verified"} == {0.0, 0.1}
 
 
-def test_a_cold_namespace_is_held_to_what_was_learned_of_other_sets(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A set of which all cold hits are wrong fails by the share of a set that has none, and not that set by its own."""
-    (tmp_path / "noise").mkdir()
-    rows = [{"text": f"gamma{number // 2} delta", "label": number} for number in range(400)]
-    lines = "\n".join(json.dumps(row) for row in rows)
-    (tmp_path / "noise" / "stream.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    out = tmp_path / "rows.json"
-    assert semantic.main(["--cold", str(tmp_path), "--json", str(out)]) == 1
-    rows = json.loads(out.read_text())
-    assert {(row["set"], row["error_max"]) for row in rows} == {
-        ("noise", 0.01), ("noise", 0.005), ("small", 0.01), ("small", 0.005),
-    }  # fmt: skip
-    assert {row["set"] for row in rows if row["failed"]} == {"noise"}
-    assert {row["policy"] for row in rows if row["set"] == "small"} == {"cold 1.000"}
-    assert "noise                without a share: 200 hits, 100.0% of them wrong" in capsys.readouterr().out
+class Asking(semantic.Cosine):
+    """A rule that is certain of nothing, and has the nearest of each group asked about."""
+
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
+        decision, counters = super().decide(query, neighbours, state)
+        trial = Trial((neighbours[0].exact,), b"", 0.9, 1.0, b"")
+        doubtful = tuple((at, 0.9) for at in range(min(2, len(neighbours)))) if query.may_ask else ()
+        return Decision(None, decision.reasons, trial, doubtful), counters
+
+
+@pytest.fixture
+def unsure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same requests for a rule that leaves all to the verifier."""
+    monkeypatch.setattr(semantic, "rules", lambda error_max, seed: {"verified": lambda: Asking(0.0)})
+    return folder
+
+
+def test_a_verifier_is_asked_before_an_answer_is_served(unsure: Path) -> None:
+    """Every possible hit is served on the word of one that does not err, and each question is counted, in money and time."""
+    (row,) = rows_of(unsure, "--verifier", "0")
+    assert (row["hits"], row["verified"], row["wrong"]) == (20, 20, 0)
+    assert row["asked"] == row["questions"] > 20
+    assert row["money"] == row["questions"] / 16 / 40
+    assert 0.0 < row["added_s"] <= 0.4
+    assert sum(row["tenths"]) == 20
+
+
+def test_without_its_word_everything_is_generated(unsure: Path) -> None:
+    """A slow verifier costs time and brings no hit; an absent one costs nothing."""
+    (slow,) = rows_of(unsure, "--verifier", "0", "--pace", "slow")
+    (absent,) = rows_of(unsure, "--verifier", "0", "--pace", "absent")
+    assert (slow["hits"], absent["hits"]) == (0, 0)
+    assert slow["questions"] > 0
+    assert slow["added_s"] > 1.0
+    assert (absent["questions"], absent["added_s"], absent["money"]) == (0, 0.0, 0.0)
+
+
+def test_errors_by_topic_come_again() -> None:
+    """One draw decides for all questions about a label; independent errors of the same share come on every label."""
+    candidates = [Candidate(Asked(bytes(16), b"g", 0.9, f"text {at}", 0.99), f"label {at % 10}") for at in range(200)]
+
+    def errors(*, by_topic: bool) -> list[bool]:
+        verifier = PlayedVerifier(0.5, 3, by_topic=by_topic)
+        return [verifier.ask("wish", one.label, [one]).chosen is None for one in candidates]
+
+    assert len({tuple(errors(by_topic=True)[at::10]) for at in range(10)}) == 2
+    assert all(len(set(errors(by_topic=False)[at::10])) == 2 for at in range(10))
+
+
+def test_a_doubtful_yes_is_confirmed_and_no_pair_is_asked_about_twice() -> None:
+    """A yes on what was unlikely costs a second question; the same wordings cost none."""
+    verifier = PlayedVerifier(0.05, 0)
+    sure, doubtful = (Candidate(Asked(bytes(16), b"g", 0.9, f"text {p}", p), "label") for p in (0.99, 0.1))
+    assert verifier.ask("wish", "label", [sure]) == Word(0, (True,), 1, 0.4)
+    assert verifier.ask("wish", "label", [doubtful]) == Word(0, (True,), 2, 0.8)
+    assert verifier.ask("wish", "label", [sure]) == Word(0, (True,))
+
+
+def test_a_half_fails_where_the_bound_is_refuted() -> None:
+    """Of 750 requests 14 wrong ones may be chance at 1%, 15 may not."""
+    assert not is_refuted(750, 14, 0.01)
+    assert is_refuted(750, 15, 0.01)
+    assert not is_refuted(0, 0, 0.01)
+
+
+def test_vectors_are_kept(tmp_path: Path) -> None:
+    """What one run encoded the next one reads, to the bit, and encodes only what is new."""
+    first = Recall(FakeEmbedder(), ["some/part"], tmp_path)
+    before = first.encode(["alpha", "beta gamma"])
+    first.save()
+    embedder = FakeEmbedder()
+    again = Recall(embedder, ["some/other"], tmp_path).encode(["alpha", "beta gamma"])
+    assert (again.vectors == before.vectors).all()
+    assert again.tokens.tolist() == before.tokens.tolist()
+    assert embedder.encoded == []
 
 
 def test_answers_are_drawn_and_judged_as_the_product_does(folder: Path, tmp_path: Path) -> None:
