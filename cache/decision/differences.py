@@ -30,18 +30,22 @@ _FREED_GROUPS, _FREED_WRONG = (
     2,
     0.5,
 )  # right verdicts on so many answers free a kind, and the wrong ones to each right one
-_ADDED_GROUPS, _ADDED_WRONG = 4, 0.1  # the same of an addition
+_ADDED_GROUPS, _ADDED_WRONG = 5, 0.05  # the same of an addition
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A word of one side. `form` is "" for a word alone, "+" for one of an addition, "~" for one
-    elsewhere.
+    """A word of one side. `form` is "" for a word alone, "+" or "++" for one of an addition, "~"
+    for one elsewhere.
     """
 
     word: str
     is_asked: bool
     form: str = ""
+
+    @property
+    def is_addition(self) -> bool:
+        return self.form.startswith("+")
 
     @property
     def kind(self) -> int:
@@ -86,7 +90,7 @@ def between(asked: Words, known: Words) -> dict[tuple[str, bool], str]:
             text = known.core if is_asked else asked.core
             for word in run:
                 if is_addition:
-                    found[word, is_asked] = "+"
+                    found[word, is_asked] = "+" if word not in text else "++"
                 elif word not in text:
                     found.setdefault((word, is_asked), "")
                 elif word not in other:
@@ -99,7 +103,11 @@ def from_all(asked: str, wordings: Sequence[str]) -> list[Difference]:
     left = words_of(asked)
     first, *others = [between(left, words_of(text)) for text in wordings[:_WORDINGS]]
     for other in others:
-        first = {key: form for key, form in first.items() if key in other}
+        # a prompt that has a wording whole, and more, is that wording with an addition
+        is_whole = len({is_asked for _, is_asked in other}) == 1
+        first = {
+            key: other[key] if is_whole and other[key] else form for key, form in first.items() if key in other
+        }
     return [Difference(word, is_asked, form) for (word, is_asked), form in first.items()]
 
 
@@ -133,8 +141,7 @@ class Freed:
     def has(self, difference: Difference) -> bool:
         """Whether right verdicts on several answers have freed its kind."""
         right, wrong, groups = self._counts.get(difference.kind, (0.0, 0.0, frozenset()))
-        is_addition = difference.form == "+"
-        least, most = (_ADDED_GROUPS, _ADDED_WRONG) if is_addition else (_FREED_GROUPS, _FREED_WRONG)
+        least, most = (_ADDED_GROUPS, _ADDED_WRONG) if difference.is_addition else (_FREED_GROUPS, _FREED_WRONG)
         return len(groups) >= least and wrong <= most * right
 
     def log_odds(self, kind: int) -> float:

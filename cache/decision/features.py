@@ -142,7 +142,7 @@ def features_of(
             s * candidate.share, _jaccard(left.word_set, right.word_set), _jaccard(left.trigrams, right.trigrams),
             best[True], best[False], min(3.0, sum(mine)), min(3.0, sum(theirs)), max(mine, default=0.0),
             max(theirs, default=0.0), min(6.0, float(len(weighed))),
-            min(4.0, float(sum(one.form == "+" for one in candidate.differences))),
+            min(4.0, float(sum(one.is_addition for one in candidate.differences))),
             min(4.0, float(sum(one.form == "~" for one in candidate.differences))),
             max(-6.0, min(6.0, sum(odds))), min(odds, default=0.0),
             abs(math.log((len(left.core) + 1) / (len(right.core) + 1))), float(not weighed),

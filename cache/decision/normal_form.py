@@ -1,4 +1,4 @@
-"""One normal form of a prompt: prompts that differ in spacing or in the case of a first word alone.
+"""One normal form of a prompt: prompts that differ in spacing alone.
 
 Pure functions of a text, for every language alike. It folds one line of prose, and where in doubt
 nothing: a text with code, quotes, lists or lines is its own form. Invariant: names, numbers and
@@ -14,7 +14,8 @@ from cache.decision.texts import HIDDEN, INVISIBLE
 from cache.fingerprint import DIGEST_BYTES
 
 _CHARS_MAX, _FOLDED_CHARS_MAX = 2_000, 400  # a longer text costs more to fold than that can save
-_PROSE = re.compile(r"[^\W_][^\W\d_ ]+(?:[ ,][\w ,.?!'’-]*)?")  # begins with a word; plain marks alone
+_PROSE = re.compile(r"[\w ,.?!'’-]+")  # words and plain marks alone, in one line
+_LOOSE = re.compile(r"(?<!\w)[-'’]|[-'’](?!\w)|_")
 _SPACES, _SPACES_AT_DIGITS = re.compile("  +"), re.compile(r"\d[,.]?  +[,.]?\d")
 
 
@@ -30,9 +31,5 @@ def words_key(compat: bytes, text: str) -> bytes | None:
 def normal_form(text: str) -> str:
     """The text with what cannot matter folded; the text itself where that cannot be told."""
     plain = text.strip(" \t\r\n")
-    if len(plain) > _FOLDED_CHARS_MAX or not _PROSE.fullmatch(plain) or _SPACES_AT_DIGITS.search(plain):
-        return text
-    plain = _SPACES.sub(" ", plain)
-    # "US" keeps its letters, and so does "iPhone"
-    is_plain_case = plain[1].islower() and not any(letter.isupper() for letter in plain.split(" ")[0][1:])
-    return plain[0].lower() + plain[1:] if is_plain_case else plain
+    is_prose = len(plain) <= _FOLDED_CHARS_MAX and _PROSE.fullmatch(plain) and not _LOOSE.search(plain)
+    return _SPACES.sub(" ", plain) if is_prose and not _SPACES_AT_DIGITS.search(plain) else text

@@ -28,7 +28,7 @@ ASKED_MAX, _ASKED_FROM, _ASKED_P = 4, 0.4, 0.05  # candidates of a question, and
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
 _NEAR = 0.5  # the least cosine of a hit: what is farther is another question, whatever was learned
-_REWORDED, _REWORDED_WRONG = 3, 1.0  # right verdicts, and the wrong ones to each right one
+_REWORDED, _STEADY = 3, 8  # right verdicts on an answer
 _SAME = 0.99  # that the same question but for words that mean nothing has the same answer
 
 
@@ -98,19 +98,19 @@ class Case:
 
 def is_vouched(candidate: Candidate, neighbours: Sequence[Neighbour], freed: Freed, words: WordCounts) -> bool:
     """Whether verdicts vouch for each difference: they freed its kind, or they called the answer right
-    for _REWORDED other wordings, and the word is no addition, known here, and none that a near prompt
-    with another answer has.
+    for _REWORDED other wordings and the word is no addition, is known in the namespace, and is in no
+    near prompt with another answer. With _STEADY of them one word may be new, and any in such a prompt.
     """
     witness = neighbours[candidate.index]
     left = [one for one in candidate.differences if not freed.has(one)]
     if not left:
         return True
-    if witness.right < _REWORDED or witness.wrong > _REWORDED_WRONG * witness.right:
+    if witness.right < _REWORDED or witness.wrong > witness.right or any(one.is_addition for one in left):
         return False
     others = {word for near in neighbours if near.answer != candidate.group for word in words_of(near.text).word_set}
-    return not any(
-        one.form == "+" or (one.is_asked and (one.word in others or one.word not in words.counts)) for one in left
-    )
+    new = sum(one.is_asked and one.word not in words.counts for one in left)
+    is_contrary = any(one.is_asked and one.word in others for one in left)
+    return new <= 1 if witness.right >= _STEADY else not (new or is_contrary)
 
 
 class VerifiedRule:
