@@ -12,7 +12,6 @@ import msgspec
 
 from cache.fingerprint import Partition
 
-
 BOUND_MIN = 0.001
 """A stricter bound than any that was measured: nothing is served by meaning."""
 

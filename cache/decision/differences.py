@@ -84,7 +84,7 @@ def between(asked: Words, known: Words) -> dict[tuple[str, bool], str]:
         if tag == "equal":
             continue
         runs = (asked.core[start:stop], True), (known.core[low:high], False)
-        is_end = stop == len(asked.core) and high == len(known.core) or not (start or low)
+        is_end = (stop == len(asked.core) and high == len(known.core)) or not (start or low)
         for (run, is_asked), (other, _) in (runs, runs[::-1]):
             is_addition = not other and (is_end or len(run) > 1)
             text = known.core if is_asked else asked.core
@@ -105,9 +105,7 @@ def from_all(asked: str, wordings: Sequence[str]) -> list[Difference]:
     for other in others:
         # a prompt that has a wording whole, and more, is that wording with an addition
         is_whole = len({is_asked for _, is_asked in other}) == 1
-        first = {
-            key: other[key] if is_whole and other[key] else form for key, form in first.items() if key in other
-        }
+        first = {key: other[key] if is_whole and other[key] else form for key, form in first.items() if key in other}
     return [Difference(word, is_asked, form) for (word, is_asked), form in first.items()]
 
 

@@ -89,7 +89,7 @@ def marks_of(text: str) -> Marks:
             spelled = match.end()
         else:
             words.append(word)
-            if not word.islower() and not plain[: match.start()].rstrip(_SPACE)[-1:] in _ENDS:
+            if not word.islower() and plain[: match.start()].rstrip(_SPACE)[-1:] not in _ENDS:
                 names.append(word)
     is_shouted = plain.isupper()
     return Marks(

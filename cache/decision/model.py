@@ -18,7 +18,6 @@ is the prior; a difference never makes an answer likelier.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -187,8 +186,6 @@ class LearnedModel:
 
     def learn(self, row: Row) -> None:
         """Take in a comparison. Fits at the first forty, then for every tenth more, at most 400."""
-        if row.judge_chance == 0.0 and row.is_right is None:
-            return  # those that a judge was asked about stand for it
         index = next((at for at, one in enumerate(self._rows) if row.is_late and _is_awaited(one, row)), None)
         if index is None:
             self._rows.append(row)
@@ -216,7 +213,7 @@ class LearnedModel:
     def _refit(self, rows: Sequence[Row], excess: float) -> None:
         features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
         features = features.reshape(len(rows), -1)
-        weights = np.array([row.weight for row in rows])
+        weights = _weights(rows)
         model = self.logistic.fitted(features, np.array([row.label for row in rows]), weights)
         latest, weights = features[-_REQUESTS:], weights[-_REQUESTS:]
         served, risk = latest[:, -2].sum(), latest[:, -1].sum()
@@ -226,6 +223,17 @@ class LearnedModel:
         order = order[is_open[order]]
         spent = (risk + np.cumsum((weights * (1 - p))[order])) * max(1.0, excess) / (len(p) + served)
         self.logistic, self._curve = model, (p[order], spent)
+
+
+def _weights(rows: Sequence[Row]) -> Vector:
+    """How many comparisons each row stands for. Those that no judge was asked about are spoken for by
+    those that one was; the rest of them counts as wrong.
+    """
+    weights = np.array([row.weight for row in rows])
+    is_unasked = np.array([row.is_right is None and row.judge_chance == 0.0 for row in rows])
+    spoken = sum(min(_WEIGHT_MAX, 1 / row.judge_chance) - 1 for row in rows if row.judge_chance)
+    weights[is_unasked] *= max(0.0, 1 - spoken / max(1, is_unasked.sum()))
+    return weights
 
 
 def _is_awaited(row: Row, late: Row) -> bool:

@@ -240,7 +240,7 @@ class SemanticCache:
                 by_room.setdefault(rooms[index], []).append((index, encoded.vectors[row]))
         for room, rows in by_room.items():
             found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
-            for (index, vector), hits in zip(rows, found, strict=True):
+            for (index, _), hits in zip(rows, found, strict=True):
                 answers[index] = self._decide(meant[index], room, hits, count)
         return answers
 

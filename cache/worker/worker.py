@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import logging
 import os
-import random
 import signal
 import sys
 import time

@@ -128,6 +128,7 @@ DIFFERENCES = [
     ("столица франции", "столица испании"),
 ]
 
+
 @pytest.mark.parametrize(("one", "other"), DIFFERENCES)
 def test_nothing_else_is_served(one: str, other: str) -> None:
     """However similar two texts are; in both directions."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
 from cache.decision.features import Neighbour
-from cache.decision.model import CalibratedModel, Row
+from cache.decision.model import LearnedModel, Row
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
 from cache.events import EntriesDropped
 from cache.semantic.cache import PromptAdded, Record, SemanticCache
@@ -31,7 +31,7 @@ class Yes:
     ) -> tuple[Decision, NamespaceCounters]:
         return Decision(0, (None,) * len(neighbours)), state.counters
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
         """It does not."""
         return model
 
