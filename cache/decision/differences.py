@@ -105,7 +105,12 @@ def from_all(asked: str, wordings: Sequence[str]) -> list[Difference]:
     for other in others:
         # a prompt that has a wording whole, and more, is that wording with an addition
         is_whole = len({is_asked for _, is_asked in other}) == 1
-        first = {key: other[key] if is_whole and other[key] else form for key, form in first.items() if key in other}
+        first = {
+            key: other[key] if is_whole and other[key] else form
+            for key, form in first.items()
+            # another wording has the word, elsewhere
+            if key in other and not (form in ("", "+") and other[key] in ("++", "~"))
+        }
     return [Difference(word, is_asked, form) for (word, is_asked), form in first.items()]
 
 

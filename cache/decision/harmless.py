@@ -11,7 +11,7 @@ import re
 
 # each language: articles and fillers | greetings and thanks | phrases that ask for a thing | phrases that ask for a way
 _ENGLISH = """
-    a an the just actually currently quickly really please
+    a an the please
   | hi; hello; hey; hi there; hello there; good morning; good afternoon; good evening; dear team; thanks; thank you; cheers;
     many thanks; thanks a lot; thank you very much; kind regards; best regards; thanks in advance; please
   | what is; what are; what s; whats; tell me; can you tell me; could you tell me; would you tell me; do you know;
@@ -19,7 +19,7 @@ _ENGLISH = """
   | how do i; how can i; how to; how would i; how do you; how can you; how do we; how can we; how does one
 """
 _GERMAN = """
-    ein eine einen der die das den bitte mal denn eigentlich
+    ein eine einen der die das den bitte mal denn
   | hallo; hi; guten tag; guten morgen; guten abend; moin; servus; danke; vielen dank; besten dank; danke schön;
     mit freundlichen grüßen; viele grüße; liebe grüße; danke im voraus; bitte
   | was ist; was sind; was ist denn; sag mir; sagen sie mir; kannst du mir sagen; können sie mir sagen;
@@ -27,7 +27,7 @@ _GERMAN = """
   | wie kann ich; wie kann man; wie mache ich; wie könnte ich; wie können wir
 """
 _SPANISH = """
-    un una el la los las realmente pues
+    un una el la los las
   | hola; buenos días; buenas tardes; buenas noches; buenas; gracias; muchas gracias; un saludo; saludos; por favor;
     gracias de antemano; saludos cordiales
   | qué es; cuál es; cuáles son; qué son; dime; me puedes decir; puedes decirme; podrías decirme; me podría decir;
@@ -35,7 +35,7 @@ _SPANISH = """
   | cómo puedo; cómo se puede; cómo podría; cómo podemos; cómo hago para
 """
 _FRENCH = """
-    un une le la les l vraiment donc
+    un une le la les l
   | bonjour; bonsoir; salut; merci; merci beaucoup; merci d avance; cordialement; bien à vous; s il vous plaît; s il te plaît;
     bonne journée
   | quel est; quelle est; quels sont; quelles sont; qu est ce que c est que; qu est ce que; dis moi; dites moi;

@@ -8,44 +8,16 @@ compared. Invariant: reading is deterministic and total.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 from cache.decision import words as lists
+from cache.decision.texts import HIDDEN, INVISIBLE, read_for, remembered
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_PARTITION: ContextVar[bytes] = ContextVar("partition", default=b"")
-
-
-@contextlib.contextmanager
-def read_for(partition: bytes) -> Iterator[None]:
-    """Remember for `partition` alone what is read inside: a text costs the same whether another
-    partition has asked it or not.
-    """
-    token = _PARTITION.set(partition)
-    try:
-        yield
-    finally:
-        _PARTITION.reset(token)
-
-
-def remembered(texts_max: int) -> Callable[[F], F]:
-    """Remember a function's results for the last `texts_max` texts, each for its partition."""
-
-    def decorate(function: F) -> F:
-        # decision: memos-per-partition
-        memo = functools.lru_cache(maxsize=texts_max)(lambda _, *texts: function(*texts))
-        wrapped: Any = functools.wraps(function)(lambda *texts: memo(_PARTITION.get(), *texts))
-        return cast(F, wrapped)
-
-    return decorate
+__all__ = ("HIDDEN", "INVISIBLE", "TextFeatures", "read", "read_for", "remembered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +91,6 @@ _TOKEN = re.compile(
 )
 _SENTENCE_END = frozenset(".!?:;\n")
 _CLAUSE_END = _SENTENCE_END | frozenset(",()[]{}<>|*~…–—¿¡。！？；：，、（）\r\u2028\u2029")
-# characters that are no letters to a model either: joiners, soft hyphens, marks of direction
-INVISIBLE = re.compile(
-    "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]"
-)
-HIDDEN = re.compile("[\U000e0000-\U000e0fff]")  # tags and the variation selectors that carry bytes
 _LATIN_LAST = "\u024f"
 _NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a number can begin with
 _HAVE = frozenset(map(lists.stem, ("have", "has", "had")))

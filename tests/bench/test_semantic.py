@@ -99,7 +99,7 @@ class Asking(semantic.Cosine):
 @pytest.fixture
 def unsure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same requests for a rule that leaves all to the verifier."""
-    monkeypatch.setattr(semantic, "rules", lambda error_max, seed: {"verified": lambda: Asking(0.0)})
+    monkeypatch.setattr(semantic, "rules", lambda error_max: {"verified": lambda: Asking(0.0)})
     return folder
 
 

@@ -25,7 +25,7 @@ def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All benches here read words alone; every rule serves what has the same words."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(semantic, "open_embedder", lambda precision="float32": FakeEmbedder())
-    monkeypatch.setattr(semantic, "rules", lambda error_max, seed: {"verified": lambda: semantic.Cosine(0.99)})
+    monkeypatch.setattr(semantic, "rules", lambda error_max: {"verified": lambda: semantic.Cosine(0.99)})
 
 
 def made(folder: Path, rows: list[Row]) -> Path:
