@@ -34,7 +34,6 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "backends/test_openai.py",
         "backends/test_slow_bodies.py",
         "cache/test_cluster.py",
-        "cache/test_contexts.py",
         "cache/test_embedder.py",
         "cache/test_exact.py",
         "cache/test_follower.py",

@@ -52,10 +52,10 @@ ROOMS = {
 # fmt: off
 CODE_LINES_MAX = {
     "gateway": 2490, "gateway/accounts": 2650, "gateway/admin": 3260, "gateway/alerts": 450, "gateway/api": 3510,
-    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2840,
+    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1220, "gateway/journey": 2800,
     "gateway/learning": 1150, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 600,
-    "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2340, "cache/encoder": 400,
-    "cache/exact": 1240, "cache/semantic": 1310, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2130,
+    "gateway/wire": 1650, "cache": 960, "cache/context": 1020, "cache/decision": 2260, "cache/encoder": 400,
+    "cache/exact": 1240, "cache/semantic": 1230, "cache/verdicts": 1050, "cache/worker": 580, "policies": 2130,
     "local_engine": 2280, "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
@@ -63,7 +63,7 @@ CODE_LINES_MAX = {
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
-    "cache/decision/context_prior.py": "written by a program, as the prior is",
+    "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",

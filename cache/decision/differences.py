@@ -34,7 +34,7 @@ _ADDED_GROUPS, _ADDED_WRONG = 5, 0.05  # the same of an addition
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class WordDifference:
     """A word of one side. `form` is "" for a word alone, "+" or "++" for one of an addition, "~"
     for one elsewhere.
     """
@@ -72,35 +72,35 @@ class WordCounts:
         return max(0.0, math.log(total / (1 + self.counts.get(word, 0))) / math.log(total))
 
 
-def between(asked: Words, known: Words) -> dict[tuple[str, bool], str]:
+def between(prompt: Words, known: Words) -> dict[tuple[str, bool], str]:
     """The differences of two texts: by word and side, its form."""
-    if max(len(asked.core), len(known.core)) > _WORDS_MAX:
-        only = [(word, True) for word in set(asked.core) - set(known.core)]
-        only += [(word, False) for word in set(known.core) - set(asked.core)]
+    if max(len(prompt.core), len(known.core)) > _WORDS_MAX:
+        only = [(word, True) for word in set(prompt.core) - set(known.core)]
+        only += [(word, False) for word in set(known.core) - set(prompt.core)]
         return dict.fromkeys(only, "+")
-    found: dict[tuple[str, bool], str] = {}
-    matcher = difflib.SequenceMatcher(None, asked.core, known.core, autojunk=False)
+    forms: dict[tuple[str, bool], str] = {}
+    matcher = difflib.SequenceMatcher(None, prompt.core, known.core, autojunk=False)
     for tag, start, stop, low, high in matcher.get_opcodes():
         if tag == "equal":
             continue
-        runs = (asked.core[start:stop], True), (known.core[low:high], False)
-        is_end = (stop == len(asked.core) and high == len(known.core)) or not (start or low)
+        runs = (prompt.core[start:stop], True), (known.core[low:high], False)
+        is_end = (stop == len(prompt.core) and high == len(known.core)) or not (start or low)
         for (run, is_asked), (other, _) in (runs, runs[::-1]):
             is_addition = not other and (is_end or len(run) > 1)
-            text = known.core if is_asked else asked.core
+            text = known.core if is_asked else prompt.core
             for word in run:
                 if is_addition:
-                    found[word, is_asked] = "+" if word not in text else "++"
+                    forms[word, is_asked] = "+" if word not in text else "++"
                 elif word not in text:
-                    found.setdefault((word, is_asked), "")
+                    forms.setdefault((word, is_asked), "")
                 elif word not in other:
-                    found.setdefault((word, is_asked), "~")
-    return found
+                    forms.setdefault((word, is_asked), "~")
+    return forms
 
 
-def from_all(asked: str, wordings: Sequence[str]) -> list[Difference]:
+def from_all(prompt: str, wordings: Sequence[str]) -> list[WordDifference]:
     """What differs from every one of the near wordings of one answer."""
-    left = words_of(asked)
+    left = words_of(prompt)
     first, *others = [between(left, words_of(text)) for text in wordings[:_WORDINGS]]
     for other in others:
         # a prompt that has a wording whole, and more, is that wording with an addition
@@ -111,7 +111,7 @@ def from_all(asked: str, wordings: Sequence[str]) -> list[Difference]:
             # another wording has the word, elsewhere
             if key in other and not (form in ("", "+") and other[key] in ("++", "~"))
         }
-    return [Difference(word, is_asked, form) for (word, is_asked), form in first.items()]
+    return [WordDifference(word, is_asked, form) for (word, is_asked), form in first.items()]
 
 
 @remembered(16_384)
@@ -132,16 +132,16 @@ class Freed:
 
     def learn(self, kinds: Iterable[int], is_right: bool, group: bytes, sign: int = 1) -> None:
         """Count one verdict, or take it back with a `sign` of -1."""
-        own = [kind for kind in kinds if kind]
-        blame = sign * float(not is_right) / max(1, len(own))
+        counted = [kind for kind in kinds if kind]
+        blame = sign * float(not is_right) / max(1, len(counted))
         right = sign * float(is_right)
         self._all = (self._all[0] + right, self._all[1] + sign * float(not is_right))
-        for kind in own:
+        for kind in counted:
             before = self._counts.get(kind, (0.0, 0.0, frozenset()))
             groups = before[2] | {group} if is_right and len(before[2]) < _ADDED_GROUPS else before[2]
             self._counts[kind] = (before[0] + right, before[1] + blame, groups)
 
-    def has(self, difference: Difference) -> bool:
+    def has(self, difference: WordDifference) -> bool:
         """Whether right verdicts on several answers have freed its kind."""
         right, wrong, groups = self._counts.get(difference.kind, (0.0, 0.0, frozenset()))
         least, most = (_ADDED_GROUPS, _ADDED_WRONG) if difference.is_addition else (_FREED_GROUPS, _FREED_WRONG)

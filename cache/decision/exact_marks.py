@@ -67,7 +67,7 @@ def marks_of(text: str) -> Marks:
     hidden = "".join(HIDDEN.findall(text))
     plain = HIDDEN.sub("", INVISIBLE.sub("", text))
     numbers: list[tuple[str, str]] = []
-    codes, words, names = list[str](), list[str](), list[str]()
+    codes, spelled_words, names = list[str](), list[str](), list[str]()
     spelled = 0
     for match in _TOKEN.finditer(plain):
         word = match["word"]
@@ -75,7 +75,7 @@ def marks_of(text: str) -> Marks:
             value = match["value"]
             value = value.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", value) else value
             numbers.append((value.removesuffix(":00").lstrip("0") or "0", match["symbol"] + _unit(match["unit"])))
-            words.extend(re.findall(r"[^\W\d_]+", match["unit"]))
+            spelled_words.extend(re.findall(r"[^\W\d_]+", match["unit"]))
         elif word is None:
             codes.append(match.group().casefold().strip(".-").replace("-", ""))
         elif (number := _named(word.casefold())) is not None:
@@ -88,7 +88,7 @@ def marks_of(text: str) -> Marks:
                 numbers.append((str(number), ""))
             spelled = match.end()
         else:
-            words.append(word)
+            spelled_words.append(word)
             if not word.islower() and plain[: match.start()].rstrip(_SPACE)[-1:] not in _ENDS:
                 names.append(word)
     is_shouted = plain.isupper()
@@ -97,9 +97,13 @@ def marks_of(text: str) -> Marks:
         codes=tuple(codes),
         signs=_signs(plain.rstrip(" \t\n.?…")),
         hidden=hidden,
-        shouted=frozenset() if is_shouted else frozenset(one for one in words if len(one) > 1 and one.isupper()),
+        shouted=frozenset()
+        if is_shouted
+        else frozenset(one for one in spelled_words if len(one) > 1 and one.isupper()),
         names=frozenset(names),
-        small=frozenset() if plain.islower() or is_shouted else frozenset(one for one in words if one.islower()),
+        small=frozenset()
+        if plain.islower() or is_shouted
+        else frozenset(one for one in spelled_words if one.islower()),
     )
 
 
@@ -119,9 +123,9 @@ def _signs(text: str) -> tuple[str, ...]:
     return tuple("".join(sign.split()).translate(_HYPHENS) for sign in found)
 
 
-def veto(asked: str, known: str) -> MissReason | None:
-    """Why the answer to `known` may not answer `asked` whatever else is known; None where it may."""
-    mine, theirs = marks_of(asked), marks_of(known)
+def veto(prompt: str, known: str) -> MissReason | None:
+    """Why the answer to `known` may not answer `prompt` whatever else is known; None where it may."""
+    mine, theirs = marks_of(prompt), marks_of(known)
     if [value for value, _ in mine.numbers] != [value for value, _ in theirs.numbers]:
         return MissReason.NUMBERS
     if any(_differ(a, b) for (_, a), (_, b) in zip(mine.numbers, theirs.numbers, strict=True)):
@@ -145,11 +149,11 @@ def _is_other_case(left: Marks, right: Marks) -> bool:
     return any(word.lower() in right.small for word in left.shouted - right.shouted)
 
 
-def is_recased(asked: str, known: str) -> bool:
+def is_recased(prompt: str, known: str) -> bool:
     """Whether capitals make a word a name in one text alone: "Turkey" and "turkey". Case says
     nothing in a text that has none.
     """
-    left, right = marks_of(asked), marks_of(known)
+    left, right = marks_of(prompt), marks_of(known)
     return any(
         word.lower() in other.small or any(word.lower() == name.lower() for name in other.names)
         for one, other in ((left, right), (right, left))

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.differences import KINDS_MAX, Difference, Freed, WordCounts, from_all
+from cache.decision.differences import KINDS_MAX, Freed, WordCounts, WordDifference, from_all
 from cache.decision.exact_marks import veto
 from cache.decision.texts import words_of
 from cache.query import MissReason
@@ -69,7 +69,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class AnswerGroup:
     """A group among the neighbours. `index` is that of its witness: the nearest key that no exact
     check stops, the nearest of all where each is stopped, by `vetoed`. `share` of the vote; `count`
     of its keys among the neighbours; `rival` the cosine of the nearest key of any other group.
@@ -82,10 +82,10 @@ class Candidate:
     count: int
     rival: float
     vetoed: MissReason | None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[WordDifference, ...] = ()
 
 
-def candidates(asked: str, neighbours: Sequence[Neighbour], count: int) -> list[Candidate]:
+def candidates(prompt: str, neighbours: Sequence[Neighbour], count: int) -> list[AnswerGroup]:
     """The first groups of the (sorted) neighbours by their share of the vote; those with a witness
     come first.
     """
@@ -98,25 +98,30 @@ def candidates(asked: str, neighbours: Sequence[Neighbour], count: int) -> list[
     total = sum(votes.values())
     # each group's rival is the first one, whose own is the second
     first, second = [*(nearest[members[0]].similarity for members in places.values()), -1.0, -1.0][:2]
-    found: list[Candidate] = []
-    for group in sorted(places, key=lambda one: (-votes[one], places[one])):
+    groups: list[AnswerGroup] = []
+    for group in sorted(places, key=lambda name: (-votes[name], places[name])):
         members = places[group]
-        vetoes = [veto(asked, nearest[at].text) for at in members]
+        vetoes = [veto(prompt, nearest[at].text) for at in members]
         free = [at for at, vetoed in zip(members, vetoes, strict=True) if vetoed is None]
         texts = [nearest[at].text for at in free]
-        found.append(
-            Candidate(
-                group, (free or members)[0], votes[group] / total, len(members), first if members[0] else second,
-                None if free else vetoes[0], tuple(from_all(asked, texts)) if free else (),
+        groups.append(
+            AnswerGroup(
+                group=group,
+                index=(free or members)[0],
+                share=votes[group] / total,
+                count=len(members),
+                rival=first if members[0] else second,
+                vetoed=None if free else vetoes[0],
+                differences=tuple(from_all(prompt, texts)) if free else (),
             )
-        )  # fmt: skip
-        if sum(one.vetoed is None for one in found) == count:
+        )
+        if sum(one.vetoed is None for one in groups) == count:
             break
-    return sorted(found, key=lambda one: one.vetoed is not None)
+    return sorted(groups, key=lambda one: one.vetoed is not None)
 
 
 def features_of(
-    asked: str, neighbours: Sequence[Neighbour], candidate: Candidate, word_counts: WordCounts, freed: Freed
+    prompt: str, neighbours: Sequence[Neighbour], candidate: AnswerGroup, word_counts: WordCounts, freed: Freed
 ) -> NDArray[np.float64]:
     """The numbers of FEATURES, in their order, for serving `candidate`. The kinds of its heaviest
     differences follow as numbers, 0 where there are no more.
@@ -125,14 +130,17 @@ def features_of(
     s = witness.similarity
     cosines = [near.similarity for near in neighbours[:NEIGHBOURS]]
     cosines += [min(_FAR, cosines[-1])] * (NEIGHBOURS - len(cosines))
-    left, right = words_of(asked), words_of(witness.text)
+    left, right = words_of(prompt), words_of(witness.text)
     best = {True: 0.0, False: 0.0}
     for near in neighbours[:NEIGHBOURS]:
         is_own = near.answer == candidate.group
         best[is_own] = max(best[is_own], _jaccard(left.word_set, words_of(near.text).word_set))
-    weighed = sorted(((word_counts.weight(one.word), one) for one in candidate.differences), key=lambda pair: -pair[0])
-    mine, theirs = ([weight for weight, one in weighed if one.is_asked is side] for side in (True, False))
-    kinds = [one.kind for _, one in weighed[:KINDS_MAX]]
+    weighed = sorted(
+        ((word_counts.weight(difference.word), difference) for difference in candidate.differences),
+        key=lambda pair: -pair[0],
+    )
+    mine, theirs = ([weight for weight, difference in weighed if difference.is_asked is side] for side in (True, False))
+    kinds = [difference.kind for _, difference in weighed[:KINDS_MAX]]
     odds = [freed.log_odds(kind) for kind in kinds]
     return np.array(
         (

@@ -46,8 +46,8 @@ _FRENCH = """
 _LANGUAGES = [[part.split(";") for part in text.split("|")] for text in (_ENGLISH, _GERMAN, _SPANISH, _FRENCH)]
 
 
-def _phrases(place: int) -> re.Pattern[str]:
-    phrases = {" ".join(phrase.split()) for language in _LANGUAGES for phrase in language[place]}
+def _phrases(part_number: int) -> re.Pattern[str]:
+    phrases = {" ".join(phrase.split()) for language in _LANGUAGES for phrase in language[part_number]}
     return re.compile(rf"(?:{'|'.join(sorted(phrases, key=len, reverse=True))})(?: |$)")
 
 

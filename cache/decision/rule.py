@@ -18,7 +18,7 @@ import numpy as np
 
 from cache.decision.differences import Freed, WordCounts
 from cache.decision.exact_marks import is_recased, veto
-from cache.decision.features import Candidate, Neighbour, candidates, features_of
+from cache.decision.features import AnswerGroup, Neighbour, candidates, features_of
 from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, at_once
 from cache.decision.texts import words_of
 from cache.query import BOUND_MIN, MissReason, Query, Trial
@@ -88,7 +88,7 @@ class Case:
     where a difference is not vouched for, and why it may not be served.
     """
 
-    candidate: Candidate
+    candidate: AnswerGroup
     witness: Neighbour
     features: Vector
     mean: float
@@ -96,20 +96,20 @@ class Case:
     reason: MissReason | None
 
 
-def is_vouched(candidate: Candidate, neighbours: Sequence[Neighbour], freed: Freed, words: WordCounts) -> bool:
+def is_vouched(candidate: AnswerGroup, neighbours: Sequence[Neighbour], freed: Freed, word_counts: WordCounts) -> bool:
     """Whether verdicts vouch for each difference: they freed its kind, or they called the answer right
     for _REWORDED other wordings and the word is no addition, is known in the namespace, and is in no
     near prompt with another answer. With _STEADY of them one word may be new, and any in such a prompt.
     """
     witness = neighbours[candidate.index]
-    left = [one for one in candidate.differences if not freed.has(one)]
+    left = [difference for difference in candidate.differences if not freed.has(difference)]
     if not left:
         return True
-    if witness.right < _REWORDED or witness.wrong > witness.right or any(one.is_addition for one in left):
+    if witness.right < _REWORDED or witness.wrong > witness.right or any(difference.is_addition for difference in left):
         return False
     others = {word for near in neighbours if near.answer != candidate.group for word in words_of(near.text).word_set}
-    new = sum(one.is_asked and one.word not in words.counts for one in left)
-    is_contrary = any(one.is_asked and one.word in others for one in left)
+    new = sum(difference.is_asked and difference.word not in word_counts.counts for difference in left)
+    is_contrary = any(difference.is_asked and difference.word in others for difference in left)
     return new <= 1 if witness.right >= _STEADY else not (new or is_contrary)
 
 
@@ -159,21 +159,21 @@ class VerifiedRule:
         self,
         text: str,
         neighbours: Sequence[Neighbour],
-        one: Candidate,
+        candidate: AnswerGroup,
         state: NamespaceState,
         model: LearnedModel,
         least: float | None,
     ) -> Case:
-        witness = neighbours[one.index]
-        seen = features_of(text, neighbours, one, state.word_counts, model.freed)
+        witness = neighbours[candidate.index]
+        seen = features_of(text, neighbours, candidate, state.word_counts, model.freed)
         p = 0.0
-        if one.vetoed is None and is_vouched(one, neighbours, model.freed, state.word_counts):
+        if candidate.vetoed is None and is_vouched(candidate, neighbours, model.freed, state.word_counts):
             p = float(model.logistic.lower(seen[None])[0])
             if is_same(text, witness.text) and witness.wrong <= witness.right:
                 p = max(p, _SAME)
         # the rule as a table: the first that holds is why the answer may not be served
         table = (
-            (one.vetoed is not None, one.vetoed),
+            (candidate.vetoed is not None, candidate.vetoed),
             (least is None, MissReason.STRICT),
             (witness.similarity < _NEAR, MissReason.FAR),
             (not witness.is_context_vouched, MissReason.DOCUMENTS),
@@ -181,7 +181,8 @@ class VerifiedRule:
             (p < (least or 0.0), MissReason.UNSURE),
         )
         reason = next((why for holds, why in table if holds), None)
-        return Case(one, witness, seen, float(model.logistic.mean(seen[None])[0]), p, reason)
+        mean = float(model.logistic.mean(seen[None])[0])
+        return Case(candidate=candidate, witness=witness, features=seen, mean=mean, p=p, reason=reason)
 
     def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel:
         """The first verdict of a namespace gives it a model of its own."""
@@ -190,21 +191,22 @@ class VerifiedRule:
         return model
 
 
-def is_same(asked: str, known: str) -> bool:
+def is_same(prompt: str, known: str) -> bool:
     """Whether two prompts are one but for words that mean nothing (`cache.decision.harmless`)."""
-    return words_of(asked).core == words_of(known).core and not is_recased(asked, known)
+    return words_of(prompt).core == words_of(known).core and not is_recased(prompt, known)
 
 
-def _reasons(asked: str, neighbours: Sequence[Neighbour], cases: Sequence[Case]) -> tuple[MissReason | None, ...]:
+def _reasons(prompt: str, neighbours: Sequence[Neighbour], cases: Sequence[Case]) -> tuple[MissReason | None, ...]:
+    """For each neighbour, why its answer may not be served: its own reason, or that of its answer."""
     by_group = {one.candidate.group: one for one in cases}
     reasons = []
-    for place, near in enumerate(neighbours):
-        case = by_group.get(near.answer)
-        why = MissReason.FAR if near.similarity < _NEAR else veto(asked, near.text)
-        if case is not None and (why is None or case.candidate.index == place):
-            is_first = case is cases[0] and case.candidate.index == place
-            why = case.reason or (None if is_first else MissReason.UNSURE)
-        reasons.append(why if case is not None or why is not None else MissReason.UNSURE)
+    for near in neighbours:
+        why, case = veto(prompt, near.text), by_group.get(near.answer)
+        if why is None and near.similarity < _NEAR:
+            why = MissReason.FAR
+        if why is None and case is not cases[0]:
+            why = (case.reason if case is not None else None) or MissReason.UNSURE
+        reasons.append(why or cases[0].reason if case is cases[0] else why)
     return tuple(reasons)
 
 

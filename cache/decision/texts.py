@@ -98,8 +98,8 @@ def _core(tokens: tuple[str, ...]) -> tuple[str, ...]:
                 is_how = phrases is harmless.ASKING_HOW
                 rest = rest[match.end() :]
                 break
-    words = rest.split(" ")
-    for start in range(len(words) - 1, 0, -1):
-        if harmless.COURTESIES.fullmatch(" ".join(words[start:])):
-            words = words[:start]
-    return ("how",) * is_how + tuple(word for word in words if word not in harmless.FILLERS)
+    rest_words = rest.split(" ")
+    for start in range(len(rest_words) - 1, 0, -1):
+        if harmless.COURTESIES.fullmatch(" ".join(rest_words[start:])):
+            rest_words = rest_words[:start]
+    return ("how",) * is_how + tuple(word for word in rest_words if word not in harmless.FILLERS)

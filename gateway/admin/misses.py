@@ -40,7 +40,7 @@ _REASONS = {
     "history": "history",
     "context": "empty",
     "new": "far",
-    "vetoes": "numbers polarity names direction form words time",
+    "vetoes": "numbers marks polarity names direction form words time",
     "doubt": "unsure strict tightened suspended",
     "coldness": "cold loading",
     "checks": "audit",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bench.labelled import Comparisons
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
-from cache.decision.differences import KINDS_MAX, Difference, Freed, WordCounts, from_all
+from cache.decision.differences import KINDS_MAX, Freed, WordCounts, WordDifference, from_all
 from cache.decision.features import EVIDENCE, FEATURES, Neighbour, candidates, features_of
 from cache.decision.model import LearnedModel, Prior, Row
 from cache.decision.prior import PRIOR
@@ -102,7 +102,7 @@ def test_another_wording_of_the_answer_vouches_for_what_it_has_or_lacks() -> Non
 
 def test_only_right_verdicts_on_several_answers_free_a_kind() -> None:
     """Two for a word, five for an addition; a wrong one takes it back, and more of them never free it."""
-    freed, word, added = Freed(), Difference("kindly", True), Difference("kindly", True, "+")
+    freed, word, added = Freed(), WordDifference("kindly", True), WordDifference("kindly", True, "+")
     for place in range(5):
         assert freed.has(word) is (place >= 2)
         assert not freed.has(added)
@@ -112,7 +112,7 @@ def test_only_right_verdicts_on_several_answers_free_a_kind() -> None:
     for _ in range(3):
         freed.learn([word.kind, added.kind], False, b"1")
         assert not freed.has(added)
-    repeated = Difference("please", True)
+    repeated = WordDifference("please", True)
     for _ in range(50):
         freed.learn([repeated.kind], True, b"one answer")
     assert not freed.has(repeated)
