@@ -99,11 +99,11 @@ def marks_of(text: str) -> Marks:
         hidden=hidden,
         shouted=frozenset()
         if is_shouted
-        else frozenset(one for one in spelled_words if len(one) > 1 and one.isupper()),
+        else frozenset(word for word in spelled_words if len(word) > 1 and word.isupper()),
         names=frozenset(names),
         small=frozenset()
         if plain.islower() or is_shouted
-        else frozenset(one for one in spelled_words if one.islower()),
+        else frozenset(word for word in spelled_words if word.islower()),
     )
 
 
