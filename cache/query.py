@@ -12,7 +12,7 @@ import msgspec
 
 from cache.fingerprint import Partition
 
-BOUND_MIN = 0.001
+BOUND_MIN = 0.002
 """A stricter bound than any that was measured: nothing is served by meaning."""
 
 
