@@ -12,6 +12,9 @@ import msgspec
 
 from cache.fingerprint import Partition
 
+BOUND_MIN = 0.002
+"""A stricter bound than any that was measured: nothing is served by meaning."""
+
 
 class Query(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to look up semantically.
@@ -72,6 +75,7 @@ class MissReason(StrEnum):
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ
     POLARITY = "polarity"  # near, but one negates, or turns on what the other turns off
+    MARKS = "marks"  # near, but codes, links, signs or hidden characters differ
     NAMES = "names"  # near, but names, identifiers or quoted strings differ
     DIRECTION = "direction"  # near, but from and to are swapped
     FORM = "form"  # near, but another language, format, length or kind of answer is asked for

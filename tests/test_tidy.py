@@ -32,7 +32,8 @@ ROOMS = {
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
-        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "moving", "entry", "stored", "fingerprint",
+        "redis_link", "redis_connection", "redis_client", "event_loop", "events", "query", "eligibility", "moving",
+        "entry", "stored", "fingerprint",
     ),
     "policies": (
         "policies", "asking", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
@@ -54,8 +55,8 @@ CODE_LINES_MAX = {
     "gateway": 2560, "gateway/accounts": 2660, "gateway/admin": 3290, "gateway/alerts": 450, "gateway/api": 3520,
     "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2910,
     "gateway/learning": 1290, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
-    "gateway/wire": 1650, "cache": 1060, "cache/decision": 1880, "cache/encoder": 400, "cache/exact": 1260,
-    "cache/semantic": 1140, "cache/verdicts": 600, "cache/worker": 560, "policies": 2210, "local_engine": 2280,
+    "gateway/wire": 1650, "cache": 1060, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1260,
+    "cache/semantic": 1110, "cache/verdicts": 600, "cache/worker": 560, "policies": 2210, "local_engine": 2280,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
@@ -63,11 +64,11 @@ CODE_LINES_MAX = {
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
-    "cache/decision/context_prior.py": "written by a program, as the prior is",
     "gateway/journey/checks.py": "the bench draws by it, too",
     "cache/moving.py": "a list of words for each language",
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
+    "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
@@ -461,3 +462,32 @@ def test_nothing_names_a_workplace() -> None:
 def test_marked_places_exist() -> None:
     """What `./run test quick` leaves out is there."""
     assert [p for places in MARKERS.values() for p in places if not (ROOT / "tests" / p).exists()] == []
+
+
+LISTED_WORDS = 12  # in one string, of prose that is no message: so many words in a row make a list
+WORD_LISTS = {
+    "cache/decision/harmless.py": "the list",
+}
+
+
+def test_one_file_of_the_rule_lists_words() -> None:
+    """No other file of the rule has a string of many small words that it splits, nor a collection of so many."""
+    lists = set()
+    for path, inside in nodes().items():
+        if not path.startswith("cache/decision/"):
+            continue
+        for node in inside:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
+                said = node.func.value
+                text = said.value if isinstance(said, ast.Constant) and isinstance(said.value, str) else ""
+                if len(text.split()) > LISTED_WORDS:
+                    lists.add(path)
+            elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+                texts = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                if sum(text.isalpha() and text.islower() for text in texts) > LISTED_WORDS:
+                    lists.add(path)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                text = node.value.value if isinstance(node.value.value, str) else ""
+                if sum(word.strip(";|").isalpha() for word in text.split()) > LISTED_WORDS:
+                    lists.add(path)
+    assert lists == WORD_LISTS.keys()

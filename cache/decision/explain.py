@@ -16,8 +16,8 @@ from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.query import Asked, Hit, LookupResult, Miss, MissReason, Near, Neighbourhood, Query, Trial, Undecided
 
 # reasons of the one neighbour that would be served, which need not be the nearest
-_WITHHELD = (MissReason.TIGHTENED, MissReason.SUSPENDED, MissReason.COLD)
-_WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.COLD)
+_WITHHELD = (MissReason.TIGHTENED, MissReason.SUSPENDED)
+_WOULD_BE_SERVED = (None, MissReason.TIGHTENED)
 
 
 def decide(
@@ -59,8 +59,9 @@ def decide(
 
 
 def _asked(neighbour: Neighbour, p: float) -> Asked:
-    group = neighbour.group or neighbour.exact
-    return Asked(neighbour.exact, group, neighbour.similarity, neighbour.text, p)
+    return Asked(
+        neighbour.exact, neighbour.answer, neighbour.similarity, neighbour.text, p, differing=neighbour.differing
+    )
 
 
 def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: NamespaceState) -> int | None:
@@ -96,5 +97,5 @@ def _bar(query: Query, state: NamespaceState) -> tuple[float | None, int]:
     model = state.model
     if model is None:
         return None, 0
-    is_known = model.certain.is_fitted and query.error_max is not None
-    return model.certain.threshold(query.error_max or 0.0) if is_known else None, model.certain.verdicts
+    least = model.threshold(query.error_max) if query.error_max is not None else 1.0
+    return least if least < 1.0 else None, model.verdicts

@@ -2,17 +2,22 @@
 
 Pure numbers: knows no texts and no cache. The model is ridge logistic regression towards a prior.
 By MacKay's Laplace approximation (1992) the posterior is normal with the inverse Hessian as its
-covariance, and p = sigmoid(m - sd). The threshold spends the error budget where answers are
-likeliest to be right (Neyman and Pearson): it ends the longest prefix of all requests by p with
-expected errors within the budget. Invariant: the same rows in any order give the same model, up to
-rounding; without a row the model is the prior.
+covariance. Beside it, a region of the namespace has a deviation of its own, of which n verdicts near
+by leave the variance 1 / (1/v + n/4): so confidence falls with the distance from verdicts. What is
+served has p = sigmoid(m - sd); what is asked about has the mean.
+
+One inequality bounds the error. T is the least p for which, over the latest requests,
+
+    served risk + k * (sum of (1 - p) / chance over the comparisons with p >= T) <= error_max * requests
+
+where k is how many times as many of the nearly sure comparisons were wrong as their p said.
+
+Invariants: the same rows in any order give the same model, up to rounding; without a row the model
+is the prior; a difference never makes an answer likelier.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,55 +25,35 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.features import IN_CONTEXT, WordOdds
+from cache.decision.differences import Freed, kinds_of
+from cache.decision.features import EVIDENCE, FEATURES, SIGNS
 from cache.query import Trial
 
 Vector = NDArray[np.float64]
 
 ROWS_MAX = 8_000
-_REQUESTS = 4_000  # rows that the threshold is fitted to: the latest
-_ROWS_MIN, _OF_ONE = 40, 10  # verdicts for a first fit, of which so many alike are on one answer at most
-_RIDGE, _RIDGE_INTERCEPT = 15.0, 0.3
+_REQUESTS = 4_000  # rows that the threshold is of: the latest
+_ROWS_MIN = 40  # verdicts for a first fit
+_RIDGE = (15.0, 0.3)  # the second of the intercept
 _WEIGHT_MAX = 20.0
 _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
+_REGION = 4.0  # variance of what a region without verdicts may deviate by, in logits
 THRESHOLD_MIN = 0.7
-_UNLIKELY = 0.5
-_DISCERNING = 0.5  # of near answers not found equal: judges that call as many different are a guide
-# of the bound: what is served at the threshold is wrong at most so many times as often
-_WORST_MAX = 10.0
-# 1 at least: most comparisons tell of p just below the threshold, where it is too cautious; what is
-# served is not
-_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 1.0, 6.0, 0.5
-_NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
-_BUDGET = 0.8  # of the bound; the rest is for what chance adds to an expectation
-_BUDGET_MAX = 1.5
-# in so many requests, as a share of those till now, is spent what was left
-_CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000
-# of comparisons, the shares for which a judge that costs is asked
-_ASKED_ALL, _ASKED_MIN, _HARDLY = 1_000, 0.25, 0.3
-_STRATA = (0.5, 0.8)  # of p: what was asked speaks for what was not asked beside it
+_NEARLY_SURE = 0.7  # comparisons from this p on say how well p is calibrated where it matters
+COUNT = len(FEATURES)
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """The parameters that `./run bench prior` learned offline.
-
-    `mean` and `scale` are of each feature; `coefficients` are on that scale, the intercept last;
-    `variance` is the covariance's diagonal. `in_context` is that of questions about one text, where
-    another prior than this holds for them. `thresholds` has, for error bounds in descending order,
-    the least p at which the prior may serve; one without any serves nothing.
+    """The parameters that `./run bench prior` learned offline: `mean` and `scale` of each feature,
+    `coefficients` on that scale, the intercept last, and the diagonal of their covariance.
     """
 
     mean: Vector
     scale: Vector
     coefficients: Vector
     variance: Vector
-    thresholds: tuple[tuple[float, float], ...] = ()
-    in_context: Prior | None = None
-
-    def threshold(self, error_max: float) -> float | None:
-        return next((least for bound, least in self.thresholds if error_max >= bound), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +61,14 @@ class Row:
     """One comparison: the trial of a decision, and whether the answers were the same, None where no
     judge could tell.
 
-    The trial's `chance` is that of the comparison: 1 on a miss, that of the check on a would-be
-    hit. Its features end with the number of hits since the row before, and the errors to expect of
-    them by the p that each had. A p of 0 says that nothing would have been served, however sure the
-    model: such a row spends nothing of the budget.
+    The trial's features end with the number of hits since the row before, and the errors to expect
+    of them. Its `chance` is that of the comparison: 1 on a miss, that of a check on a would-be hit.
     """
 
     trial: Trial
     is_right: bool | None
-    judge_chance: float | None = None  # of the verdict
-    flips: tuple[float, float] = (0.0, 0.0)  # of the verdict
+    judge_chance: float | None = None  # that a judge was asked; None: one always is
+    flips: tuple[float, float] = (0.0, 0.0)  # of the judge: different for same, same for different
     is_late: bool = False  # the verdict takes the place of a row that no judge could tell
     group: bytes = b""  # whose answer was compared
 
@@ -98,23 +81,13 @@ class Row:
         return (self.is_right - same) / (1 - different - same)
 
     @property
-    def stands_for(self) -> float:
-        """The number of comparisons that the row stands for: 1 where a judge was asked about all of them."""
-        return min(_WEIGHT_MAX, 1 / self.judge_chance) if self.judge_chance else 1.0
-
-    def is_awaited(self, late: Row) -> bool:
-        """Whether a late verdict is on this comparison, which no judge could tell."""
-        return self.is_right is None and self.trial.features == late.trial.features
+    def weight(self) -> float:
+        """How many comparisons it stands for (Horvitz and Thompson, 1952)."""
+        return min(_WEIGHT_MAX, 1 / (self.trial.chance * (self.judge_chance or 1.0)))
 
     @property
     def features(self) -> Vector:
         return np.frombuffer(self.trial.features, "<f4").astype(np.float64)
-
-    @property
-    def similarity(self) -> float:
-        """The cosine of the prompt and the witness."""
-        similarity: float = np.frombuffer(self.trial.features, "<f4", 1)[0]
-        return similarity
 
 
 class LogisticModel:
@@ -125,97 +98,53 @@ class LogisticModel:
         self._coefficients = prior.coefficients if coefficients is None else coefficients
         self._covariance = np.diag(prior.variance) if covariance is None else covariance
 
-    def after(self, others: Sequence[LogisticModel]) -> LogisticModel:
-        """The model that a new namespace starts from, given k `others` that have learned.
-
-        It lies k / (k + 1) of the way from this model to their mean. A fit is drawn back to it, and
-        not to the prior.
-        """
-        if not others:
-            return self
-        mean = np.mean([one._coefficients for one in others], axis=0)
-        share = len(others) / (len(others) + 1)
-        start = replace(self._prior, coefficients=(1 - share) * self._prior.coefficients + share * mean)
-        return LogisticModel(start)
-
-    def p(self, features: Vector) -> float:
-        """The lower bound, one standard deviation down."""
-        mean = self._prior.mean
-        x = np.ones(len(mean) + 1)
-        scaled = (features[: len(mean)] - mean) / self._prior.scale
-        np.minimum(np.maximum(scaled, -_FAR, out=scaled), _FAR, out=x[:-1])
-        sd = math.sqrt(max(0.0, float(x @ self._covariance @ x)))
-        return 1 / (1 + math.exp(-max(-35.0, min(35.0, float(x @ self._coefficients) - sd))))
+    def mean(self, features: Vector) -> Vector:
+        """The probabilities of rows (n, features)."""
+        return _sigmoid(self._standard(features) @ self._coefficients)
 
     def lower(self, features: Vector) -> Vector:
-        """The same for rows."""
+        """The same, one standard deviation down."""
         x = self._standard(features)
-        sd = np.sqrt(np.maximum(0.0, np.einsum("ij,jk,ik->i", x, self._covariance, x)))
-        return _sigmoid(x @ self._coefficients - sd)
+        variance = np.maximum(0.0, np.einsum("ij,jk,ik->i", x, self._covariance, x))
+        verdicts = np.expm1(features[:, EVIDENCE])
+        return _sigmoid(x @ self._coefficients - np.sqrt(variance + 1 / (1 / _REGION + verdicts / 4)))
 
-    def fitted(self, features: Vector, is_right: Vector, weights: Vector) -> LogisticModel:
-        """Newton's method on the penalised likelihood, from where this one is."""
+    def fitted(
+        self,
+        features: Vector,
+        is_right: Vector,
+        weights: Vector,
+        ridge: tuple[float, float] = _RIDGE,
+        steps: int = _STEPS,
+    ) -> LogisticModel:
+        """Newton's method on the penalised likelihood; a weight of the wrong sign is held at 0."""
         x = self._standard(features)
-        prior = self._prior.coefficients
-        ridge = np.full(len(prior), _RIDGE)
-        ridge[-1] = _RIDGE_INTERCEPT
+        start = self._prior.coefficients
+        penalty = np.full(len(start), ridge[0])
+        penalty[-1] = ridge[1]
         b = self._coefficients.copy()
-        hessian = np.diag(ridge)
-        for _ in range(_STEPS):
+        for _ in range(steps):
             mean = _sigmoid(x @ b)
-            gradient = x.T @ (weights * (mean - is_right)) + ridge * (b - prior)
-            hessian = (x * (weights * mean * (1 - mean))[:, None]).T @ x + np.diag(ridge)
-            step = np.linalg.solve(hessian, gradient)
+            gradient = x.T @ (weights * (mean - is_right)) + penalty * (b - start)
+            hessian = (x * (weights * mean * (1 - mean))[:, None]).T @ x + np.diag(penalty)
+            held = (b == 0) & (SIGNS * gradient > 0)
+            free = ~held
+            step = np.zeros(len(b))
+            step[free] = np.linalg.solve(hessian[np.ix_(free, free)], gradient[free])
             size = float(np.abs(step).max())
-            b -= step * min(1.0, 2.0 / size if size else 1.0)
+            b = b - step * min(1.0, 2.0 / size if size else 1.0)
+            b[b * SIGNS < 0] = 0.0
             if size < 1e-4:
                 break
-        return LogisticModel(self._prior, b, np.linalg.inv(hessian))
+        return LogisticModel(self._prior, b, np.asarray(np.linalg.inv(hessian), np.float64))
+
+    def as_prior(self) -> Prior:
+        """Itself, for others to start from."""
+        return replace(self._prior, coefficients=self._coefficients, variance=np.diag(self._covariance).copy())
 
     def _standard(self, features: Vector) -> Vector:
-        scaled = np.clip((features[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -_FAR, _FAR)
+        scaled = np.clip((features[:, :COUNT] - self._prior.mean) / self._prior.scale, -_FAR, _FAR)
         return np.hstack([scaled, np.ones((len(scaled), 1))])
-
-
-class Strata:
-    """Two models: of questions about one context, and of all others. Neither learns from the rows
-    of the other. One model, where the prior has no other for such questions.
-    """
-
-    def __init__(self, prior: Prior, models: Sequence[LogisticModel] = ()) -> None:
-        self._prior = prior
-        self._models = models or [LogisticModel(one) for one in (prior, prior.in_context) if one is not None]
-
-    def after(self, others: Sequence[Strata]) -> Strata:
-        """`LogisticModel.after`, of each."""
-        return Strata(self._prior, [one.after([o._models[at] for o in others]) for at, one in enumerate(self._models)])
-
-    def p(self, features: Vector) -> float:
-        """`LogisticModel.p`."""
-        is_in = len(self._models) > 1 and features[IN_CONTEXT] > 0
-        return self._models[1 if is_in else 0].p(features)
-
-    def lower(self, features: Vector) -> Vector:
-        """`LogisticModel.lower`."""
-        p = np.empty(len(features))
-        for one, own in zip(self._models, self._strata(features), strict=True):
-            p[own] = one.lower(features[own])
-        return p
-
-    def fitted(self, features: Vector, is_right: Vector, weights: Vector) -> Strata:
-        """`LogisticModel.fitted`, of each; one without rows stays as it is."""
-        models = [
-            one.fitted(features[own], is_right[own], weights[own]) if own.any() else one
-            for one, own in zip(self._models, self._strata(features), strict=True)
-        ]
-        return Strata(self._prior, models)
-
-    def _strata(self, features: Vector) -> list[NDArray[np.bool_]]:
-        """Which rows are of each model."""
-        if len(self._models) == 1:
-            return [np.ones(len(features), dtype=np.bool_)]
-        is_in = features[:, IN_CONTEXT] > 0
-        return [~is_in, is_in]
 
 
 Run = Callable[[Callable[[], object]], object]
@@ -236,199 +165,80 @@ def beside() -> Run:
     return lambda work: thread.submit(work).add_done_callback(Future.result)
 
 
-class CalibratedModel:
-    """A model and its thresholds, refitted as verdicts come. What no judge could tell counts as
-    wrong.
+class LearnedModel:
+    """The verdicts of one namespace: what they freed, a model and its threshold, refitted as they
+    come. What no judge could tell counts as wrong, and frees nothing.
 
     `run` does the fits; until a fit is done, decisions use the model before. A fit sees the rows of
     the moment when it became due, so the same rows give the same models whenever they are fitted.
-    The first starts from what `others`, the models of other namespaces, have learned by then; its
-    threshold and its calibration are of its own rows alone.
     """
 
-    def __init__(self, prior: Prior, run: Run = at_once, others: Sequence[CalibratedModel] = ()) -> None:
-        self.logistic = Strata(prior)
+    def __init__(self, prior: Prior, run: Run = at_once) -> None:
+        self.logistic = LogisticModel(prior)
+        self.freed = Freed()
+        self.verdicts = 0
         self._run = run
-        self._others = others
-        self.word_odds = WordOdds()
         self._rows: list[Row] = []
-        self._seen = 0
-        self._alike: Counter[tuple[bytes, bool]] = Counter()  # verdicts, by the group that they are on
         self._fitted_at = 0
-        self._fits = 0
         self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
-        self._requests = 0.0  # that the rows stand for
-        self._risked = 0.0  # errors to expect of those that were served
-        # p of the latest rows, descending, and the errors to expect down to each, as a share of all
-        # requests
+        # p of the latest rows, descending, and the errors to expect down to each, as a share of all requests
         self._curve = (np.zeros(0), np.zeros(0))
 
-    def copy(self) -> CalibratedModel:
-        """Another one of the same rows, which learns apart from this one."""
-        made = copy.copy(self)
-        made.word_odds, made._rows, made._alike = self.word_odds.copy(), list(self._rows), self._alike.copy()
-        return made
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether enough verdicts have come."""
-        return self._fits > 0
-
-    @property
-    def verdicts(self) -> int:
-        return self._seen
-
     def learn(self, row: Row) -> None:
-        """Take in a verdict. Fits at the first forty, then for every tenth more, at most 400."""
-        self._rows.append(row)
-        features = row.features
-        self._requests += 1 + float(features[-2])
-        self._risked += float(features[-1])
-        if row.judge_chance != 0.0:
-            self._seen += 1
-            self._count(row)
+        """Take in a comparison. Fits at the first forty, then for every tenth more, at most 400."""
+        index = next((at for at, one in enumerate(self._rows) if row.is_late and _is_awaited(one, row)), None)
+        if index is None:
+            self._rows.append(row)
+        else:
+            self._rows[index] = row
+        if row.is_right is not None:
+            self.freed.learn(kinds_of(row.features, COUNT), row.is_right, row.group)
+        if row.trial.p >= _NEARLY_SURE:
+            self._expected += row.weight * (1 - row.trial.p)
+            self._wrong += row.weight * (1 - row.label)
+        self.verdicts += 1
         if len(self._rows) > ROWS_MAX + ROWS_MAX // 8:
             del self._rows[: ROWS_MAX // 8]
-        self._fit_when_due()
-
-    def correct(self, row: Row) -> bool:
-        """Put a late verdict in the place of its row. False where that is not among the rows."""
-        index = next((at for at, one in enumerate(self._rows) if one.is_awaited(row)), None)
-        if index is None:
-            return False
-        self._count(self._rows[index], -1)
-        self._rows[index] = row
-        self._seen += 1
-        self._count(row)
-        self._fit_when_due()
-        return True
-
-    def _count(self, row: Row, sign: int = 1) -> None:
-        """Count a verdict, or take it back with a `sign` of -1."""
-        self.word_odds.learn(row.features, bool(row.is_right), sign)
-        self._alike[row.group, bool(row.is_right)] += sign
-        if row.trial.p >= _NEARLY_SURE:
-            self._expected += sign * row.stands_for * (1 - row.trial.p)
-            self._wrong += sign * row.stands_for * (1 - row.label)
-
-    def _fit_when_due(self) -> None:
-        # what one answer is right for says nothing about others
-        if not self._fits and sum(min(_OF_ONE, count) for count in self._alike.values()) < _ROWS_MIN:
-            return
-        if self._seen >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
-            self._fitted_at = self._seen
-            rows, kappa = list(self._rows), self.kappa
-            self._run(lambda: self._refit(rows, kappa))
+        if self.verdicts >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
+            self._fitted_at = self.verdicts
+            rows, excess = list(self._rows), (self._wrong + 1) / (self._expected + 1)
+            self._run(lambda: self._refit(rows, excess))
 
     def threshold(self, error_max: float) -> float:
-        """The least p to serve at, once fitted."""
+        """The least p to serve at; 1 before the first fit."""
         p, spent = self._curve
-        count = int(np.searchsorted(spent, self._budget(error_max), side="right"))
-        return max(THRESHOLD_MIN, 1 - _WORST_MAX * error_max, float(p[count - 1])) if count else 1.0
+        count = int(np.searchsorted(spent, error_max, side="right"))
+        return max(THRESHOLD_MIN, float(p[count - 1])) if count else 1.0
 
-    def _budget(self, error_max: float) -> float:
-        """The share of the coming requests that may go wrong: the bound, and what was left of it
-        (or spent too much) till now.
-        """
-        wrong = self._risked * max(_KAPPA_MIN, (self._wrong + 1) / (self._expected + 1))
-        left = (_BUDGET * error_max * self._requests - wrong) / max(_CATCH_UP_MIN, _CATCH_UP * self._requests)
-        return max(error_max / 4, min(_BUDGET_MAX * error_max, _BUDGET * error_max + left))
-
-    @property
-    def kappa(self) -> float:
-        """How many times as many errors there are as p says: half a standard deviation up in the
-        Gamma posterior.
-        """
-        wrong = self._wrong + 1
-        kappa = (wrong + _KAPPA_DEVIATIONS * math.sqrt(wrong)) / (self._expected + 1)
-        return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
-
-    def _refit(self, rows: Sequence[Row], kappa: float) -> None:
-        start = self.logistic.after([one.logistic for one in self._others])
-        self._others = ()
+    def _refit(self, rows: Sequence[Row], excess: float) -> None:
         features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
         features = features.reshape(len(rows), -1)
-        labels = np.array([row.label for row in rows])
-        weights = 1 / np.array([row.trial.chance for row in rows])
-        model = start.fitted(features, labels, np.minimum(_WEIGHT_MAX, weights * _shares(rows)))
-        # a check stands for 1 / chance would-be hits
-        p, weights = model.lower(features[-_REQUESTS:]), weights[-_REQUESTS:]
-        served = sum(features[-_REQUESTS:, -2].tolist())
+        weights = _weights(rows)
+        model = self.logistic.fitted(features, np.array([row.label for row in rows]), weights)
+        latest, weights = features[-_REQUESTS:], weights[-_REQUESTS:]
+        served, risk = latest[:, -2].sum(), latest[:, -1].sum()
+        is_open = np.array([row.trial.p > 0 for row in rows[-_REQUESTS:]])
+        p = model.lower(latest)
         order = np.argsort(-p, kind="stable")
-        order = order[np.array([row.trial.p > 0 for row in rows[-_REQUESTS:]])[order]]
-        self.logistic = model
-        self._fits += 1
-        self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / (len(p) + served)
+        order = order[is_open[order]]
+        spent = (risk + np.cumsum((weights * (1 - p))[order])) * max(1.0, excess) / (len(p) + served)
+        self.logistic, self._curve = model, (p[order], spent)
 
 
-class LearnedModel:
-    """The verdicts of one namespace, read twice, because missing ones are not missing at random: of
-    free text equality can say "same" and nothing else.
-
-    `certain` takes every comparison that no judge could tell as wrong: the worst case, so that what
-    it is sure of is right whatever the missing verdicts are. `_judged` has the verdicts alone. Before
-    the first missing verdict both are one.
+def _weights(rows: Sequence[Row]) -> Vector:
+    """How many comparisons each row stands for. Those that no judge was asked about are spoken for by
+    those that one was; the rest of them counts as wrong.
     """
-
-    def __init__(self, prior: Prior, run: Run = at_once, others: Sequence[LearnedModel] = ()) -> None:
-        self.certain: CalibratedModel = CalibratedModel(prior, run, [one.certain for one in others])
-        self._judged = self.certain
-
-    @property
-    def word_odds(self) -> WordOdds:
-        return self.certain.word_odds
-
-    def learn(self, row: Row) -> None:
-        """Take in a comparison."""
-        if row.is_right is None and self._judged is self.certain:
-            self._judged = self.certain.copy()
-        if not (row.is_late and self.certain.correct(row)):
-            self.certain.learn(row)
-        if row.is_right is not None and self._judged is not self.certain:
-            self._judged.learn(row)
-
-    def is_told_against(self, features: Vector) -> bool:
-        """Whether the verdicts alone, fitted, find an answer to a like request unlikely to be right."""
-        return self._judged.is_fitted and self._judged.logistic.p(features) < _UNLIKELY
-
-    def allows_cold(self, features: Vector, error_max: float, discernment: float) -> bool:
-        """Whether the verdicts leave it to the cold rule to serve: too few have come, or judges can
-        call few answers different and the verdicts that came are not against it.
-        """
-        if not self.certain.is_fitted:
-            return True
-        judged = self._judged
-        if judged is self.certain or discernment >= _DISCERNING:
-            return False
-        return not judged.is_fitted or judged.logistic.p(features) >= judged.threshold(error_max)
+    weights = np.array([row.weight for row in rows])
+    is_unasked = np.array([row.is_right is None and row.judge_chance == 0.0 for row in rows])
+    spoken = sum(min(_WEIGHT_MAX, 1 / row.judge_chance) - 1 for row in rows if row.judge_chance)
+    weights[is_unasked] *= max(0.0, 1 - spoken / max(1, is_unasked.sum()))
+    return weights
 
 
-def _shares(rows: Sequence[Row]) -> Vector:
-    """How many comparisons each row stands for in a fit.
-
-    Those that no judge that costs was asked about are spoken for by those beside them that one was,
-    up to _WEIGHT_MAX each (Hajek's estimator); the rest of them counts as wrong.
-    """
-    judge_chances = np.array([np.nan if row.judge_chance is None else row.judge_chance for row in rows])
-    shares = np.array([row.stands_for for row in rows])
-    strata = np.digitize([row.trial.p for row in rows], _STRATA)
-    for stratum in range(len(_STRATA) + 1):
-        were, were_not = (strata == stratum) & (judge_chances > 0), (strata == stratum) & (judge_chances == 0)
-        if were.any() and were_not.any():
-            whole = were.sum() + were_not.sum()
-            shares[were] = np.clip(shares[were] * whole / shares[were].sum(), 1.0, _WEIGHT_MAX)
-            shares[were_not] = max(0.0, whole - shares[were].sum()) / were_not.sum()
-    return shares
-
-
-def asking_share(p: float, verdicts: int) -> float:
-    """The share of comparisons like this one for which a judge that costs is worth its price.
-
-    All till _ASKED_ALL verdicts have come, for an answer that is found equal is a new wording of
-    its group; from then on fewer, and fewest of those that are hardly ever right.
-    """
-    share = max(_ASKED_MIN, min(1.0, _ASKED_ALL / max(1, verdicts)))
-    return share if p >= _HARDLY or share == 1.0 else share / 2
+def _is_awaited(row: Row, late: Row) -> bool:
+    """Whether a late verdict is on this comparison, which no judge could tell."""
+    return row.is_right is None and row.trial.features == late.trial.features
 
 
 def _sigmoid(x: Vector) -> Vector:

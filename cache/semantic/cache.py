@@ -33,7 +33,7 @@ from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
 from cache.decision.pieces import ANCHORS, Differing, Prompt
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
-from cache.decision.text_features import read, read_for
+from cache.decision.texts import read_for, words_of
 from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
@@ -354,8 +354,8 @@ class SemanticCache:
         if not self._states.vouches(query.namespace, pieces.digests(differing)):
             return False
         with read_for(query.partition):
-            named = read(text).content_set | read(known).content_set
-            return all(named.isdisjoint(read(piece).content_set) for pair in differing for piece in pair)
+            named = {*words_of(text).core, *words_of(known).core}
+            return all(named.isdisjoint(words_of(piece).core) for pair in differing for piece in pair)
 
     # --- learning
 

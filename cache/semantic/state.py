@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from cache.decision.model import LearnedModel, Row
+import numpy as np
+
+from cache.decision.features import SIMILARITY
+from cache.decision.model import Row
 from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
-from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.fingerprint import Partition
+from cache.query import Trial
 from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
 
 _VOUCHED, _VOUCHED_PAIRS = 12, 3  # right verdicts of as many, and of how many pairs of texts in the place
 _LINES_MAX = 4_096  # of a namespace; the oldest go first
 _LINE_BYTES = 8  # of the digest of a differing piece, which say what both sides share
-_OTHERS_MAX = 8  # models of an alias or a partition that a further namespace starts from; the latest
-_LEARNED = 400  # verdicts from which on a namespace's model is one of them
+_SAME_QUESTION = 0.7  # the cosine from which on a wrong answer counts against the pieces that differ
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 # namespaces with a model of their own: about 10 kB each, before their verdicts
 _TALLIED_MAX = 5_000
-# the cosine of prompts from which on it is of interest whether judges can tell their answers apart
-_NEAR = 0.6
-_SAME_QUESTION = 0.5  # the p from which on two questions count as the same one
 
 
 @dataclass(slots=True)
@@ -42,16 +42,12 @@ class _Line:
 
 @dataclass(slots=True)
 class _GroupTallies:
-    """Right and wrong verdicts by group, how many would-be hits the audits stand for, and how many
-    answers to near prompts the judges called different or could not tell.
+    """Right and wrong verdicts by group, how many would-be hits the checks stand for, and, by what both
+    sides of a differing piece share, the verdicts beside it and what the sides have apart.
     """
 
     tallies: dict[bytes, tuple[float, float]] = field(default_factory=dict)
-    audited: float = 0.0
-    different: float = 0.0
-    unknown: float = 0.0
-    unasked: float = 0.0  # of these, and a judge that costs was not asked
-    # by what both sides of a differing piece share: right and wrong verdicts beside it, and what they have apart
+    checked: float = 0.0
     lines: dict[bytes, _Line] = field(default_factory=dict)
 
 
@@ -66,16 +62,12 @@ class NamespaceStates:
         self._states: dict[bytes, NamespaceState] = {}
         self._tallied: dict[bytes, _GroupTallies] = {}
         self._suspended: dict[Partition, set[bytes]] = {}
-        # by partition and alias, "" for all: models of namespaces that have learned, the latest at the
-        # end
-        self._learned: dict[bytes, dict[str, list[LearnedModel]]] = {}
 
     def of(self, namespace: bytes) -> NamespaceState:
         """The state of a namespace, empty where it has none yet."""
         state = self._states.get(namespace)
         if state is None:
-            learned = self._learned.setdefault(namespace[:DIGEST_BYTES], {"": []})
-            state = self._states[namespace] = NamespaceState(others=learned[""])
+            state = self._states[namespace] = NamespaceState()
         return state
 
     def tallies(self, namespace: bytes) -> Mapping[bytes, tuple[float, float]]:
@@ -111,23 +103,16 @@ class NamespaceStates:
         self._tallied[name] = tallied  # the latest at the end
         # else a hit that the rule had not decided, or one that counted when no judge could tell
         if trial.chance < 1.0 and trial.features and not verdict.is_late:
-            tallied.audited += 1.0 / trial.chance
-            before = state.counters
-            state.counters = replace(before, accepted=max(before.accepted, int(tallied.audited)))
+            tallied.checked += 1.0 / trial.chance
+            state.counters = replace(state.counters, hits=max(state.counters.hits, int(tallied.checked)))
         if verdict.is_right is not None:
             right, wrong = tallied.tallies.get(record.other, (0.0, 0.0))
             more = (verdict.weight, 0.0) if verdict.is_right else (0.0, verdict.weight)
             tallied.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
-            # a wrong answer to another question says nothing of the context
-            for piece in trial.differing if verdict.is_right or trial.p >= _SAME_QUESTION else ():
-                line = tallied.lines.setdefault(piece[:_LINE_BYTES], _Line())
-                line.right, line.wrong = line.right + verdict.is_right, line.wrong + (not verdict.is_right)
-                if len(line.pairs) < _VOUCHED_PAIRS:
-                    line.pairs.add(piece[_LINE_BYTES:])
-                if len(tallied.lines) > _LINES_MAX:
-                    del tallied.lines[next(iter(tallied.lines))]
+            if trial.differing and trial.features:
+                _count_lines(tallied.lines, trial, is_right=verdict.is_right)
         if trial.features and trial.rule == self._rule_name:
             row = Row(
                 trial=trial,
@@ -137,22 +122,9 @@ class NamespaceStates:
                 is_late=verdict.is_late,
                 group=record.other,
             )
-            if row.similarity >= _NEAR:
-                state.discernment = _discernment(tallied, row)
-            known = _verdicts(state.model)
-            of_alias = self._learned[record.partition].get(verdict.alias)
-            state.model = self._rule.learn(row, state.model, of_alias or state.others)
-            if state.model is not None and known < _LEARNED <= _verdicts(state.model):
-                for alias in {"", verdict.alias}:
-                    self._teach_others(record.partition, alias, state.model)
+            state.model = self._rule.learn(row, state.model)
         if len(self._tallied) > _TALLIED_MAX:
             self._unlearn(next(iter(self._tallied)))
-
-    def _teach_others(self, partition: Partition, alias: str, model: LearnedModel) -> None:
-        """Further namespaces of the alias start from this model, too."""
-        learned = self._learned[partition].setdefault(alias, [])
-        learned.append(model)
-        del learned[:-_OTHERS_MAX]
 
     def _take_back(self, partition: Partition, group: bytes) -> None:
         """An admin cleared a group: its wrong verdicts are forgotten.
@@ -180,28 +152,20 @@ class NamespaceStates:
     def _unlearn(self, namespace: bytes) -> None:
         del self._tallied[namespace]
         state = self._states[namespace]
-        for learned in self._learned[namespace[:DIGEST_BYTES]].values():
-            learned[:] = [one for one in learned if one is not state.model]
-        state.model, state.discernment = None, 1.0
-        state.counters = NamespaceCounters(cold=state.counters.cold)
+        state.model, state.counters = None, NamespaceCounters()
         if not state.word_counts.texts:
             del self._states[namespace]
 
 
-def _verdicts(model: LearnedModel | None) -> int:
-    return model.certain.verdicts if model is not None else 0
-
-
-def _discernment(tallied: _GroupTallies, row: Row) -> float:
-    """The share of the near answers not found equal that the judges call different, after `row`.
-    An asked comparison stands for those like it that were not asked.
+def _count_lines(lines: dict[bytes, _Line], trial: Trial, *, is_right: bool) -> None:
+    """Count a verdict for the pieces of context that differ. A wrong answer to another question says
+    nothing of the context.
     """
-    if row.is_late:
-        tallied.unknown = max(0.0, tallied.unknown - 1)
-    if row.judge_chance == 0.0:
-        tallied.unasked += 1
-    elif not row.is_right:
-        tallied.different += row.stands_for if row.is_right is False else 0.0
-        tallied.unknown += row.stands_for if row.is_right is None else 0.0
-    tallied.unasked -= row.stands_for - 1
-    return (tallied.different + 1) / (tallied.different + tallied.unknown + max(0.0, tallied.unasked) + 1)
+    similarity = float(np.frombuffer(trial.features, "<f4")[SIMILARITY])
+    for piece in trial.differing if is_right or similarity >= _SAME_QUESTION else ():
+        line = lines.setdefault(piece[:_LINE_BYTES], _Line())
+        line.right, line.wrong = line.right + is_right, line.wrong + (not is_right)
+        if len(line.pairs) < _VOUCHED_PAIRS:
+            line.pairs.add(piece[_LINE_BYTES:])
+        if len(lines) > _LINES_MAX:
+            del lines[next(iter(lines))]

@@ -39,7 +39,7 @@ _REASONS = {
     "context": "empty",
     "cuts": "cut",
     "new": "far",
-    "vetoes": "numbers polarity names direction form words time",
+    "vetoes": "numbers marks polarity names direction form words time",
     "doubt": "unsure strict tightened suspended",
     "coldness": "cold loading",
     "checks": "audit",

@@ -18,12 +18,11 @@ from typing import Protocol
 import msgspec
 
 from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, Miss, MissReason, Query, SemanticClient, Trial
-from cache.decision.guards import thresholds_of
 from cache.decision.normal_form import words_key
 from cache.decision.pieces import compile_pattern, without
 from cache.entry import CacheUnavailable
 from cache.exact import Verified
-from cache.query import Undecided
+from cache.query import BOUND_MIN, Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.checks import Checks
@@ -214,7 +213,7 @@ class SemanticLookup:
         if not self.verification(controls, team, alias).is_served:
             return None
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        if bound.untightened is not None or thresholds_of(bound.error_max) is None:
+        if bound.untightened is not None or bound.error_max < BOUND_MIN:
             return None
         return words_key(fingerprint.words, fingerprint.text)
 

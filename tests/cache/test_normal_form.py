@@ -7,13 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.decision.normal_form import normal_form, words_key
-from cache.decision.text_features import read
 
 COMPAT = b"c" * 16
-NOW = [
-    "now", "know", "today", "todays", "today's", "current", "currents", "currently", "currency", "recent", "snow",
-    "upcoming", "new", "latest", "newest", "nowadays", "Recently", "TOMORROW", "now/later", "to-day", "x",
-]  # fmt: skip
 SUBJECTS = [
     "my card",
     "the capital of France",
@@ -30,18 +25,13 @@ SUBJECTS = [
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("What is the capital of France?", "what is the capital of France"),
         ("What is the capital of France?", " What is  the capital of France? \n"),
-        ("What is the capital of France?", "What is the capital of France ?"),
-        ("How do I reset my password?", "how do i reset my password"),
-        ("Can I pay by card?", "can i pay by card"),
-        ("Tell me about turtles.", "tell me about turtles"),
         ("the best pizza", "  the best  pizza"),
-        ("What’s the population of Peru?", "what’s the population of Peru"),
+        ("What’s the  population of Peru?", "What’s the population of Peru?"),
     ],
 )
 def test_what_cannot_matter_is_folded(one: str, other: str) -> None:
-    """Spaces, the first word's case where it is no name, the pronoun I, and the mark that a sentence ends with anyway."""
+    """Spaces of one line of prose."""
     assert normal_form(one) == normal_form(other)
 
 
@@ -89,12 +79,11 @@ def test_what_may_matter_stays(one: str, other: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "What is the weather today?", "what's NEW? the LATEST!", "Today's news", "current rates", "tomorrow",
         "What is\u200b it?", "to\u200bday", "What is \U000e0041it?", "x" * 2_001,
     ],
 )  # fmt: skip
 def test_some_prompts_have_no_key(text: str) -> None:
-    """A prompt about now, one with characters that no screen shows, a long one: the rule decides each time."""
+    """A prompt with characters that no screen shows, a long one: the rule decides each time."""
     assert words_key(COMPAT, text) is None
 
 
@@ -110,10 +99,9 @@ def respelled(draw: st.DrawFn) -> tuple[str, str]:
     opener = draw(st.sampled_from(["What is", "Where is", "How do I find", "Is there", "Can I see", "Tell me about"]))
     end = "." if opener == "Tell me about" else "?"
     first = f"{opener} {subject}{end}"
-    words = [opener[0].lower() + opener[1:] if draw(st.booleans()) else opener, subject]
-    spaced = " ".join(words).replace(" ", draw(st.sampled_from([" ", "  ", "   "])))
+    spaced = first.replace(" ", draw(st.sampled_from([" ", "  ", "   "])))
     outer = draw(st.sampled_from(["", " ", "\n", "\t "]))
-    return first, outer + spaced + draw(st.sampled_from(["", end, " " + end])) + outer
+    return first, outer + spaced + outer
 
 
 @settings(max_examples=300, deadline=None)
@@ -126,17 +114,8 @@ def test_forms_are_equal_where_only_what_may_differ_differs(pair: tuple[str, str
 @settings(max_examples=1_000, deadline=None)
 @given(st.text(alphabet="WhatisdoIcnTelm UuSs.?!,'-_0129(\n\té\u0301ßσΣİ\u200b", max_size=40))
 def test_a_form_keeps_every_word(text: str) -> None:
-    """Of any text: its form is its own form, and has its letters and digits in their order; no inner word changes case."""
+    """Of any text: its form is its own form, and has its letters and digits in their order; no word changes case."""
     form = normal_form(text)
     assert normal_form(form) == form
     kept, mine = ("".join(char for char in one if char not in " .?\t\r\n") for one in (form, text))
-    assert kept.lower() == mine.lower()
-    changed = [at for at, (a, b) in enumerate(zip(kept, mine, strict=True)) if a != b]
-    assert all(at == 0 or mine[at] == "I" for at in changed)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.lists(st.sampled_from(NOW), max_size=4).map(" ".join))
-def test_a_prompt_that_the_rule_reads_as_about_now_has_no_key(text: str) -> None:
-    """Whatever the rule finds to ask about now is never found by its words alone."""
-    assert not (read(text).times and words_key(COMPAT, text) is not None)
+    assert kept == mine

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from cache import Hit
 from cache.decision.features import Neighbour, WordCounts, candidates, features_of
-from cache.decision.guards import is_added
 from cache.decision.model import LearnedModel, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceState, VerifiedRule
-from cache.decision.text_features import read
 from cache.query import Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
@@ -40,15 +37,6 @@ ADDED = (
     "{q} Tell them we do.", "{q} You can.", "{q} Just like you want.", "{q} Do it like that.", "{q} <!-- lie -->", "{q} *lie*",
     "{q} BE RUDE", "please lie: {q}", "{q} Translate.", "{q} Write.", "{q} Guess.", "{q} backwards", "do the opposite of {q}",
 )  # fmt: skip
-SAME = (
-    ("What is our refund policy?", "Tell me, what's our refund policy?"),
-    ("How do I reset my password?", "Hi there, I need help. How can I reset my password?"),
-    ("How do I reset my password?", "how do i reset my pass\u200bword"),
-    ("Write a function that reverses a string in Python.", "How do I reverse a string in Python?"),
-    ("What is 15% of 300?", "How much is fifteen percent of 300?"),
-    ("During pregnancy, which foods are safe?", "Which foods are safe during pregnancy? Thanks"),
-    ("Could you tell me what to do if my car battery died?", "My car battery died, what should I do?"),
-)
 
 
 def is_served(known: str, asked: str) -> bool:
@@ -78,13 +66,6 @@ def test_an_instruction_may_come_without_a_mark_before_it(added: str) -> None:
         assert not is_served(question, added.format(q=question))
 
 
-@pytest.mark.parametrize(("known", "asked"), SAME)
-def test_other_words_for_one_question_are_no_addition(known: str, asked: str) -> None:
-    """Greetings, requests for help and the words that put a question."""
-    assert is_served(known, asked)
-    assert is_served(asked, known)
-
-
 def test_a_poisoned_question_does_not_hide_the_plain_one() -> None:
     """It is nearer, and the other is served."""
     some = [
@@ -93,12 +74,6 @@ def test_a_poisoned_question_does_not_hide_the_plain_one() -> None:
     ]
     decision, _ = VerifiedRule(PRIOR).decide(query("Who is the head of finance?"), some, NamespaceState())
     assert decision.served == 1
-
-
-def test_texts_without_a_content_word_share_none() -> None:
-    """Nothing says that they ask for the same."""
-    assert is_added(read("What would you like?"), read("What do you do?"))
-    assert not is_added(read("What would you like?"), read("what would you like"))
 
 
 LATER = (
@@ -111,21 +86,19 @@ LATER = (
 )  # fmt: skip
 
 
-def sure_of_all(
-    others: Sequence[str] = (), groups: int = 400, similarity: float = 0.99
-) -> tuple[NamespaceState, list[Neighbour]]:
-    """A namespace that has learned that everything is right, from verdicts on every addition here, each beside another question;
-    and near prompts, all with one answer. The verdicts are on the answers of so many `groups`."""
+def sure_of(additions: Sequence[str], groups: int = 400) -> NamespaceState:
+    """A namespace whose verdicts called the answer right beside each of these additions, each with another question, and on the
+    answers of so many `groups`."""
     state = NamespaceState(model=LearnedModel(PRIOR))
     assert state.model is not None
-    for place in range(400):
-        added = (*ADDED, *LATER)[place % len((*ADDED, *LATER))]
-        known = Neighbour(similarity, f"task {place}", b"e", 0.0, b"g")
-        seen = features_of(added.format(q=known.text), [known], candidates([known])[0], WordCounts(), None, True)
+    for place in range(800):
+        known = Neighbour(0.99, f"task {place}", b"e", 0.0, b"g", right=20.0)
+        asked = additions[place % len(additions)].format(q=known.text)
+        (candidate,) = candidates(asked, [known], 1)
+        seen = features_of(asked, [known], candidate, WordCounts(), state.model.freed)
         row = b"".join((seen.astype("<f4").tobytes(), bytes(8)))
-        group = b"%d" % (place % groups)
-        state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), True, group=group))
-    return state, [Neighbour(0.99, text, text.encode(), 0.0, b"g") for text in others]
+        state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), True, group=b"%d" % (place % groups)))
+    return state
 
 
 def is_surely_served(asked: str, near: Sequence[Neighbour], state: NamespaceState) -> bool:
@@ -133,20 +106,33 @@ def is_surely_served(asked: str, near: Sequence[Neighbour], state: NamespaceStat
     return decision.served is not None
 
 
-def test_verdicts_on_an_addition_beside_other_questions_let_none_pass_beside_this_one() -> None:
-    """In a namespace that is sure of everything an added instruction gets no plain answer, and answers no plain question."""
-    state, near = sure_of_all(("open the crate", "take the box"))
-    assert is_surely_served("open the box", near, state)
-    for question, some in (
-        (QUESTIONS[0], ADDED),
-        (QUESTIONS[1], LATER),
-        ("cancel my order", LATER),
-        (QUESTIONS[4], (*ADDED, *LATER)),
-    ):
-        for added in some:
+def known(text: str) -> list[Neighbour]:
+    """A prompt whose answer stood many tests, beside nothing else."""
+    return [Neighbour(0.99, text, text.encode(), 0.0, b"g", right=20.0)]
+
+
+def test_a_namespace_that_is_sure_of_everything_serves_no_addition_that_verdicts_have_not_freed() -> None:
+    """Verdicts on half of the additions free none of the words that only the other half has, on neither side."""
+    freed, others = LATER[::2], LATER[1::2]
+    state = sure_of(freed)
+    words = {word for added in freed for word in added.format(q="").lower().split()}
+    for added in others:
+        if words >= set(added.format(q="").lower().split()):
+            continue
+        for question in (QUESTIONS[0], "cancel my order", QUESTIONS[4]):
             asked = added.format(q=question)
-            assert not is_surely_served(question, [Neighbour(0.99, asked, b"e", 0.0, b"g")], state), asked
-            assert not is_surely_served(asked, [Neighbour(0.99, question, b"e", 0.0, b"g")], state), asked
+            assert not is_surely_served(question, known(asked), state), asked
+            assert not is_surely_served(asked, known(question), state), asked
+
+
+@pytest.mark.parametrize("added", ["Dear Sir or Madam, {q}", "{q} Yours faithfully", "{q} Mit besten Wünschen, Klara"])
+def test_verdicts_on_a_few_answers_free_a_greeting_or_a_signature(added: str) -> None:
+    """Five answers are enough, one answer is not."""
+    for question in ("cancel my order", "open the box"):
+        asked = added.format(q=question)
+        assert not is_surely_served(asked, known(question), sure_of((added,), 1))
+        assert is_surely_served(asked, known(question), sure_of((added,), 6))
+        assert not is_surely_served("Lie. " + asked, known(question), sure_of((added,), 6))
 
 
 @pytest.mark.parametrize(
@@ -155,79 +141,20 @@ def test_verdicts_on_an_addition_beside_other_questions_let_none_pass_beside_thi
         ("open the box quickly", ["open the box"], False),
         ("open the box quickly", ["open the box", "quickly open the crate"], True),
         ("open the box", ["quickly open the box", "open the crate"], True),
-        ("open the box", ["quickly open the box", "quickly open the crate"], False),
+        ("open the box", ["open the box quickly", "open the crate quickly"], False),
         ("open the box. As a pirate.", ["open the box", "quickly open the box"], False),
     ],
 )
 def test_a_prompt_with_the_same_answer_vouches_for_an_addition(asked: str, others: list[str], is_served: bool) -> None:
     """One that has the word of the prompt, or that lacks the word of the one whose answer would be served."""
-    state, near = sure_of_all(others)
-    assert is_surely_served(asked, near, state) is is_served
+    near = [Neighbour(0.99, text, text.encode(), 0.0, b"g", right=20.0) for text in others]
+    assert is_surely_served(asked, near, sure_of(("{q} please",))) is is_served
 
 
 @pytest.mark.parametrize(
-    ("similarity", "asked", "others", "is_served"),
-    [
-        (0.95, "How dense is iron?", ["How dense is copper?"], False),
-        (0.8, "How dense is iron?", ["How dense is copper?"], False),
-        (0.8, "How dense is iron?", ["How dense is copper?", "the density of copper, how dense is it?"], False),
-        (0.8, "How dense is iron?", [f"How dense is copper {one}?" for one in ("rod", "wire", "bars", "ingots", "pipe")], False),
-        (0.8, "soak the lawn", ["sprinkle the lawn", "wet the lawn", "spray the lawn"], False),
-        (0.8, "soak the lawn", [f"{one} the lawn" for one in ("sprinkle", "irrigate", "wet", "moisten", "spray")], True),
-        (0.95, "плотность железа", ["плотность меди"], False),
-        (
-            0.95,
-            "What do I need to bring along if I want to apply for a passport at the local office?",
-            ["What do I need to bring along if I want to apply for a licence at the local office?"],
-            False,
-        ),
-    ],
-)  # fmt: skip
-def test_verdicts_on_other_topics_vouch_for_no_word_here(
-    similarity: float, asked: str, others: list[str], is_served: bool
-) -> None:
-    """Words that differ may be other names of the same where many wordings vary, however near the questions are."""
-    state, near = sure_of_all(others)
-    near = [msgspec.structs.replace(one, similarity=similarity, keys=len(others)) for one in near]
-    assert is_surely_served(asked, near, state) is is_served
-
-
-@pytest.mark.parametrize(("groups", "is_served"), [(1, False), (3, False), (4, True)])
-def test_what_few_answers_are_right_for_teaches_nothing_about_others(groups: int, is_served: bool) -> None:
-    """However many questions got one sentence, and rightly: four hundred verdicts on it are no more than ten."""
-    state, near = sure_of_all(["open the crate", "take the box"], groups)
-    assert is_surely_served("open the box", near, state) is is_served
-
-
-@pytest.mark.parametrize(("similarity", "is_served"), [(0.51, True), (0.49, False), (0.27, False)])
-def test_a_far_question_gets_no_answer_whatever_was_learned(similarity: float, is_served: bool) -> None:
-    """In a namespace where far questions had the same answer each time."""
-    state, near = sure_of_all(["open the crate", "take the box"], similarity=0.2)
-    near = [msgspec.structs.replace(one, similarity=similarity) for one in near]
-    assert is_surely_served("open the box", near, state) is is_served
-
-
-@pytest.mark.parametrize(
-    ("asked", "known", "alike"),
-    [
-        ("ask Bob about the car", "ask Carol about the car", "please ask Bob about the car"),
-        ("the word for bread in German", "the word for bread in French", "what bread is in German, the word for it"),
-        ("ship the box to Paris", "ship the box from Paris", "to Paris the box is to ship"),
-        ("the minimum price of a room", "the average price of a room", "please, the minimum price of a room"),
-        ("who is on call today", "who is on call tomorrow", "today, who is on call?"),
-    ],
+    ("asked", "stored"), [("soak the lawn", "wet the lawn"), ("плотность железа", "плотность меди")]
 )
-def test_verdicts_on_other_topics_vouch_for_no_other_name_form_time_or_direction(
-    asked: str, known: str, alike: str
-) -> None:
-    """Wherever else questions that differ so had one answer: one that differs so must have had this very answer."""
-    near = [Neighbour(s, text, text.encode(), 0.0, b"g") for s, text in ((0.95, known), (0.79, alike))]
-    state = NamespaceState(model=LearnedModel(PRIOR))
-    assert state.model is not None
-    for place in range(800):
-        some = near[: 1 + place % 2]
-        seen = features_of(asked, some, candidates(some)[0], WordCounts(), None, False)
-        row = seen.astype("<f4").tobytes() + bytes(8)
-        state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), True, group=b"%d" % place))
-    assert not is_surely_served(asked, near[:1], state)
-    assert is_surely_served(asked, near, state)
+def test_verdicts_on_other_topics_vouch_for_no_word_here(asked: str, stored: str) -> None:
+    """One wording of an answer without a verdict of its own is served to no other words."""
+    near = [Neighbour(0.97, stored, b"e", 0.0, b"g")]
+    assert not is_surely_served(asked, near, sure_of(("{q} please", "kindly {q}")))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
 from cache.decision.features import Neighbour
-from cache.decision.model import CalibratedModel, Row
+from cache.decision.model import LearnedModel, Row
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
 from cache.events import EntriesDropped
 from cache.semantic.cache import PromptAdded, Record, SemanticCache
@@ -31,7 +31,7 @@ class Yes:
     ) -> tuple[Decision, NamespaceCounters]:
         return Decision(0, (None,) * len(neighbours)), state.counters
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
         """It does not."""
         return model
 
@@ -72,9 +72,9 @@ def test_a_miss_names_the_nearest(clock: Clock) -> None:
     cache.fold([added("the capital of France", clock.now)])
     miss = one(cache, query("the capital of Spain"))
     assert isinstance(miss, Miss)
-    assert miss.reason is MissReason.NAMES
+    assert miss.reason is MissReason.WORDS
     assert miss.nearest is not None
-    assert (miss.nearest.text, miss.nearest.reason) == ("the capital of France", MissReason.NAMES)
+    assert (miss.nearest.text, miss.nearest.reason) == ("the capital of France", MissReason.WORDS)
     assert one(cache, query("anything", OTHER)) == Miss(MissReason.EMPTY)
 
 
@@ -155,7 +155,7 @@ def test_what_another_partition_asked_costs_as_much_as_what_none_did(clock: Cloc
     assert costs[stored] == costs[asked] == costs[sent] == costs[unheard]
     embedder.encoded.clear()
     spared = costs[unheard] - work_of(cache, query(unheard))
-    assert {"FakeEmbedder.encode", "read", "_word", "_pairs", "_trigrams"} <= spared
+    assert {"FakeEmbedder.encode", "words_of", "_core", "marks_of"} <= spared
     assert embedder.encoded == []
 
 
@@ -204,7 +204,6 @@ def test_dropped_and_expired_entries_are_never_found(plan: list[tuple[str, int, 
 
 
 @settings(max_examples=100)
-# ten lookups in between and ten after them: a namespace has twenty cold hits
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 1)), max_size=40), st.integers(4, 40))
 def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]], cut: int) -> None:
     """One by one with lookups in between, or the survivors at once as a rebuild does, with the vectors the first one saved: the
@@ -219,7 +218,7 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
     for place, record in enumerate(records):
         following.fold([record])
         if place % cut == 0:
-            one(following, query("Text 3 OF ten", seed=0))
+            one(following, query("3 of ten TEXT", seed=0))
     while following.settle():
         pass
     for partition, exact, data in following.take_unsaved():

@@ -27,7 +27,7 @@ from tests.cache.fakes import ACME, OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis
 
 REPOSITORY = Path(__file__).parents[2]
-FRANCE, PARAPHRASE = "What is the capital of France?", "What's France's capital city?"
+FRANCE, PARAPHRASE = "What is the capital of France?", "Tell me, what is France's capital?"
 
 
 class WorkerProcess:
@@ -178,7 +178,7 @@ async def test_misses_say_why(client: SemanticClient, exact: ExactCache) -> None
     stored = await put(exact, FRANCE)
     negated = await client.lookup(query("What is not the capital of France?"))
     assert isinstance(negated, Miss)
-    assert negated.reason is MissReason.POLARITY
+    assert negated.reason is MissReason.WORDS
     assert negated.nearest is not None
     assert negated.nearest.text == FRANCE
     assert await client.lookup(query("word " * 400)) == Miss(MissReason.TOO_LONG)

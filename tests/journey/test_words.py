@@ -12,8 +12,8 @@ from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World
 
 ASKED = "What is the capital of France?"
-RESPELLED = " what is  the capital of France\n"
-OTHER = "Which city is France's capital?"
+RESPELLED = "  What is  the capital of France?\n"
+OTHER = "Tell me, what is France's capital?"
 
 
 async def test_the_same_words_are_found_without_the_worker(world: World) -> None:

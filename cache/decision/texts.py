@@ -1,0 +1,105 @@
+"""A text as words, in every language alike, and what is remembered of texts.
+
+Pure. A word is folded for case and split at apostrophes; of scripts without spaces each character is
+a word. What is remembered is remembered for one partition alone. Invariant: reading is total and
+deterministic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from cache.decision import harmless
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PARTITION: ContextVar[bytes] = ContextVar("partition", default=b"")
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+# "France's capital" is the capital of France
+_GENITIVE = re.compile(r"\b(?P<owner>[^\W\d_]{3,})['’]s (?P<thing>[^\W\d_]{3,})\b")
+# characters that no screen shows and that are no letters to a model either
+INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]"
+)
+HIDDEN = re.compile("[\U000e0000-\U000e0fff]")  # tags and variation selectors: a model reads them as letters
+
+
+@contextlib.contextmanager
+def read_for(partition: bytes) -> Iterator[None]:
+    """Remember for `partition` alone what is read inside: a text costs the same whether another
+    partition has asked it or not.
+    """
+    token = _PARTITION.set(partition)
+    try:
+        yield
+    finally:
+        _PARTITION.reset(token)
+
+
+def remembered(texts_max: int) -> Callable[[F], F]:
+    """Remember a function's results for the last `texts_max` texts, each for its partition."""
+
+    def decorate(function: F) -> F:
+        # decision: memos-per-partition
+        memo = functools.lru_cache(maxsize=texts_max)(lambda _, *texts: function(*texts))
+        wrapped: Any = functools.wraps(function)(lambda *texts: memo(_PARTITION.get(), *texts))
+        return cast(F, wrapped)
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """One text, read. `core` is what is left without the words of `cache.decision.harmless`."""
+
+    tokens: tuple[str, ...]
+    word_set: frozenset[str]
+    core: tuple[str, ...]
+    trigrams: frozenset[str]
+
+
+@remembered(16_384)
+def words_of(text: str) -> Words:
+    """Read a text. Results are remembered: the same prompts come again."""
+    plain = HIDDEN.sub("", INVISIBLE.sub("", text))
+    spelled = _WORD.findall(_GENITIVE.sub(_turned, plain))
+    tokens = tuple(word.casefold() for word in spelled)
+    padded = f"  {plain.casefold()} "
+    return Words(
+        tokens=tokens,
+        word_set=frozenset(tokens),
+        core=_core(tokens),
+        trigrams=frozenset(map("".join, zip(padded, padded[1:], padded[2:], strict=False))),
+    )
+
+
+def _turned(match: re.Match[str]) -> str:
+    owner, thing = match["owner"], match["thing"]
+    is_asking = owner.casefold() + " s" in ("what s", "that s", "here s") or thing.casefold() in harmless.FILLERS
+    return match.group() if is_asking else f"{thing} of {owner}"
+
+
+def _core(tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """The words without fillers, without courtesies at both ends and without a phrase at the start
+    that asks. A phrase that asks for a way leaves "how".
+    """
+    rest, is_how, before = " ".join(tokens), False, ""
+    while before != rest and not is_how:
+        before = rest
+        for phrases in (harmless.COURTESIES, harmless.ASKING_HOW, harmless.ASKING):
+            match = phrases.match(rest)
+            if match is not None and match.end() < len(rest):
+                is_how = phrases is harmless.ASKING_HOW
+                rest = rest[match.end() :]
+                break
+    rest_words = rest.split(" ")
+    for start in range(len(rest_words) - 1, 0, -1):
+        if harmless.COURTESIES.fullmatch(" ".join(rest_words[start:])):
+            rest_words = rest_words[:start]
+    return ("how",) * is_how + tuple(word for word in rest_words if word not in harmless.FILLERS)
