@@ -51,6 +51,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
     no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
     digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
+    `excess` is how many times as often as p says such an answer is wrong, to whoever serves it.
     """
 
     ranked: tuple[bytes, ...]
@@ -63,6 +64,16 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     is_cold: bool = False
     hits: int = 0
     differing: tuple[bytes, ...] = ()
+    excess: float = 1.0
+
+    @property
+    def risk(self) -> float:
+        """The probability that the first answer is wrong."""
+        return min(1.0, self.excess * (1.0 - self.p))
+
+    def with_risk(self, risk: float) -> Trial:
+        """The same, of an answer that is served with this risk."""
+        return msgspec.structs.replace(self, excess=risk / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
 
 class MissReason(StrEnum):

@@ -10,10 +10,11 @@ calls right, with `f` its share of yes to wrong answers:
 
     risk      (1 - p) f / ((1 - p) f + p)
 
-Every answer served by meaning pays its risk from an account into which each request pays
+Every answer served by meaning pays its risk from an account into which each request pays 0.8 of
 `error_max`. Invariant: no answer is served on a verifier's word beyond the account.
 """
 
+from bisect import bisect
 from collections import OrderedDict
 
 import msgspec
@@ -22,8 +23,10 @@ from policies.prices import MicroUSD
 from policies.routing import PolicyKind, score
 
 FIRST_REQUESTS = 100
-"""A namespace's account starts with what so many requests pay, and has no more at any time."""
+"""A namespace's account starts with the errors of so many requests, and has no more at any time."""
+_PAID = 0.8  # of the bound; the rest is for what chance adds to an expectation
 _SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
+_EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 8.0  # of the bins; the answers that p^2 weighs
 _NAMESPACES_MAX = 20_000
 _FIRST_DAY_TIMES, _FIRST_QUESTIONS = 5.0, 50
 
@@ -85,6 +88,34 @@ def false_yes_again(false_yes: float) -> float:
     return false_yes * (_SAME_AGAIN + (1.0 - _SAME_AGAIN) * false_yes)
 
 
+class Calibration:
+    """How often the answers that a verifier was asked about were right, by namespace, by what the rule
+    had said of them, and apart for the likeliest of a question and the others.
+
+    A bin of n answers, of which a verifier that calls a share f of wrong ones right said yes to y,
+    holds about (y - f n) / (1 - f) right ones (Rogan and Gladen, 1978). Before the first, p stands
+    for p^2: a rule is surest of the best that it could find.
+    """
+
+    def __init__(self) -> None:
+        self._bins: OrderedDict[bytes, dict[tuple[bool, int], tuple[float, float]]] = OrderedDict()
+
+    def p(self, namespace: bytes, said: float, *, is_first: bool) -> float:
+        """The probability that an answer is right of which the rule says the probability `said`."""
+        answers, right = self._bins.get(namespace, {}).get((is_first, bisect(_EDGES, said)), (0.0, 0.0))
+        return (right + _UNSEEN * said * said) / (answers + _UNSEEN)
+
+    def learn(self, namespace: bytes, said: float, false_yes: float, *, is_first: bool, is_yes: bool) -> None:
+        """Take in a verifier's word on one answer of a question. One that it did not choose is a no."""
+        bins, key = self._bins.setdefault(namespace, {}), (is_first, bisect(_EDGES, said))
+        answers, right = bins.get(key, (0.0, 0.0))
+        more = (is_yes - false_yes) / (1.0 - false_yes) if false_yes < 1.0 else 0.0
+        bins[key] = (answers + 1.0, max(0.0, right + more))
+        self._bins.move_to_end(namespace)
+        if len(self._bins) > _NAMESPACES_MAX:
+            self._bins.popitem(last=False)
+
+
 class ErrorAccount:
     """The wrong answers that may still be expected of hits, by namespace, as one of `workers` sees
     it.
@@ -97,7 +128,7 @@ class ErrorAccount:
     def pay(self, namespace: bytes, error_max: float) -> None:
         """One more request pays in, with this bound."""
         most = error_max * self._first
-        self._left[namespace] = min(most, self._left.pop(namespace, most) + error_max)
+        self._left[namespace] = min(most, self._left.pop(namespace, most) + _PAID * error_max)
         if len(self._left) > _NAMESPACES_MAX:
             self._left.popitem(last=False)
 

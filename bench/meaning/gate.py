@@ -15,7 +15,7 @@ from bench.meaning.verifier import ANSWER_S, LATE_S, PRICE, QUESTION_S, Pace, Pl
 from cache.query import Asked, Query, Trial
 from gateway.journey.checks import check_share
 from gateway.learning.exam import Exam
-from policies.asking import ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
+from policies.asking import Calibration, ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
 from policies.routing import PolicyKind
 
 _ANSWER_MICROUSD = 1_000
@@ -44,6 +44,7 @@ class Gate:
         self._error_max = error_max
         self._random = random.Random(seed)
         self._errors = ErrorAccount()
+        self._calibration = Calibration()
         self._exam = Exam(self._random.random, is_named=True)
         self._hits: Counter[bytes] = Counter()
         self._words: dict[tuple[object, ...], bool] = {}
@@ -74,12 +75,18 @@ class Gate:
         """What the verifier says of the stored answers `candidates`, which have these labels, for a request of that label."""
         verifier = self.verifier
         known = [self._words.get(_pair(query, asked)) for asked in candidates]
+        ps = [self._calibration.p(query.compat, asked.p, is_first=not rank) for rank, asked in enumerate(candidates)]
         if True in known:
             chosen = known.index(True)
-            risk = risk_of(candidates[chosen].p, false_yes_again(self._exam.false_yes))
+            risk = risk_of(ps[chosen], false_yes_again(self._exam.false_yes))
             return Word(chosen if self._has_room(query, risk) else None, risk)
         left = [at for at, word in enumerate(known) if word is None]
-        if verifier is None or verifier.pace is Pace.ABSENT or not left or not self._is_worth(query, candidates, left):
+        if (
+            verifier is None
+            or verifier.pace is Pace.ABSENT
+            or not left
+            or not self._is_worth(query, [ps[at] for at in left])
+        ):
             return Word()
         place = verifier.choose(label, [labels[at] for at in left])
         said: list[bool | None] = [None] * len(candidates)
@@ -90,12 +97,16 @@ class Gate:
         else:
             chosen = left[place]
             said[chosen] = True
-            risk = risk_of(candidates[chosen].p, self._exam.false_yes)
+            risk = risk_of(ps[chosen], self._exam.false_yes)
             if not self._has_room(query, risk):
                 questions = 2
                 said[chosen] = verifier.confirm(label, labels[chosen])
-                risk = risk_of(candidates[chosen].p, false_yes_again(self._exam.false_yes))
+                risk = risk_of(ps[chosen], false_yes_again(self._exam.false_yes))
                 chosen = chosen if said[chosen] and self._has_room(query, risk) else None
+        for at in left:
+            self._calibration.learn(
+                query.compat, candidates[at].p, self._exam.false_yes, is_first=not at, is_yes=bool(said[at])
+            )
         for asked, word in zip(candidates, said, strict=True):
             if word is not None:
                 self._words[_pair(query, asked)] = word
@@ -103,9 +114,8 @@ class Gate:
         seconds = LATE_S if is_late else questions * QUESTION_S
         return Word(None if is_late else chosen, risk, tuple(said), questions, seconds)
 
-    def _is_worth(self, query: Query, candidates: Sequence[Asked], left: Sequence[int]) -> bool:
+    def _is_worth(self, query: Query, ps: list[float]) -> bool:
         """Whether a question pays, and a yes might be served."""
-        ps = [candidates[at].p for at in left]
         least = risk_of(max(ps), false_yes_again(self._exam.false_yes))
         return self._has_room(query, least) and pays(PolicyKind.BALANCED, any_right(ps), _QUESTION, _ANSWER)
 
@@ -120,7 +130,7 @@ class Gate:
 
 def risk_in(trial: Trial | None) -> float:
     """The risk of a certain hit."""
-    return 0.0 if trial is None else 1.0 - trial.p
+    return 0.0 if trial is None else trial.risk
 
 
 def _pair(query: Query, asked: Asked) -> tuple[object, ...]:

@@ -214,8 +214,8 @@ class Traffic:
 def _trial_of(trial: Trial | None, asked: Asked) -> Trial:
     """The trial of one candidate, as a gateway makes it: the features are of the first alone."""
     known = trial or Trial((), b"", 0.0, 1.0, b"")
-    features = known.features if known.ranked[:1] == (asked.exact,) else b""
-    return Trial(ranked=(asked.exact,), features=features, p=asked.p, chance=1.0, rule=known.rule)
+    features, p = (known.features, known.p) if known.ranked[:1] == (asked.exact,) else (b"", 0.0)
+    return Trial(ranked=(asked.exact,), features=features, p=p, chance=1.0, rule=known.rule)
 
 
 def stream(requests: Iterable[Request], traffic: Traffic) -> list[Outcome]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 _REGION = 4.0  # variance of what a region without verdicts may deviate by, in logits
 THRESHOLD_MIN = 0.7
-_NEARLY_SURE = 0.7  # comparisons from this p on say how well p is calibrated where it matters
+_NEARLY_SURE = 0.9  # comparisons from this p on say how well p is calibrated where it matters
 COUNT = len(FEATURES)
 
 
@@ -177,6 +178,7 @@ class LearnedModel:
         self.logistic = LogisticModel(prior)
         self.freed = Freed()
         self.verdicts = 0
+        self.excess = 1.0  # how many times as many of the nearly sure comparisons were wrong as their p said
         self._run = run
         self._rows: list[Row] = []
         self._fitted_at = 0
@@ -201,8 +203,8 @@ class LearnedModel:
             del self._rows[: ROWS_MAX // 8]
         if self.verdicts >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
             self._fitted_at = self.verdicts
-            rows, excess = list(self._rows), (self._wrong + 1) / (self._expected + 1)
-            self._run(lambda: self._refit(rows, excess))
+            rows, self.excess = list(self._rows), max(1.0, (self._wrong + 1) / (self._expected + 1))
+            self._run(partial(self._refit, rows, self.excess))
 
     def threshold(self, error_max: float) -> float:
         """The least p to serve at; 1 before the first fit."""
@@ -221,7 +223,7 @@ class LearnedModel:
         p = model.lower(latest)
         order = np.argsort(-p, kind="stable")
         order = order[is_open[order]]
-        spent = (risk + np.cumsum((weights * (1 - p))[order])) * max(1.0, excess) / (len(p) + served)
+        spent = (risk + np.cumsum((weights * (1 - p))[order])) * excess / (len(p) + served)
         self.logistic, self._curve = model, (p[order], spent)
 
 

@@ -29,6 +29,7 @@ _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
 _NEAR = 0.5  # the least cosine of a hit: what is farther is another question, whatever was learned
 _REWORDED, _STEADY = 3, 8  # right verdicts on an answer
+_CERTAIN = 0.35  # of the bound, for certain hits beside a verifier
 _SAME = 0.99  # that the same question but for words that mean nothing has the same answer
 
 
@@ -130,7 +131,7 @@ class VerifiedRule:
         cases = self._cases(query, neighbours, state)
         first = cases[0]
         reasons = _reasons(query.text, neighbours, cases)
-        trial = _trial(cases, neighbours, state.counters)
+        trial = _trial(cases, neighbours, state.counters, (state.model or self._cold).excess)
         if first.reason is None:
             return Decision(first.candidate.index, reasons, trial), state.counters.after_hit(1 - first.p)
         # a comparison of what the exact check stops teaches nothing
@@ -151,9 +152,15 @@ class VerifiedRule:
         return sorted(cases, key=lambda one: not (one.reason is None and one.p >= _SAME))
 
     def _threshold(self, query: Query, model: LearnedModel) -> float | None:
-        """The least p to serve at; None where the bound allows no wrong answer at all."""
+        """The least p to serve at; None where the bound allows no wrong answer at all. Where a verifier
+        may be asked, it has half of the bound.
+        """
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
-        return min(_SAME, model.threshold(error_max)) if error_max >= BOUND_MIN else None
+        return (
+            min(_SAME, model.threshold(error_max * _CERTAIN if query.may_ask else error_max))
+            if error_max >= BOUND_MIN
+            else None
+        )
 
     def _case(
         self,
@@ -210,7 +217,7 @@ def _reasons(prompt: str, neighbours: Sequence[Neighbour], cases: Sequence[Case]
     return tuple(reasons)
 
 
-def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: NamespaceCounters) -> Trial:
+def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: NamespaceCounters, excess: float) -> Trial:
     first, is_open = cases[0], cases[0].reason in (None, MissReason.UNSURE)
     alike = [near.exact for near in neighbours if near.answer == first.candidate.group and near is not first.witness]
     since = (0, 0.0) if first.reason is None else (counters.served, counters.risked)
@@ -224,4 +231,5 @@ def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: Nam
         peers=tuple(alike[:_PEERS]),
         is_cold=first.p == _SAME,
         hits=counters.hits,
+        excess=1.0 if first.p == _SAME else excess,
     )

@@ -188,7 +188,7 @@ class SemanticLookup:
         namespace = fingerprint.partition + fingerprint.compat
         outcome = hit if controls.only_if_cached else self.checks.draw(namespace, hit)
         if outcome.entry is not None and hit.trial is not None:
-            self.errors.charge(fingerprint.compat, 1.0 - hit.trial.p)
+            self.errors.charge(fingerprint.compat, hit.trial.risk)
         return outcome
 
     def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
@@ -232,7 +232,7 @@ class SemanticLookup:
         else:
             similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
             is_old = not verifier and self._clock() - verified.at > _VERIFIED_S
-            has_room = self.errors.has(fingerprint.compat, 1.0 - trial.p, bound.error_max)
+            has_room = self.errors.has(fingerprint.compat, trial.risk, bound.error_max)
             if is_old or not has_room or bound.error_max < verified.error_max:
                 return None
         self.errors.pay(fingerprint.compat, bound.error_max)

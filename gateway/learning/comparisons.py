@@ -272,7 +272,7 @@ class Judging:
         request, is_right = job.record.request, _is_same(judgement)
         self.findings.count(job.source, judgement.ruling, judgement.judge)
         if is_right is not None and self.fallback is not None and job.semantic.verified_by:
-            self.fallback.check(job.record, 1.0 - job.trial.p, is_wrong=not is_right)
+            self.fallback.check(job.record, job.trial.risk, is_wrong=not is_right)
         self._note(job, judgement)
         if is_right is None and equal is None and not job.is_check and not job.trial.features:
             return

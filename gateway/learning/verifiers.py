@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from cache import CacheUnavailable, Entry, ExactCache, Trial
-from cache.query import Asked
+from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from gateway.accounts import Accounts, Identity, Team
 from gateway.deployments.fleet import Fleet
@@ -51,7 +51,7 @@ from gateway.pipeline import Pipeline
 from gateway.settings import AUTO, Settings
 from gateway.wire.fold import fold
 from policies import Demand
-from policies.asking import ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
+from policies.asking import Calibration, ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
 from policies.verification import Verify
 
 _WITHIN_S = 30.0  # for a word that no request waits for
@@ -101,6 +101,7 @@ class Verifiers:
         self._lookup: SemanticLookup | None = None  # of the pipeline, once it is connected
         self.whom = Whom(fleet, random.random)
         self._recent = Recent()
+        self._calibration = Calibration()
         self._running: set[asyncio.Task[Any]] = set()
 
     def connect(self, pipeline: Pipeline) -> None:
@@ -163,7 +164,7 @@ class Verifiers:
             return None
         shown = [StoredAnswer(one.text, " " * _TYPICAL_CHARS, one.differing) for one in undecided.candidates]
         question = askable.expected(_demand(question_chars(text, shown)))
-        ps = [one.p for one in undecided.candidates]
+        ps = [self._p(generation, undecided, candidate) for candidate in undecided.candidates]
         if question is None or not self._spending.allows(team.id, question.cost_microusd):
             return None
         if is_observed:
@@ -217,7 +218,9 @@ class Verifiers:
         right = None
         if choice.number is not None and choice.number >= 0:
             candidate, entry = answers[choice.number]
-            choice, risk = await self._confirmed(plan, verifier, generation, semantic, choice, shown, candidate.p)
+            assert semantic.undecided is not None
+            p = self._p(generation, semantic.undecided, candidate)
+            choice, risk = await self._confirmed(plan, verifier, generation, semantic, choice, shown, p)
             right = (candidate, entry, risk) if risk is not None else None
         asking.verdict = _verdict(choice, is_right=right is not None)
         asking.entry = right[1] if right is not None and plan.is_observed else None
@@ -263,13 +266,18 @@ class Verifiers:
             miss_reason="",
             nearest="",
             question=(fingerprint.text or "") if self._settings.log_prompts else "",
-            trial=replace(_trial(semantic, candidate), p=1.0 - risk),
+            trial=_trial(semantic, candidate).with_risk(risk),
             verified_by=semantic.asking.verifier,
         )
         outcome = self._lookup.served(fingerprint, controls, hit)
         if outcome.entry is not None:
             self._exact.use(entry)
         return outcome
+
+    def _p(self, generation: Generation, undecided: Undecided, candidate: Asked) -> float:
+        """The probability that a candidate's answer is right."""
+        is_first = candidate is undecided.candidates[0]
+        return self._calibration.p(_namespace(generation), candidate.p, is_first=is_first)
 
     def _has_room(self, generation: Generation, semantic: SemanticResult, risk: float) -> bool:
         """Whether the error account has room for a hit with this risk."""
@@ -285,9 +293,18 @@ class Verifiers:
         choice: Choice,
     ) -> None:
         """Keep what the verifier said: a verdict on each answer that it ruled on."""
-        name, at = plan.askable.name, time.time()
+        name, at, undecided = plan.askable.name, time.time(), semantic.undecided
+        assert undecided is not None
         for number in choice.shown:
             candidate, entry = answers[number]
+            if choice.number is not None:
+                self._calibration.learn(
+                    _namespace(generation),
+                    candidate.p,
+                    plan.askable.exam.false_yes,
+                    is_first=candidate is undecided.candidates[0],
+                    is_yes=number == choice.number,
+                )
             is_right = None if choice.number is None else number == choice.number
             if choice.number is not None and choice.number >= 0 and not is_right:
                 continue  # it chose another one, and said nothing of this
@@ -409,12 +426,17 @@ class _AfterMiss:
         return await self._ask(fresh, cached)
 
 
+def _namespace(generation: Generation) -> bytes:
+    fingerprint = generation.looked.fingerprint
+    return fingerprint.partition + fingerprint.compat
+
+
 def _trial(semantic: SemanticResult, candidate: Asked) -> Trial:
-    """The trial of one candidate, from that of the decision: its features are of the first alone."""
+    """The trial of one candidate, from that of the decision: its features and p are of the first alone."""
     known = semantic.trial or Trial((), b"", 0.0, 1.0, b"")
     is_first = known.ranked[:1] == (candidate.exact,)
-    features = known.features if is_first else b""
-    return Trial(ranked=(candidate.exact,), features=features, p=candidate.p, chance=1.0, rule=known.rule)
+    features, p = (known.features, known.p) if is_first else (b"", 0.0)
+    return Trial(ranked=(candidate.exact,), features=features, p=p, chance=1.0, rule=known.rule)
 
 
 def _verdict(choice: Choice, *, is_right: bool) -> str:
