@@ -20,7 +20,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to look up semantically.
 
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
-    too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves.
+    too many answers were wrong, `untightened` is the bound before.
     `is_try`: the decision is only shown and not counted. `context` has the texts that the prompt is
     asked after, as a `Fingerprint` has them. `may_ask`: a verifier may be asked about what is not
     certain.
@@ -85,17 +85,11 @@ class MissReason(StrEnum):
     DOCUMENTS = "documents"  # cached prompts have another context, of which no verdicts say that it does not matter
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ
-    POLARITY = "polarity"  # near, but one negates, or turns on what the other turns off
     MARKS = "marks"  # near, but codes, links, signs or hidden characters differ
-    NAMES = "names"  # near, but names, identifiers or quoted strings differ
-    DIRECTION = "direction"  # near, but from and to are swapped
-    FORM = "form"  # near, but another language, format, length or kind of answer is asked for
     WORDS = "words"  # near, but words that carry the question differ
     UNSURE = "unsure"  # near, but too likely to be wrong for the error bound
-    COLD = "cold"  # near, but no verdicts vouch for it, and such hits had their share of the requests
     AUDIT = "audit"  # a check: would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
-    TIME = "time"  # near, but asks about another time
     SUSPENDED = "suspended"  # would be served, but its answer was found wrong and is not cleared
     # would be served, but too many answers were wrong lately: the bound has tightened itself
     TIGHTENED = "tightened"

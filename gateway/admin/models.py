@@ -854,7 +854,7 @@ class MissCauseOut(_Out):
     """A cause of misses of an alias."""
 
     model: str
-    cause: str = Field(description="documents, context, new, vetoes, doubt, coldness, ...")
+    cause: str = Field(description="documents, context, new, vetoes, doubt, loading, ...")
     count: int
     share: float = Field(description="of the model's misses that were counted")
     advice: str = Field(description="what to do about it")

@@ -276,7 +276,7 @@ SEMANTIC_BOUND = _gauge(
 SEMANTIC_STRICTNESS = _gauge(
     "sameway_semantic_strictness_ratio",
     Merge.MIN,
-    "What the bound is multiplied with now: below 1 it has tightened itself, and only the cold rule serves.",
+    "What the bound is multiplied with now: below 1 it has tightened itself.",
     "team model",
 )
 L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")
