@@ -33,8 +33,11 @@ def decide(
         loose = _untightened(query, seen, rule, state)
         if loose is not None:
             reasons[loose] = MissReason.TIGHTENED
+    first = decision.trial.ranked[0] if decision.trial is not None else None
     for index, reason in enumerate(reasons):
-        if reason in _WOULD_BE_SERVED and known[index].is_suspended:
+        # a wrong verdict takes an answer out of service, and makes the rule unsure of it as well
+        is_first = reason is MissReason.UNSURE and known[index].exact == first
+        if known[index].is_suspended and (is_first or reason in _WOULD_BE_SERVED):
             reasons[index] = MissReason.SUSPENDED
     # decision: withdrawn-until-cleared
     served = decision.served if decision.served is not None and not known[decision.served].is_suspended else None

@@ -6,12 +6,13 @@ import json
 import random
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Query, Trial
-from cache.decision.features import Neighbour
+from cache.decision.features import FEATURES, SIMILARITY, Neighbour
 from cache.decision.pieces import SHOWN_CHARS, compile_pattern, difference, digests, split, without
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState, VerifiedRule
@@ -170,9 +171,11 @@ def day(number: int) -> str:
     return f"system\n{LAMP}\nToday is day {number} for Anna{number}."
 
 
-def judged(prompt: int, known: int, *, is_right: bool, p: float = 0.9) -> AnswerJudged:
+def judged(prompt: int, known: int, *, is_right: bool, similarity: float = 0.9) -> AnswerJudged:
     pair = ((f"Today is day {prompt} for Anna{prompt}.", f"Today is day {known} for Anna{known}."),)
-    trial = Trial(((0).to_bytes(16, "big"),), b"", p, 1.0, b"", differing=digests(pair))
+    features = np.zeros(len(FEATURES) + 2, "<f4")
+    features[SIMILARITY] = similarity
+    trial = Trial(((0).to_bytes(16, "big"),), features.tobytes(), 0.9, 1.0, b"", differing=digests(pair))
     verdict = Verdict(source=Source.MISS, compat=b"c" * 16, is_right=is_right, trial=trial, at=0.0)
     return AnswerJudged(ACME, Verdict.decode(verdict.encode()), answer_name((0).to_bytes(16, "big"), 0.0), None)
 
@@ -183,7 +186,7 @@ def test_a_line_is_vouched_for_by_verdicts_on_it() -> None:
     for number in range(11):
         cache.fold([judged(number % 4 + 2, 1, is_right=True)])
         assert isinstance(served(cache, "what is its weight", day(99)), Undecided)
-    cache.fold([judged(2, 1, is_right=False, p=0.1)])  # another question: it says nothing of the line
+    cache.fold([judged(2, 1, is_right=False, similarity=0.1)])  # another question: it says nothing of the line
     cache.fold([judged(2, 1, is_right=True)])
     hit = served(cache, "what is its weight", day(99))
     assert isinstance(hit, Hit)

@@ -426,11 +426,12 @@ async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCa
     await until_status(client, lambda status: not is_redis_up(status))
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
     short = AnswerText(b"", 0.0, "It is 7.")
-    assert (await client.judge(ACME, ask("x").compat, short, [short]))[0].ruling is Ruling.SAME
+    assert [one.judge for one in await client.judge(ACME, ask("x").compat, short, [short])] == ["prose"]
     server.start()
     await until_status(client, is_redis_up)
     await put(exact, "How do I bake bread?")
-    assert isinstance(await client.lookup(query("How do I bake a bread")), Hit)
+    while not isinstance(await client.lookup(query("How do I bake a bread")), Hit):  # the worker follows again
+        await asyncio.sleep(0.05)
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
     redis = Redis.from_url(server.url)
     await redis.flushall()

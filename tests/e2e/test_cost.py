@@ -241,7 +241,7 @@ async def test_a_hit_from_memory(worker: Worker) -> None:
 async def test_a_hit_by_the_same_words(worker: Worker) -> None:
     """The look-up's one command finds it; what is remembered for feedback follows the answer."""
     await worker.ask("What is it like there?")
-    for text in (" what is  it like there", "What is it like there ?"):
+    for text in (" What is  it like there?", "What is it  like there? "):
         for stream in (False, True):
             cost = await worker.cost(text, stream=stream)
             assert cost.commands["EVALSHA"] == 2

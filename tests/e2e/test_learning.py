@@ -214,7 +214,7 @@ def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Ups
 def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> None:
     """A worker killed while it waits for a judge's word: the verdict is lost and nothing else. The judge's money comes back with
     its lease and agrees with the ledger, and the next check of that hit counts, once."""
-    asked, near = "Why is the sky blue at noon?", "Tell me why the sky is blue at noon."
+    asked, near = "Why is the sky blue at noon?", "Tell me, why is the sky blue at noon?"
     said = "Because air scatters the short waves of sunlight more than the long ones, " * 3
     fresh = "Sunlight is scattered by air, and blue most of all, which is what we see. " * 3
     question = json.dumps({"prompt": near, "answer_a": fresh, "answer_b": said})
