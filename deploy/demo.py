@@ -38,6 +38,7 @@ NEAR_MISSES = (  # an answer that is cut is not stored: these are short
     ("How many minutes are 3 hours?", "How many minutes are 5 hours?", "another number"),
     (CAPITAL, "What is the capital of Italy?", "another name"),
 )
+STORED, REWORDED = "My parcel never came. What should I do?", "what to do about a delivery that has not arrived?"
 FIELDS = {
     "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"},
     "inhabitants": {"type": "integer", "minimum": 1, "maximum": 2_000_000},
@@ -97,6 +98,7 @@ class Demo:
         self.streamed_answer()
         self.cache_hits()
         self.near_misses()
+        self.verified_hit()
         self.one_generation_for_four()
         self.schema_and_tool()
         self.failover()
@@ -125,6 +127,18 @@ class Demo:
             answer, kind, _ = self.show(question)
             check(kind == wanted, f"a hit, {wanted}", kind)
             check(answer == self.answer, "with the very text of the stream", answer)
+
+    def verified_hit(self) -> None:
+        step(
+            "Other words altogether: the rule can't tell, and a verifier is asked. It is played here, and knows this one pair"
+        )
+        answer, *_ = self.show(STORED, model="asks-first")
+
+        def is_verified() -> bool:
+            again, kind, headers = self.show(REWORDED, model="asks-first")
+            return kind == "semantic" and headers.get("x-sameway-verified") == "true" and again == answer
+
+        check(is_verified(), "it calls the stored answer right, and that is served", None)
 
     def near_misses(self) -> None:
         step("Questions that look alike and mean something else must not be answered from the cache")
@@ -191,7 +205,7 @@ class Demo:
 
     def stats(self) -> None:
         step("What the admin sees")
-        wanted = {"exact": 2, "semantic": 1, "coalesced": 3, "refused": 1}
+        wanted = {"exact": 2, "semantic": 2, "coalesced": 3, "refused": 1}
         page = self.seen("/stats", lambda page: wanted.items() <= page["total"]["by_kind"].items(), window="1h")
         total = page["total"]
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(total["by_kind"].items()))
@@ -269,6 +283,8 @@ def configuration(upstream: str) -> dict[str, Any]:
         "models": {
             "smollm2": {"deployments": [deployment("local", 0.1, 0.4, **local)]},
             "support": {"policy": "cheapest", "deployments": support},
+            "asks-first": {"verifier": "played-verifier", "deployments": [deployment("asked-api", 2.5, 10.0, **api)]},
+            "played-verifier": {"deployments": [deployment("played", 0.1, 0.4, **api | {"model": "played"})]},
             "prefers-api": {
                 "policy": "cheapest",
                 "deployments": [down, deployment("local-fallback", 0.1, 0.4, **local)],
@@ -304,13 +320,15 @@ def gateway(folder: Path, upstream: str) -> Iterator[str]:
 
 
 class Upstream(BaseHTTPRequestHandler):
-    """A simulated API: an answer of 150 tokens to each question, at once."""
+    """A simulated API: an answer of 150 tokens to each question, at once; and the played verifier, a model of it."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"][-1]["content"]
-        message = {"role": "assistant", "content": f"The simulated answer to: {question} " + "And so on. " * 40}
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        question = asked["messages"][-1]["content"]
+        content = f"The simulated answer to: {question} " + "And so on. " * 40
+        message = {"role": "assistant", "content": played(question) if asked["model"] == "played" else content}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         usage = {"prompt_tokens": 400, "completion_tokens": 150, "total_tokens": 550}
         about = {"id": "chatcmpl-simulated", "object": "chat.completion", "created": 0, "model": "simulated"}
@@ -323,6 +341,13 @@ class Upstream(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Log nothing."""
+
+
+def played(question: str) -> str:
+    """The played verifier's word: the number of the candidate that it knows to be right, else 0."""
+    told = json.loads(question)
+    knows = [told.get("request") == REWORDED and one["request"] == STORED for one in told.get("candidates", ())]
+    return str(knows.index(True) + 1 if True in knows else 0)
 
 
 # -- narration ------------------------------------------------------------------------------------------------------------

@@ -109,6 +109,15 @@ async def until_status(client: SemanticClient, condition: Callable[[WorkerStatus
             await asyncio.sleep(0.02)
 
 
+async def until_hit(client: SemanticClient, text: str) -> None:
+    """The worker follows the log again a moment after Redis is back."""
+    async with asyncio.timeout(30):
+        while True:
+            if isinstance(await client.lookup(query(text)), Hit):
+                return
+            await asyncio.sleep(0.05)
+
+
 async def status_now(worker: WorkerProcess) -> WorkerStatus:
     """The state that it sends to each client."""
     async with SemanticClient(worker.socket_path) as client:
@@ -430,8 +439,7 @@ async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCa
     server.start()
     await until_status(client, is_redis_up)
     await put(exact, "How do I bake bread?")
-    while not isinstance(await client.lookup(query("How do I bake a bread")), Hit):  # the worker follows again
-        await asyncio.sleep(0.05)
+    await until_hit(client, "How do I bake a bread")
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
     redis = Redis.from_url(server.url)
     await redis.flushall()
