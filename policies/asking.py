@@ -26,7 +26,7 @@ FIRST_REQUESTS = 100
 """A namespace's account starts with the errors of so many requests, and has no more at any time."""
 _PAID = 0.8  # of the bound; the rest is for what chance adds to an expectation
 _SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
-_EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 8.0  # of the bins; the answers that p^2 weighs
+_EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 6.0  # of the bins; the answers that p weighs
 _NAMESPACES_MAX = 20_000
 _FIRST_DAY_TIMES, _FIRST_QUESTIONS = 5.0, 50
 
@@ -93,8 +93,8 @@ class Calibration:
     had said of them, and apart for the likeliest of a question and the others.
 
     A bin of n answers, of which a verifier that calls a share f of wrong ones right said yes to y,
-    holds about (y - f n) / (1 - f) right ones (Rogan and Gladen, 1978). Before the first, p stands
-    for p^2: a rule is surest of the best that it could find.
+    holds about (y - f n) / (1 - f) right ones (Rogan and Gladen, 1978), beside the few that the rule
+    had said.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Calibration:
     def p(self, namespace: bytes, said: float, *, is_first: bool) -> float:
         """The probability that an answer is right of which the rule says the probability `said`."""
         answers, right = self._bins.get(namespace, {}).get((is_first, bisect(_EDGES, said)), (0.0, 0.0))
-        return (right + _UNSEEN * said * said) / (answers + _UNSEEN)
+        return (right + _UNSEEN * said) / (answers + _UNSEEN)
 
     def learn(self, namespace: bytes, said: float, false_yes: float, *, is_first: bool, is_yes: bool) -> None:
         """Take in a verifier's word on one answer of a question. One that it did not choose is a no."""
