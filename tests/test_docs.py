@@ -161,7 +161,7 @@ def test_every_reason_is_documented() -> None:
     assert set(_names(REASONS, "## Why an answer was not stored")) == _words("no_store") | {"stored"}
     assert set(_names(REASONS, "## Why the exact cache did not answer")) == _words("too_old")
     misses = set(_names(REASONS, "## Why the semantic cache did not answer"))
-    assert _words("polarity") <= misses
+    assert _words("marks") <= misses
     dashboard = (ROOT / "gateway/admin/templates/parts.html").read_text()
     shown = re.search(r"set reasons = \{(.*?)\}", dashboard, re.DOTALL)
     assert shown is not None
