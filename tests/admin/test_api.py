@@ -415,7 +415,7 @@ async def test_near_misses_say_how_near_and_why_not(world: World, client: httpx.
 async def test_why_prompts_do_not_hit(world: World, client: httpx.AsyncClient) -> None:
     """Shares of each model's misses by cause, the largest first; an example with a text where there is one."""
     world.stats.add(miss(request_id="req_1", alias="a", miss_reason="numbers", similarity=0.9, nearest="a near prompt"))
-    for number, reason in enumerate(("names", "numbers", "documents"), 2):
+    for number, reason in enumerate(("marks", "numbers", "documents"), 2):
         world.stats.add(miss(request_id=f"req_{number}", alias="a", miss_reason=reason))
     world.stats.add(miss(request_id="req_5", alias="b", miss_reason="a reason of tomorrow"))
     world.stats.add(miss(request_id="req_6", alias="b", cache="exact", miss_reason=""))

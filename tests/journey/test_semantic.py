@@ -168,11 +168,11 @@ async def test_the_nearest_prompt_is_kept_only_where_prompts_may_be_logged(
 ) -> None:
     """The text of the nearest entry is another user's prompt: it is recorded only where the operator allows it."""
     entry = (await world.record(await world.ask("the first wording"))).cache.entry
-    world.semantic.misses("names", near=entry, similarity=0.93)
+    world.semantic.misses("marks", near=entry, similarity=0.93)
     record = await world.record(await world.ask("the second wording"))
     assert (record.cache.similarity, record.cache.nearest) == (0.93, "")
     told = await open_a_world(log_prompts=True)
-    told.semantic.misses("names", near=entry, similarity=0.93)
+    told.semantic.misses("marks", near=entry, similarity=0.93)
     assert (await told.record(await told.ask("the second wording"))).cache.nearest == "a near prompt"
     await told.is_released()
 
@@ -182,7 +182,7 @@ async def test_what_can_be_learned_is_reported(world: World) -> None:
     first = await world.ask("the first wording")
     assert world.lessons == []
     entry = (await world.record(first)).cache.entry
-    world.semantic.misses("names", near=entry)
+    world.semantic.misses("marks", near=entry)
     miss = await world.ask("the second wording")
     world.semantic.hits(entry)
     hit = await world.ask("the third wording")
@@ -199,7 +199,7 @@ async def test_what_can_be_learned_is_reported(world: World) -> None:
 async def test_a_near_answer_is_a_draft_for_an_engine(world: World) -> None:
     """An engine gets the answer to the nearest prompt, which was not served; the record names it."""
     entry = (await world.record(await world.ask("the first wording", model="engine"))).cache.entry
-    world.semantic.misses("names", near=entry, similarity=0.95)
+    world.semantic.misses("marks", near=entry, similarity=0.95)
     reply = await world.ask("the second wording", model="engine")
     assert [call.draft for call in world.backends["engine"].calls] == ["", "answer of engine"]
     record = await world.record(reply)
@@ -209,7 +209,7 @@ async def test_a_near_answer_is_a_draft_for_an_engine(world: World) -> None:
 async def test_a_managed_deployment_gets_no_draft(world: World) -> None:
     """Only an engine can verify a guess: others are not given any, and no answer is fetched for one."""
     entry = (await world.record(await world.ask("the first wording"))).cache.entry
-    world.semantic.misses("names", near=entry, similarity=0.95)
+    world.semantic.misses("marks", near=entry, similarity=0.95)
     reply = await world.ask("the second wording")
     assert [call.draft for call in world.backends["plain"].calls] == ["", ""]
     assert (await world.record(reply)).answer.draft == ""
