@@ -51,6 +51,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     `text` is None if the prompt is not eligible for meaning. `saves` is the saving of a hit, in the
     caller's units; one is added, so that an answer that saved nothing is worth keeping, too.
     `context` has the texts before the prompt, packed (`pack_context`); only its `About` keeps them.
+    `of` is empty, or names the entry whose answer a verifier found right for `text`, under which a
+    lookup by meaning finds that one: such a wording has no chunks.
     """
 
     partition: Partition
@@ -64,6 +66,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     namespace: str = ""
     saves: int = 0
     context: bytes = b""
+    of: bytes = b""
 
     @property
     def id(self) -> str:
@@ -107,6 +110,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
             expires_at=self.expires_at,
             labels=self.labels,
             context=self.context,
+            of=self.of,
+        )
+
+    def worded(self, exact: bytes, text: str, context: str) -> Entry:
+        """Another prompt that this entry answers: a wording, which lives as long."""
+        return msgspec.structs.replace(
+            self, exact=wording_id(exact), text=text, chunks=(), saves=0, context=pack_context(context), of=self.exact
         )
 
 
@@ -120,6 +130,12 @@ class About(msgspec.Struct, frozen=True, array_like=True, tag="a1"):
     expires_at: float
     labels: dict[str, str | int] = {}
     context: bytes = b""
+    of: bytes = b""
+
+
+def wording_id(exact: bytes) -> bytes:
+    """The id of the wording that the request `exact` is, beside an entry of its own."""
+    return hashlib.blake2b(exact, digest_size=len(exact), person=b"sw.wording").digest()
 
 
 def pack_context(context: str) -> bytes:

@@ -137,7 +137,8 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
 class Asked(msgspec.Struct, frozen=True, array_like=True):
     """An entry whose answer may be right for the prompt. `text` is the prompt that it was stored for,
     `p` the probability that its answer is right. `differing` has the pieces of both contexts that
-    differ, each as (of the prompt, of the entry); one of them may be empty.
+    differ, each as (of the prompt, of the entry); one of them may be empty. `wording` is the nearest
+    wording of that answer, if it is nearer than the entry's own prompt.
     """
 
     exact: bytes
@@ -146,6 +147,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     text: str
     p: float
     differing: tuple[tuple[str, str], ...] = ()
+    wording: bytes = b""
 
 
 class Undecided(msgspec.Struct, frozen=True, array_like=True, tag="undecided"):

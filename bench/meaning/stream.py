@@ -21,6 +21,7 @@ from bench.meaning.gate import Gate, risk_in
 from bench.meaning.vectors import Recall
 from cache import Hit, MissReason, Trial
 from cache.decision.rule import Rule
+from cache.entry import wording_id
 from cache.events import EntriesDropped
 from cache.query import Asked, Undecided
 from cache.semantic.cache import SemanticCache
@@ -100,6 +101,8 @@ class Traffic:
             made = self._drawn(request, made)
         if made.outcome.served is not None:
             self.cache.fold(made.records)
+            if made.asked is not None and made.outcome.questions:
+                self._word(request, made.outcome.served)
             return made.outcome
         self.store(request)
         judged = self._compare(request, made)
@@ -116,6 +119,13 @@ class Traffic:
         if self.judging is not None:
             self.judging.generate(request.exact, request.query.text, request.label)
         self.cache.fold([self._comparisons.add(request.added(self.clock.now - 1.0))])
+        while not self.cache.is_settled:
+            self.cache.settle()
+
+    def _word(self, request: Request, served: Request) -> None:
+        """The request's prompt is a wording of the one whose answer it got."""
+        added = request.added(self.clock.now - 1.0)
+        self.cache.fold([replace(added, exact=wording_id(request.exact), of=served.exact)])
         while not self.cache.is_settled:
             self.cache.settle()
 
@@ -182,6 +192,7 @@ class Traffic:
             at=self.clock.now,
             judge="verifier",
             flips=flips,
+            wordings=(wording_id(request.exact), asked.wording) if is_right else (),
         )
         return AnswerJudged(request.query.partition, verdict, asked.group, None)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cache.decision.features import NEIGHBOURS, Neighbour
+from cache.decision.pieces import digests
 from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.query import Asked, Hit, LookupResult, Miss, MissReason, Near, Neighbourhood, Query, Trial, Undecided
 
@@ -49,7 +50,8 @@ def decide(
     ]
     answer: LookupResult
     if served is not None:
-        answer = Hit(seen[served].exact, seen[served].similarity, seen[served].text, trial)
+        hit = seen[served]
+        answer = Hit(hit.exact, hit.similarity, hit.stored or hit.text, trial, hit.differing)
     else:
         named = [reason for reason in reasons if reason in _WITHHELD]
         answer = miss = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
@@ -63,7 +65,13 @@ def decide(
 
 def _asked(neighbour: Neighbour, p: float) -> Asked:
     return Asked(
-        neighbour.exact, neighbour.answer, neighbour.similarity, neighbour.text, p, differing=neighbour.differing
+        exact=neighbour.exact,
+        group=neighbour.answer,
+        similarity=neighbour.similarity,
+        text=neighbour.stored or neighbour.text,
+        p=p,
+        differing=neighbour.differing,
+        wording=neighbour.wording,
     )
 
 
@@ -78,8 +86,13 @@ def _trial(trial: Trial | None, known: Sequence[Neighbour], rule_name: bytes) ->
     if trial is None:
         return None
     # generated for certain
-    is_out = any(one.is_suspended and one.exact == trial.ranked[0] for one in known)
-    return msgspec.structs.replace(trial, chance=1.0 if is_out else trial.chance, rule=rule_name)
+    first = next(one for one in known if one.exact == trial.ranked[0])
+    return msgspec.structs.replace(
+        trial,
+        chance=1.0 if first.is_suspended else trial.chance,
+        rule=rule_name,
+        differing=digests(first.differing),
+    )
 
 
 def _near(neighbour: Neighbour, reason: MissReason | None) -> Near:

@@ -47,7 +47,8 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
     that it was right or wrong to serve), and whether that answer is out of service. `differing` has
     the pieces of both contexts that differ, as (of the prompt, of the neighbour);
-    `is_context_vouched`: there are none, or verdicts say that they do not matter.
+    `is_context_vouched`: there are none, or verdicts say that they do not matter. `wording` as in
+    `cache.query.Asked`; `stored` is the prompt that has the answer, where `text` is such a wording.
     """
 
     similarity: float
@@ -61,6 +62,8 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     is_suspended: bool = False
     differing: tuple[tuple[str, str], ...] = ()
     is_context_vouched: bool = True
+    wording: bytes = b""
+    stored: str = ""
 
     @property
     def answer(self) -> bytes:

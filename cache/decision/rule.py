@@ -219,7 +219,8 @@ def _reasons(prompt: str, neighbours: Sequence[Neighbour], cases: Sequence[Case]
 
 def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: NamespaceCounters, excess: float) -> Trial:
     first, is_open = cases[0], cases[0].reason in (None, MissReason.UNSURE)
-    alike = [near.exact for near in neighbours if near.answer == first.candidate.group and near is not first.witness]
+    group = [near.exact for near in neighbours if near.answer == first.candidate.group]
+    alike = [exact for exact in dict.fromkeys(group) if exact != first.witness.exact]
     since = (0, 0.0) if first.reason is None else (counters.served, counters.risked)
     row = np.append(first.features, since).astype("<f4").tobytes()
     return Trial(

@@ -20,7 +20,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,7 +38,7 @@ from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
-from cache.query import Hit, LookupResult, Miss, MissReason, Neighbourhood, Query, Undecided
+from cache.query import LookupResult, Miss, MissReason, Neighbourhood, Query
 from cache.semantic.index import VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
@@ -52,7 +52,7 @@ _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for 
 _SENTENCES_MAX = 5_000
 _CHECK_BYTES, _ROOM_BYTES = 8, 16
 _ROOMS = 3  # that a lookup searches
-_CONTEXTS = 48  # nearest keys of which it compares the contexts
+_SEARCHED = 48  # nearest keys, of which some have another context, or are wordings that one yes alone knows
 
 EntryKey = tuple[Partition, bytes]
 
@@ -61,7 +61,8 @@ EntryKey = tuple[Partition, bytes]
 class PromptAdded:
     """A cached prompt that can be found semantically. `group` names the answers found equal to its
     own, `vector` is one that `take_unsaved` gave before, here or elsewhere; each may be empty.
-    `context` has the texts before the prompt, as a `Fingerprint` has them.
+    `context` has the texts before the prompt, as a `Fingerprint` has them. `of` names the entry that a
+    verifier found right for it, if it has no answer of its own.
     """
 
     partition: Partition
@@ -73,6 +74,7 @@ class PromptAdded:
     group: bytes = b""
     vector: bytes = b""
     context: str = ""
+    of: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ Record = PromptAdded | SketchAdded | EntriesDropped | VerdictRecord
 @dataclass(slots=True)
 class _Key:
     """One cached prompt. `number` is its key in the index, `asking` are the pieces of a long last
-    message that ask, `text` is what is compared by meaning, `rooms` name where it is searched.
+    message that ask, `text` is what is compared by meaning, `rooms` name where it is searched; `of` as in
+    `PromptAdded`.
     """
 
     number: int
@@ -109,6 +112,7 @@ class _Key:
     asking: tuple[str, ...] = ()
     text: str = ""
     is_embedded: bool = False
+    of: bytes = b""
 
     @property
     def namespace(self) -> bytes:
@@ -120,7 +124,7 @@ class _Key:
 
     @property
     def answer(self) -> bytes:
-        return answer_name(self.exact, self.created_at)
+        return answer_name(self.of or self.exact, self.created_at)
 
 
 @dataclass(slots=True)
@@ -308,29 +312,35 @@ class SemanticCache:
             near, counters = decide(asked, neighbours, count, state, self._rule, self.rule_name)
         if not query.is_try:
             state.counters = counters
-        differing = {one.exact: one.differing for one in neighbours if one.differing}
-        return msgspec.structs.replace(near, decision=_shown(near.decision, differing)) if differing else near
+        return near
 
     def _neighbours(self, query: Query, meant: _Meant, count: int, vector: NDArray[np.float32]) -> list[Neighbour]:
         """The nearest keys whose contexts differ by no more than may be shown."""
         nearest: dict[int, float] = {}
         for name in meant.rooms:
-            (found,) = self._index.search(name, vector[None], max(_CONTEXTS, count) if meant.prompt.pieces else count)
+            (found,) = self._index.search(name, vector[None], max(_SEARCHED, count))
             nearest |= zip(found.keys.tolist(), found.similarities.tolist(), strict=True)
         now = self._clock()
         namespace = self._namespaces[query.namespace]
         tallies, out = self._states.tallies(query.namespace), self._states.suspended(query.partition)
         neighbours: list[Neighbour] = []
+        wordings: dict[bytes, bytes] = {}  # the nearest of each group, where that is none of its prompts
         for number, similarity in sorted(nearest.items(), key=lambda one: -one[1]):
-            key = self._keys[number]
+            wording = self._keys[number]
+            key = self._answered(wording)
+            if key is None:  # that answer is gone
+                continue
             differing = pieces.difference(meant.prompt, key.prompt, meant.asking, key.asking)
             if differing is None:
+                continue
+            wordings.setdefault(key.group, wording.exact if wording.of else b"")
+            if wording.of and not self._states.knows(query.namespace, wording.exact):
                 continue
             right, wrong = tallies.get(key.group, (0.0, 0.0))
             neighbours.append(
                 Neighbour(
                     similarity=min(1.0, round(similarity, 6)),
-                    text=key.text,
+                    text=wording.text,
                     exact=key.exact,
                     age_s=max(0.0, now - key.created_at),
                     group=key.group,
@@ -340,14 +350,21 @@ class SemanticCache:
                     is_suspended=bool(out) and (b"a" + key.answer in out or b"g" + key.group in out),
                     differing=differing,
                     is_context_vouched=not differing or self._is_vouched(query, meant.text, key.text, differing),
+                    wording=wordings[key.group],
+                    stored=key.text,
                 )
             )
             if len(neighbours) == count:
                 break
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys
         # came, those of the same context first
-        neighbours.sort(key=lambda one: (-one.similarity, bool(one.differing), one.exact))
+        neighbours.sort(key=lambda one: (-one.similarity, bool(one.differing), one.exact, one.text))
         return neighbours
+
+    def _answered(self, key: _Key) -> _Key | None:
+        """The key of the prompt whose answer a key finds: itself, but for a wording. None if it is gone."""
+        found = self._keys.get(self._by_entry.get((key.partition, key.of), -1)) if key.of else key
+        return found if found is not None and found.created_at == key.created_at else None
 
     def _is_vouched(self, query: Query, text: str, known: str, differing: Differing) -> bool:
         """Whether verdicts say that these pieces do not matter, and neither question names a word of them."""
@@ -479,8 +496,9 @@ class SemanticCache:
             rooms=tuple(_rooms(record.partition + record.compat, prompt, ANCHORS)),
             created_at=record.created_at,
             expires_at=record.expires_at,
-            group=record.group or answer_name(record.exact, record.created_at),
+            group=record.group or answer_name(record.of or record.exact, record.created_at),
             text=prompt.text,
+            of=record.of,
         )
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
@@ -544,7 +562,8 @@ class SemanticCache:
         del self._by_entry[key.partition, key.exact]
         self._take_vector(key)
         self._regroup(key, None)
-        self._sketches.drop(key.namespace, key.answer)
+        if not key.of:
+            self._sketches.drop(key.namespace, key.answer)
         for name in key.rooms:
             room = self._rooms[name]
             room.keys -= 1
@@ -624,24 +643,6 @@ def _rooms(namespace: bytes, prompt: Prompt, count: int) -> list[bytes]:
         return [namespace]
     digest = functools.partial(hashlib.blake2b, digest_size=_ROOM_BYTES, person=b"sw.room")
     return [namespace + digest(name.encode("utf-8", "surrogatepass")).digest() for name in names]
-
-
-def _shown(decision: LookupResult, differing: Mapping[bytes, Differing]) -> LookupResult:
-    """A decision with the pieces of context by which its entries differ."""
-    if isinstance(decision, Undecided):
-        miss = _shown(decision.miss, differing)
-        assert isinstance(miss, Miss)
-        candidates = [
-            msgspec.structs.replace(one, differing=differing.get(one.exact, ())) for one in decision.candidates
-        ]
-        return Undecided(tuple(candidates), miss)
-    trial = decision.trial
-    if trial is not None and trial.ranked[0] in differing:
-        trial = msgspec.structs.replace(trial, differing=pieces.digests(differing[trial.ranked[0]]))
-        decision = msgspec.structs.replace(decision, trial=trial)
-    if isinstance(decision, Hit) and decision.exact in differing:
-        decision = msgspec.structs.replace(decision, differing=differing[decision.exact])
-    return decision
 
 
 def _check(key: _Key) -> bytes:

@@ -249,6 +249,7 @@ class Follower:
                 group=group[1] if group is not None and group[0] == about.created_at else b"",
                 vector=vector or b"",
                 context=context,
+                of=about.of,
             )
             for exact, about, group, vector in zip(exacts, abouts, groups, vectors, strict=True)
             if about is not None and about.text is not None

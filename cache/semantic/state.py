@@ -22,6 +22,7 @@ from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended,
 
 _VOUCHED, _VOUCHED_PAIRS = 12, 3  # right verdicts of as many, and of how many pairs of texts in the place
 _LINES_MAX = 4_096  # of a namespace; the oldest go first
+_WORDINGS_MAX = 50_000  # of a namespace; the oldest go first
 _LINE_BYTES = 8  # of the digest of a differing piece, which say what both sides share
 _SAME_QUESTION = 0.7  # the cosine from which on a wrong answer counts against the pieces that differ
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
@@ -43,11 +44,13 @@ class _Line:
 @dataclass(slots=True)
 class _GroupTallies:
     """Right and wrong verdicts by group, how many would-be hits the checks stand for, and, by what both
-    sides of a differing piece share, the verdicts beside it and what the sides have apart.
+    sides of a differing piece share, the verdicts beside it and what the sides have apart. `wordings`
+    counts the signs that an answer is right for a wording.
     """
 
     tallies: dict[bytes, tuple[float, float]] = field(default_factory=dict)
     checked: float = 0.0
+    wordings: dict[bytes, int] = field(default_factory=dict)
     lines: dict[bytes, _Line] = field(default_factory=dict)
 
 
@@ -81,6 +84,11 @@ class NamespaceStates:
         lines = tallied.lines if tallied is not None else {}
         return all((line := lines.get(one[:_LINE_BYTES])) is not None and line.is_vouched for one in differing)
 
+    def knows(self, namespace: bytes, wording: bytes) -> bool:
+        """Whether two yes say that the answer of a wording is right for it: its own, and one beside it."""
+        tallied = self._tallied.get(namespace)
+        return tallied is not None and tallied.wordings.get(wording, 0) > 1
+
     def suspended(self, partition: Partition) -> Set[bytes]:
         """The names of what is out of service."""
         return self._suspended.get(partition, frozenset())
@@ -111,6 +119,8 @@ class NamespaceStates:
             tallied.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
+            if verdict.is_right and verdict.wordings:
+                _count_wordings(tallied.wordings, *verdict.wordings)
             if trial.differing and trial.features:
                 _count_lines(tallied.lines, trial, is_right=verdict.is_right)
         if trial.features and trial.rule == self._rule_name:
@@ -155,6 +165,16 @@ class NamespaceStates:
         state.model, state.counters = None, NamespaceCounters()
         if not state.word_counts.texts:
             del self._states[namespace]
+
+
+def _count_wordings(counts: dict[bytes, int], asked: bytes, near: bytes = b"") -> None:
+    """Count a yes for the wording that was asked about; it and the one beside it vouch for each other."""
+    is_beside = near in counts
+    counts[asked] = counts.get(asked, 0) + 1 + is_beside
+    if is_beside:
+        counts[near] += 1
+    if len(counts) > _WORDINGS_MAX:
+        del counts[next(iter(counts))]
 
 
 def _count_lines(lines: dict[bytes, _Line], trial: Trial, *, is_right: bool) -> None:

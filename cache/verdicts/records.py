@@ -49,7 +49,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     share of equal answers that it calls different, which all versions take as 0, and the share of
     different ones that it calls the same, as in its exam or beside other judges. `alias` is the
     model that the request named. `is_late`: it takes the place of the earlier verdict on this
-    comparison, which no judge could tell then.
+    comparison, which no judge could tell then. `wordings` are that of the request and, if there is
+    one, the nearest of the same answer, of which a verifier's yes is one more sign.
     """
 
     source: Source
@@ -66,6 +67,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
     is_late: bool = False
+    wordings: tuple[bytes, ...] = ()
 
     def encode(self) -> bytes:
         """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
@@ -115,6 +117,7 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     alias: str = ""
     is_late: bool = False
     differing: tuple[bytes, ...] = ()
+    wordings: tuple[bytes, ...] = ()
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):

@@ -244,13 +244,18 @@ class SemanticLookup:
         return outcome
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
-        """Point this prompt's words to the entry that the cache worker chose; that ends the claim."""
-        if result.entry is None or result.trial is None or result.similarity is None:
+        """Point this prompt's words to the entry that the cache worker chose; that ends the claim. What a
+        verifier was asked about becomes a wording of the entry.
+        """
+        entry, text = result.entry, fingerprint.text
+        if entry is None or result.trial is None or result.similarity is None:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
             verified = Verified(result.similarity, trial, result.error_max, self._clock(), result.verified_by)
-            await self._exact.point(fingerprint, result.entry, key, verified)
+            await self._exact.point(fingerprint, entry, key, verified)
+            if result.asking is not None and text is not None:
+                await self._exact.store(entry.worded(fingerprint.exact, text, fingerprint.context))
 
     def begin_draft(self, fingerprint: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
         """Begin to read the answer to the nearest cached prompt, as a local engine's draft.

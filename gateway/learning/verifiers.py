@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from cache import CacheUnavailable, Entry, ExactCache, Trial
+from cache.entry import wording_id
 from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from gateway.accounts import Accounts, Identity, Team
@@ -197,7 +198,7 @@ class Verifiers:
         return [
             (candidate, entry)
             for candidate, entry in zip(candidates, entries, strict=True)
-            if entry is not None and entry.text == candidate.text and entry.chunks_bytes <= _ANSWER_BYTES_MAX
+            if entry is not None and entry.chunks_bytes <= _ANSWER_BYTES_MAX
             if max_age_s is None or entry.age_s(now) <= max_age_s
         ]
 
@@ -318,6 +319,7 @@ class Verifiers:
                 why=choice.why,
                 flips=plan.askable.exam.flips,
                 alias=generation.alias.name,
+                wordings=(wording_id(generation.looked.fingerprint.exact), candidate.wording) if is_right else (),
             )
             ruling = Ruling.UNKNOWN if is_right is None else Ruling.SAME if is_right else Ruling.DIFFERENT
             self._count(Source.VERIFIER, ruling, name)
