@@ -167,10 +167,10 @@ class NamespaceStates:
             del self._states[namespace]
 
 
-def _count_wordings(counts: dict[bytes, int], asked: bytes, near: bytes = b"") -> None:
+def _count_wordings(counts: dict[bytes, int], new: bytes, near: bytes = b"") -> None:
     """Count a yes for the wording that was asked about; it and the one beside it vouch for each other."""
     is_beside = near in counts
-    counts[asked] = counts.get(asked, 0) + 1 + is_beside
+    counts[new] = counts.get(new, 0) + 1 + is_beside
     if is_beside:
         counts[near] += 1
     if len(counts) > _WORDINGS_MAX:

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import Hit, Miss, MissReason, Partition, Query
+from cache import Hit, Miss, MissReason, Partition, Query, Trial
 from cache.decision.features import Neighbour
 from cache.decision.model import LearnedModel, Row
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
 from cache.events import EntriesDropped
 from cache.semantic.cache import PromptAdded, Record, SemanticCache
+from cache.verdicts.records import AnswerJudged, Source, Verdict, answer_name
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 
@@ -348,3 +349,61 @@ def test_queries_of_one_batch_do_not_mix(clock: Clock) -> None:
         "c",
         "b",
     ]
+
+
+def yes(wording: bytes, near: bytes = b"") -> AnswerJudged:
+    """A verifier's yes to a wording, which came nearest to another one of the same answer."""
+    verdict = Verdict(
+        source=Source.VERIFIER,
+        compat=ask("the box").compat,
+        is_right=True,
+        trial=Trial((), b"", 0.0, 1.0, b""),
+        at=0.0,
+        wordings=(wording, near),
+    )
+    return AnswerJudged(ACME, verdict, answer_name(ask("the box").exact, 0.0), None)
+
+
+def test_a_wording_finds_its_answer_once_two_yes_say_so(clock: Clock) -> None:
+    """One yes alone does not; the hit names the entry that has the answer, and that entry's own prompt."""
+    cache = SemanticCache(FakeEmbedder(), Yes(), clock=clock)
+    cache.fold([added("the box", clock.now), wording("open the lid now please", clock.now), yes(b"w" * 16)])
+    far = one(cache, query("open the lid now please"))
+    cache.fold([yes(b"v" * 16, b"w" * 16)])
+    near = one(cache, query("open the lid now please"))
+    assert isinstance(far, Hit)
+    assert isinstance(near, Hit)
+    assert (near.exact, near.text) == (ask("the box").exact, "the box")
+    assert far.similarity < near.similarity == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("end", ["dropped", "answered anew"])
+def test_a_wording_ends_with_the_answer_that_was_verified(clock: Clock, end: str) -> None:
+    """What replaces that answer was never compared with the wording."""
+    cache = SemanticCache(FakeEmbedder(), Yes(), clock=clock)
+    cache.fold([added("the box", clock.now), wording("open the lid now please", clock.now)])
+    cache.fold([yes(b"w" * 16), yes(b"v" * 16, b"w" * 16), added("a lid", clock.now)])
+    before = one(cache, query("open the lid now please"))
+    assert isinstance(before, Hit)
+    assert before.similarity == pytest.approx(1.0, abs=1e-3)
+    cache.fold([dropped("the box") if end == "dropped" else added("the box", clock.now + 1.0)])
+    hit = one(cache, query("open the lid now please"))
+    assert isinstance(hit, Hit)
+    assert hit.similarity < 0.9
+
+
+def test_verdicts_and_wordings_may_come_in_any_order(clock: Clock) -> None:
+    """A rebuild reads the entries first and the verdicts afterwards; the log has them mixed."""
+    entries = [added("the box", clock.now), wording("open the lid now please", clock.now)]
+    verdicts = [yes(b"w" * 16), yes(b"v" * 16, b"w" * 16)]
+    found = []
+    for records in ([*entries, *verdicts], [*verdicts, *reversed(entries)]):
+        cache = SemanticCache(FakeEmbedder(), Yes(), clock=clock)
+        cache.fold(records)
+        found.append(one(cache, query("open the lid now please")))
+    assert found[0] == found[1]
+
+
+def wording(text: str, now: float) -> PromptAdded:
+    """A wording of the entry `the box`."""
+    return dataclasses.replace(added(text, now), exact=b"w" * 16, of=ask("the box").exact)

@@ -235,6 +235,25 @@ async def test_the_same_wording_is_asked_about_once(world: World) -> None:
     assert [one.get("new_request") for one in seen(world)[1:]][:1] == [None]
 
 
+async def test_of_a_long_prompt_the_part_that_asks_is_shown(world: World) -> None:
+    """The entry was stored for the whole of it."""
+    entry = await stored(world, "a long text\n\nWhat does it say?")
+    world.semantic.doubts((entry, "What does it say?"))
+    says(world, "1")
+    assert (await world.ask("a long text\n\nWhat's in it?")).cache == "semantic"
+    assert [one["request"] for one in saw(world)["candidates"]] == ["What does it say?"]
+
+
+async def test_a_verified_wording_is_kept_beside_its_entry(world: World) -> None:
+    """A purge by its words finds it, and leaves the answer to the prompt that it was made for."""
+    await stored(world)
+    says(world, "1")
+    assert (await world.ask(SECOND)).cache == "semantic"
+    await world.quiet()
+    await world.purge(text=SECOND)
+    assert (await world.ask(FIRST)).cache == "exact"
+
+
 async def test_a_yes_beyond_the_bound_is_confirmed(world: World) -> None:
     """Where the account has no room for the risk of one yes, a second question is put otherwise; a no to it is a no."""
     await stored(world, p=0.02)
