@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from bench.labelled import Labelled
 from cache import Trial
 from cache.encoder.types import Encoded
-from cache.verdicts import EARLY, Judgement, QAPair, Ruling, equal
+from cache.verdicts import Judgement, QAPair, Ruling, equal
 from cache.verdicts.prose import Answers, Sketch, sketch
 from gateway.learning.comparisons import LIKELY
-from gateway.learning.exam import Exam
 from gateway.learning.verifier import NO_ANSWER, Verifier, second_opinion
 
 _OPENINGS = (
@@ -72,12 +71,7 @@ class Judging(Protocol):
     def generate(self, exact: bytes, text: str, label: str) -> None:
         """The answer of entry `exact` to the prompt `text`."""
 
-    asked: (
-        float | None
-    )  # the chance with which a judge model was asked about the first comparison of a trial; as in a verdict
     questions: int  # to a judge model, till now
-    flips: tuple[float, float]  # its error rates, as in a verdict
-    is_early: bool  # a judge may rule later on what none could tell
 
     def begin(self, trial: Trial) -> None:
         """The comparisons of this trial follow."""
@@ -89,10 +83,7 @@ class Judging(Protocol):
 class Ideal:
     """The labels are compared, and the result is wrong with a probability of `noise`."""
 
-    asked = None
     questions = 0
-    flips = (0.0, 0.0)
-    is_early = False
 
     def __init__(self, noise: float, random: random.Random) -> None:
         self._labels: dict[bytes, str] = {}
@@ -132,13 +123,9 @@ class Product:
         self._owners: dict[str, str] = {}
         self._rulings: dict[tuple[str, str], Ruling] = {}
         self._errs: dict[frozenset[str], bool] | None = {} if is_steadfast else None
-        self._exam = Exam(random.random, is_named=True)
         self._judge = Verifier("model", self._reply) if model_noise is not None else None
         self._trial: Trial | None = None
-        self._is_drawn = False
-        self.asked: float | None = None
         self.questions = 0
-        self.is_early = False
         self._prose = Answers()
         self._sketches: dict[bytes, Sketch] = {}
 
@@ -153,13 +140,8 @@ class Product:
         self._sketches[exact] = sketch(made.answer, self._encode)
         self._prose.add(exact, self._encode([made.prompt]).vectors[0], self._sketches[exact])
 
-    @property
-    def flips(self) -> tuple[float, float]:
-        return self._exam.flips
-
     def begin(self, trial: Trial) -> None:
-        self._trial, self.asked = trial, None
-        self._is_drawn = self._judge is not None and self._random.random() < trial.worth
+        self._trial = trial
 
     def is_same(self, fresh: bytes, cached: bytes) -> bool | None:
         one, other = self._answers[fresh], self._answers[cached]
@@ -170,25 +152,18 @@ class Product:
         if ruling is Ruling.UNKNOWN:
             ruling = self._prosaic(fresh, cached, is_first=trial is not None)
         if ruling is Ruling.UNKNOWN and self._judge is not None:
-            if trial is not None:
-                self.asked = trial.worth if self._is_drawn else 0.0
-            if self._is_drawn:
-                ruling = self._asked(one, other, trial)
+            ruling = self._asked(one, other, trial)
         return None if ruling is Ruling.UNKNOWN else ruling is Ruling.SAME
 
     def _prosaic(self, fresh: bytes, cached: bytes, *, is_first: bool) -> Ruling:
         candidates = [cached] if is_first else [b"", cached]  # it learns from the first of a comparison alone
-        judgement = self._prose.judge(self._sketches[fresh], fresh, candidates)[-1]
-        if self._judge is None and self._sketches[fresh].lengths:
-            self.is_early = judgement.why == EARLY
-        return Ruling(judgement.ruling)
+        return Ruling(self._prose.judge(self._sketches[fresh], fresh, candidates)[-1].ruling)
 
     def _asked(self, one: QAPair, other: QAPair, trial: Trial | None) -> Ruling:
         """What the judge model says; of the first comparison of a trial with a second opinion, as a gateway asks for it."""
         assert self._judge is not None
         judgement = _run(self._judge.judge(one, other))
         if judgement.why == NO_ANSWER:
-            self.asked = 0.0 if trial is not None else self.asked
             return Ruling.UNKNOWN
         if trial is not None and judgement.ruling is not Ruling.SAME and trial.p >= LIKELY and trial.peers:
             peers = [self._answers[peer] for peer in trial.peers]

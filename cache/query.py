@@ -48,8 +48,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
     veto decided. `chance` is the probability that the two answers are compared: that of a check of a
     would-be hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
-    group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
-    no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
+    group. `is_cold`: no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
     digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
     `excess` is how many times as often as p says such an answer is wrong, to whoever serves it.
     """
@@ -60,7 +59,6 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     chance: float
     rule: bytes
     peers: tuple[bytes, ...] = ()
-    worth: float = 1.0
     is_cold: bool = False
     hits: int = 0
     differing: tuple[bytes, ...] = ()

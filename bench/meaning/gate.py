@@ -122,11 +122,6 @@ class Gate:
     def _has_room(self, query: Query, risk: float) -> bool:
         return self._errors.has(query.compat, risk, self._error_max)
 
-    @property
-    def flips(self) -> tuple[float, float]:
-        """The error rates of the verifier, as a verdict has them."""
-        return self._exam.flips
-
 
 def risk_in(trial: Trial | None) -> float:
     """The risk of a certain hit."""

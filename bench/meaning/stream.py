@@ -87,7 +87,6 @@ class Traffic:
         self.gate = gate
         self._comparisons = Comparisons()
         self._stored: dict[bytes, Request] = {}
-        self._early: list[tuple[Request, Trial]] = []
         self.verdicts = 0  # of a judge, that were folded
 
     def send(self, request: Request) -> Outcome:
@@ -155,7 +154,7 @@ class Traffic:
             outcome, questions=word.questions, candidates=len(labels) if word.questions else 0, waited_s=word.seconds
         )
         records = [
-            self._verdict(request, _trial_of(trial, asked), asked, is_right, gate.flips)
+            self._verdict(request, _trial_of(trial, asked), asked, is_right)
             for asked, is_right in zip(answer.candidates, word.rights, strict=False)
             if is_right is not None
         ]
@@ -180,9 +179,7 @@ class Traffic:
         trial = None if made.trial is None else msgspec.structs.replace(made.trial, chance=share)
         return replace(made, outcome=outcome, trial=trial, records=())
 
-    def _verdict(
-        self, request: Request, trial: Trial, asked: Asked, is_right: bool, flips: tuple[float, float]
-    ) -> AnswerJudged:
+    def _verdict(self, request: Request, trial: Trial, asked: Asked, is_right: bool) -> AnswerJudged:
         """What the verifier said of one candidate."""
         verdict = Verdict(
             source=Source.VERIFIER,
@@ -191,7 +188,6 @@ class Traffic:
             trial=trial,
             at=self.clock.now,
             judge="verifier",
-            flips=flips,
             wordings=(wording_id(request.exact), asked.wording) if is_right else (),
         )
         return AnswerJudged(request.query.partition, verdict, asked.group, None)
@@ -200,26 +196,16 @@ class Traffic:
         """The entry that a verdict after a generation was about; None if there was none."""
         if self.judging is None or made.trial is None:
             return None
-        judged = self._learn(request, made.trial)
-        while self._early and not self.judging.is_early:  # as a gateway makes them again
-            self._learn(*self._early.pop(0), is_late=True)
-        return judged
-
-    def _learn(self, request: Request, trial: Trial, *, is_late: bool = False) -> bytes | None:
-        judging = self.judging
-        assert judging is not None
+        judging, trial = self.judging, made.trial
         judging.begin(trial)
         same = functools.partial(judging.is_same, request.exact)
         judged = self._comparisons.compare(request.query, trial, request.exact, same)
-        if judged is None or (is_late and judged.verdict.is_right is None):
+        if judged is None:
             return None
-        if judged.verdict.is_right is None and judging.is_early:
-            self._early.append((request, trial))
-        flips = judging.flips if judging.asked is not None else (0.0, 0.0)
-        self.verdicts += judged.verdict.is_right is not None
-        verdict = msgspec.structs.replace(judged.verdict, judge_chance=judging.asked, flips=flips, is_late=is_late)
-        self.cache.fold([replace(judged, verdict=verdict)])
-        return trial.ranked[0] if verdict.is_right is not None else None
+        self.cache.fold([judged])
+        is_told = judged.verdict.is_right is not None
+        self.verdicts += is_told
+        return trial.ranked[0] if is_told else None
 
 
 def _trial_of(trial: Trial | None, asked: Asked) -> Trial:

@@ -68,23 +68,17 @@ class Row:
 
     trial: Trial
     is_right: bool | None
-    judge_chance: float | None = None  # that a judge was asked; None: one always is
-    flips: tuple[float, float] = (0.0, 0.0)  # of the judge: different for same, same for different
-    is_late: bool = False  # the verdict takes the place of a row that no judge could tell
     group: bytes = b""  # whose answer was compared
 
     @property
     def label(self) -> float:
-        """The label whose loss has that of the true one as its mean (Natarajan et al., 2013)."""
-        if self.is_right is None:
-            return 0.0
-        different, same = self.flips
-        return (self.is_right - same) / (1 - different - same)
+        """1 for the same, else 0."""
+        return float(self.is_right is True)
 
     @property
     def weight(self) -> float:
         """How many comparisons it stands for (Horvitz and Thompson, 1952)."""
-        return min(_WEIGHT_MAX, 1 / (self.trial.chance * (self.judge_chance or 1.0)))
+        return min(_WEIGHT_MAX, 1 / self.trial.chance)
 
     @property
     def features(self) -> Vector:
@@ -188,11 +182,7 @@ class LearnedModel:
 
     def learn(self, row: Row) -> None:
         """Take in a comparison. Fits at the first forty, then for every tenth more, at most 400."""
-        index = next((at for at, one in enumerate(self._rows) if row.is_late and _is_awaited(one, row)), None)
-        if index is None:
-            self._rows.append(row)
-        else:
-            self._rows[index] = row
+        self._rows.append(row)
         if row.is_right is not None:
             self.freed.learn(kinds_of(row.features, COUNT), row.is_right, row.group)
         if row.trial.p >= _NEARLY_SURE:
@@ -215,7 +205,7 @@ class LearnedModel:
     def _refit(self, rows: Sequence[Row], excess: float) -> None:
         features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
         features = features.reshape(len(rows), -1)
-        weights = _weights(rows)
+        weights = np.array([row.weight for row in rows])
         model = self.logistic.fitted(features, np.array([row.label for row in rows]), weights)
         latest, weights = features[-_REQUESTS:], weights[-_REQUESTS:]
         served, risk = latest[:, -2].sum(), latest[:, -1].sum()
@@ -225,22 +215,6 @@ class LearnedModel:
         order = order[is_open[order]]
         spent = (risk + np.cumsum((weights * (1 - p))[order])) * excess / (len(p) + served)
         self.logistic, self._curve = model, (p[order], spent)
-
-
-def _weights(rows: Sequence[Row]) -> Vector:
-    """How many comparisons each row stands for. Those that no judge was asked about are spoken for by
-    those that one was; the rest of them counts as wrong.
-    """
-    weights = np.array([row.weight for row in rows])
-    is_unasked = np.array([row.is_right is None and row.judge_chance == 0.0 for row in rows])
-    spoken = sum(min(_WEIGHT_MAX, 1 / row.judge_chance) - 1 for row in rows if row.judge_chance)
-    weights[is_unasked] *= max(0.0, 1 - spoken / max(1, is_unasked.sum()))
-    return weights
-
-
-def _is_awaited(row: Row, late: Row) -> bool:
-    """Whether a late verdict is on this comparison, which no judge could tell."""
-    return row.is_right is None and row.trial.features == late.trial.features
 
 
 def _sigmoid(x: Vector) -> Vector:

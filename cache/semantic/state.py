@@ -109,14 +109,13 @@ class NamespaceStates:
         name, trial = record.partition + verdict.compat, verdict.trial
         state, tallied = self.of(name), self._tallied.pop(name, None) or _GroupTallies()
         self._tallied[name] = tallied  # the latest at the end
-        # else a hit that the rule had not decided, or one that counted when no judge could tell
-        if trial.chance < 1.0 and trial.features and not verdict.is_late:
+        # else a hit that the rule had not decided
+        if trial.chance < 1.0 and trial.features:
             tallied.checked += 1.0 / trial.chance
             state.counters = replace(state.counters, hits=max(state.counters.hits, int(tallied.checked)))
         if verdict.is_right is not None:
             right, wrong = tallied.tallies.get(record.other, (0.0, 0.0))
-            more = (verdict.weight, 0.0) if verdict.is_right else (0.0, verdict.weight)
-            tallied.tallies[record.other] = (right + more[0], wrong + more[1])
+            tallied.tallies[record.other] = (right + verdict.is_right, wrong + (not verdict.is_right))
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
             if verdict.is_right and verdict.wordings:
@@ -124,15 +123,7 @@ class NamespaceStates:
             if trial.differing and trial.features:
                 _count_lines(tallied.lines, trial, is_right=verdict.is_right)
         if trial.features and trial.rule == self._rule_name:
-            row = Row(
-                trial=trial,
-                is_right=verdict.is_right,
-                judge_chance=verdict.judge_chance,
-                flips=verdict.flips,
-                is_late=verdict.is_late,
-                group=record.other,
-            )
-            state.model = self._rule.learn(row, state.model)
+            state.model = self._rule.learn(Row(trial, verdict.is_right, record.other), state.model)
         if len(self._tallied) > _TALLIED_MAX:
             self._unlearn(next(iter(self._tallied)))
 

@@ -4,12 +4,11 @@ them in Redis.
 Must not import `semantic` or `worker`. Read `records.py` first.
 """
 
-from cache.verdicts.judges import EARLY, EQUALITY, PROSE, Judge, Judgement, QAPair, Ruling, equal, is_refusal
+from cache.verdicts.judges import EQUALITY, PROSE, Judge, Judgement, QAPair, Ruling, equal, is_refusal
 from cache.verdicts.records import AnswerRef, Scope, ServedReply, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 
 __all__ = [
-    "EARLY",
     "EQUALITY",
     "PROSE",
     "AnswerRef",

@@ -16,7 +16,6 @@ import msgspec
 
 EQUALITY = "equality"
 PROSE = "prose"
-EARLY = "too few answers yet, or too alike"  # of a judge that may rule on the same answers later
 
 
 class Ruling(StrEnum):

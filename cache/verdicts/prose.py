@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.stored import reader
-from cache.verdicts.judges import EARLY, PROSE, Judgement, Ruling, is_refusal, normalised
+from cache.verdicts.judges import PROSE, Judgement, Ruling, is_refusal, normalised
 
 if TYPE_CHECKING:
     from cache.encoder.types import Encoded
@@ -204,7 +204,11 @@ class Answers:
                 self._scores.append((score, float((mine.mean - view.mean) @ (prompt - theirs[1]))))
             can_be_same = score >= _SAME and not is_changed and not mine.has_other_numbers(view)
             ruling = Ruling.SAME if can_be_same else Ruling.UNKNOWN if score >= _DIFFERENT else Ruling.DIFFERENT
-            rulings.append(Judgement(ruling, PROSE, f"score {score:.2f}") if self._can_tell() else _unknown(EARLY))
+            rulings.append(
+                Judgement(ruling, PROSE, f"score {score:.2f}")
+                if self._can_tell()
+                else _unknown("too few answers yet, or too alike")
+            )
         return rulings
 
     def _can_tell(self) -> bool:

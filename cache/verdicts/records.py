@@ -42,15 +42,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     `exact` and `created_at` name the fresh answer it was compared with (empty: there is none). The
     trial's `chance` is with which probability this comparison was made; its features are empty
     where the model has nothing to learn. `at` is unix seconds; `judge` and `why` say which judge
-    found so; it counts `weight` in the tally of the answer's group.
-
-    `judge_chance` is the chance with which a judge that costs was asked, 0 where it was not, None where
-    the others had ruled or there is none. `flips` estimate the error of the judge that ruled: the
-    share of equal answers that it calls different, which all versions take as 0, and the share of
-    different ones that it calls the same, as in its exam or beside other judges. `alias` is the
-    model that the request named. `is_late`: it takes the place of the earlier verdict on this
-    comparison, which no judge could tell then. `wordings` are that of the request and, if there is
-    one, the nearest of the same answer, of which a verifier's yes is one more sign.
+    found so; `alias` is the model that the request named. `wordings` are that of the request and, if
+    there is one, the nearest of the same answer, of which a verifier's yes is one more sign.
     """
 
     source: Source
@@ -62,11 +55,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     judge: str = ""
     why: str = ""
-    weight: float = 1.0
-    judge_chance: float | None = None
-    flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
-    is_late: bool = False
     wordings: tuple[bytes, ...] = ()
 
     def encode(self) -> bytes:
@@ -96,7 +85,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return Verdict(trial=trial, **fields)
 
 
-class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="f1"):
+class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="f2"):
     """The fields of a verdict in the order in which Redis has them."""
 
     source: Source
@@ -111,11 +100,7 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     at: float
     judge: str = ""
     why: str = ""
-    weight: float = 1.0
-    judge_chance: float | None = None
-    flips: tuple[float, float] = (0.0, 0.0)
     alias: str = ""
-    is_late: bool = False
     differing: tuple[bytes, ...] = ()
     wordings: tuple[bytes, ...] = ()
 

@@ -6,7 +6,6 @@ the same answers, and never better.
 """
 
 import contextlib
-import random
 import time
 from dataclasses import dataclass
 
@@ -112,7 +111,6 @@ async def open_learning(
         judges=OwnJudges(semantic),
         fallback=verifiers,
         reply_ttl_s=float(cache.feedback_ttl_s),
-        random=random.random,
         findings=findings,
         defer=link.defer,
     )

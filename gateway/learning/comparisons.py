@@ -5,9 +5,7 @@ with the answer that would have been served. All of it runs after the response, 
 an answer that finds no room is not judged. Knows no rule and no routes. Invariants: no request waits
 for a comparison; a comparison that no judge can settle is a record too, and makes nothing likelier;
 a check that was compared counts, settled or open, and one found wrong takes the answer out of
-service; whether a judge that costs is asked after a miss is drawn with a known chance, which the
-record has, for verdicts that only some pairs could get are no sample; a verdict has an id and counts
-once.
+service; a verdict has an id and counts once.
 """
 
 import asyncio
@@ -64,9 +62,6 @@ class CostlyJudges(Protocol):
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of this request's answer, in its namespace; None where it may not be asked now."""
 
-    def flips(self, judge: str) -> tuple[float, float]:
-        """The error rates of a judge, as a verdict has them."""
-
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a would-be hit on a verifier's word, which had this risk."""
 
@@ -117,9 +112,8 @@ class _JudgingJob:
 class Judging:
     """The comparisons of one worker.
 
-    `judges` cost nothing; `fallback` is asked about what they can't decide, of a check always, after
-    a miss for a share by the worth that the decision gave it. `random` gives numbers in [0, 1).
-    `findings` gets what was found. `defer` calls back when the replies that it gathers for feedback
+    `judges` cost nothing; `fallback` is asked about what they can't decide, but after a miss that a
+    verifier was asked about. `findings` gets what was found. `defer` calls back when the replies that it gathers for feedback
     are to leave.
     """
 
@@ -128,7 +122,6 @@ class Judging:
     judges: OwnJudges
     fallback: CostlyJudges | None = None
     reply_ttl_s: float
-    random: Callable[[], float]
     findings: Findings
     defer: Callable[[Callable[[], None]], object] = lambda leave: leave()
 
@@ -243,29 +236,26 @@ class Judging:
             self._note(job, _OPEN)
             return
         rulings = await self._judged(job, fresh, known)
-        judgement, judge, chance = rulings[0], None, None
-        if judgement.ruling is Ruling.UNKNOWN and self.fallback is not None:
-            share = 1.0 if job.is_check else trial.worth
-            space = job.fingerprint.partition + job.fingerprint.compat
-            judge = self.fallback.of(job.record, space) if self.random() < share else None
+        judgement, judge = rulings[0], None
+        was_asked = not job.is_check and job.semantic.asking is not None
+        if judgement.ruling is Ruling.UNKNOWN and self.fallback is not None and not was_asked:
+            judge = self.fallback.of(job.record, job.fingerprint.partition + job.fingerprint.compat)
             said = await _asked(judge, fresh, first)
             if said is not None and judge is not None and said.ruling is not Ruling.SAME and trial.p >= LIKELY:
                 peers = [_cached_pair(peer) for peer in await self._entries(job, trial.peers) if peer is not None]
                 said = await second_opinion(judge, said, fresh, [peer for peer in peers if peer is not None])
-            judgement, chance = said or judgement, share if said is not None else 0.0
+            judgement = said or judgement
         equal = first if _is_same(judgement) else None
         for other, free in zip(known[1:], rulings[1:], strict=True):
-            if equal is None and free.ruling is Ruling.UNKNOWN and chance:
+            if equal is None and free.ruling is Ruling.UNKNOWN:
                 free = await _asked(judge, fresh, other) or free
             equal = equal or (other if _is_same(free) else None)
-        await self._take(job, judgement, chance, first, equal)
+        await self._take(job, judgement, first, equal)
         if job.is_check and not trial.features and judgement.ruling is Ruling.DIFFERENT:
             for entry in {one.exact: one for one in (job.entry, first) if one is not None}.values():
                 await self.exact.moves(entry)  # two answers to one prompt
 
-    async def _take(
-        self, job: _JudgingJob, judgement: Judgement, chance: float | None, first: Entry, equal: Entry | None
-    ) -> None:
+    async def _take(self, job: _JudgingJob, judgement: Judgement, first: Entry, equal: Entry | None) -> None:
         """Let a verdict on serving `first` have its effects. `equal` has the answer that equals the
         fresh one.
         """
@@ -274,7 +264,8 @@ class Judging:
         if is_right is not None and self.fallback is not None and job.semantic.verified_by:
             self.fallback.check(job.record, job.trial.risk, is_wrong=not is_right)
         self._note(job, judgement)
-        if is_right is None and equal is None and not job.is_check and not job.trial.features:
+        is_told = job.semantic.asking is not None or not job.trial.features  # a verifier's word is the verdict
+        if is_right is None and equal is None and not job.is_check and is_told:
             return
         fresh = AnswerRef(job.entry.exact, job.entry.created_at) if job.entry is not None else AnswerRef(b"", 0.0)
         verdict = Verdict(
@@ -287,8 +278,6 @@ class Judging:
             created_at=fresh.created_at,
             judge=judgement.judge,
             why=judgement.why,
-            judge_chance=chance,
-            flips=self.fallback.flips(judgement.judge) if self.fallback is not None else (0.0, 0.0),
             alias=request.alias,
         )
         out, joined = None, AnswerRef(equal.exact, equal.created_at) if equal is not None else None

@@ -60,11 +60,6 @@ class Exam:
         share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / (self.wrong_asked + _FALSE_YES_WEIGHT)
         return min(1.0, share * (self.wrong_hits + 1.0) / (self.risked + 1.0))
 
-    @property
-    def flips(self) -> tuple[float, float]:
-        """Its error rates, as a verdict has them. Those on right answers are unknown, and taken as 0."""
-        return 0.0, self.false_yes
-
     def take(self, number: int | None, *, is_right: bool) -> None:
         """Take in its choice about one answer, of which it is known whether it `is_right`."""
         is_yes = number is not None and number >= 0

@@ -134,8 +134,6 @@ class Verifiers:
             return semantic
         asking = Asking(plan.askable.name)
         task = self._start(self._decide(plan, asking, generation, semantic, answers))
-        if semantic.trial is not None:  # what it says is the verdict that a judge would cost again
-            semantic = replace(semantic, trial=replace(semantic.trial, worth=0.0))
         if plan.is_observed:
             question = (generation.looked.fingerprint.text or "") if self._settings.log_prompts else ""
             return replace(semantic, asking=asking, question=question)
@@ -317,7 +315,6 @@ class Verifiers:
                 at=at,
                 judge=name,
                 why=choice.why,
-                flips=plan.askable.exam.flips,
                 alias=generation.alias.name,
                 wordings=(wording_id(generation.looked.fingerprint.exact), candidate.wording) if is_right else (),
             )
@@ -375,11 +372,6 @@ class Verifiers:
         verifier = self._verifier(askable, payer, record.request.alias)
         await askable.exam.sit(verifier, self._recent, space, fresh)
         return await verifier.judge(fresh, cached) if askable.exam.counts else none
-
-    def flips(self, judge: str) -> tuple[float, float]:
-        """The error rates of a verifier, as a verdict has them."""
-        exam = self.whom.exams.get(judge)
-        return exam.flips if exam is not None else (0.0, 0.0)
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a would-be hit on a verifier's word, which had this risk."""

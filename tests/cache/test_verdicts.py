@@ -283,7 +283,6 @@ def test_verdicts_and_replies_are_stored_and_read_as_they_are() -> None:
         at=2.5,
         judge="equality",
         why="other words",
-        weight=0.25,
     )
     assert Verdict.decode(verdict.encode()) == verdict
     kept = bytes.fromhex(

@@ -21,7 +21,7 @@ from cache.worker import AnswerText
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import generation_of
-from gateway.journey.outcomes import Looked, SemanticResult, Stored
+from gateway.journey.outcomes import Asking, Looked, SemanticResult, Stored
 from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.turn import arrive, read_turn
 from gateway.learning.comparisons import QUEUE_MAX, Judging
@@ -54,7 +54,7 @@ class Says:
 
     def __init__(self, ruling: Ruling | None) -> None:
         self._ruling = ruling
-        self.judge_chance: list[tuple[AnswerText, Sequence[AnswerText]]] = []
+        self.compared: list[tuple[AnswerText, Sequence[AnswerText]]] = []
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         assert self._ruling is not None
@@ -63,7 +63,7 @@ class Says:
     async def compare(
         self, partition: Partition, compat: bytes, fresh: AnswerText, others: Sequence[AnswerText]
     ) -> list[Judgement]:
-        self.judge_chance.append((fresh, others))
+        self.compared.append((fresh, others))
         if self._ruling is None:
             raise CacheWorkerUnavailable("no time")
         return [Judgement(self._ruling, "says", "so")] * len(others)
@@ -126,7 +126,6 @@ def judging(
     heard: Heard,
     *,
     fallback: Any = None,
-    draw: Callable[[], float] = random.random,
     defer: Callable[[Callable[[], None]], object] = lambda leave: leave(),
 ) -> Judging:
     return Judging(
@@ -135,7 +134,6 @@ def judging(
         judges=judges,
         fallback=fallback,
         reply_ttl_s=60.0,
-        random=draw,
         findings=heard,
         defer=defer,
     )
@@ -153,7 +151,7 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     heard, judge = Heard(), Says(Ruling.DIFFERENT)
     exact = ExactCache(redis)
     await exact.store(msgspec.structs.replace(entry_for(ask("open the crate"), time.time()), text=None))
-    one = judging(redis, judge, heard, draw=lambda: 0.0)
+    one = judging(redis, judge, heard)
     running = asyncio.create_task(one.run())
     flight, record = over(0.5)
     flight.generation.answered.progress.finish_reasons.append("length")
@@ -161,7 +159,7 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     assert one.waiting == 0
     one.recorded(*over(1.0))
     await judged(one)
-    assert [others for _, others in judge.judge_chance] == [[]]
+    assert [others for _, others in judge.compared] == [[]]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -230,19 +228,17 @@ async def test_a_hit_found_wrong_is_served_no_more(redis: Redis) -> None:
     ]  # fmt: skip
 
 
-async def test_a_check_asks_the_judge_that_costs_whatever_its_worth(redis: Redis) -> None:
+async def test_a_check_asks_the_judge_that_costs_beside_a_verifier(redis: Redis) -> None:
     """So that few checks stay open; one that does not answer leaves it open."""
     crate = ask("open the crate")
     entry = msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(OTHER, is_whole=True),))
     await ExactCache(redis).store(entry)
     for judge, cell in ((Says(Ruling.SAME), Cell(right=1)), (Silent(), Cell(open=1))):
         heard = Heard()
-        one = judging(redis, Says(Ruling.UNKNOWN), heard, fallback=Costly(judge), draw=lambda: 0.999)
+        one = judging(redis, Says(Ruling.UNKNOWN), heard, fallback=Costly(judge))
         running = asyncio.create_task(one.run())
         flight, record = over(0.1)
-        semantic = flight.generation.looked.semantic
-        assert semantic.trial is not None
-        look(flight, msgspec.structs.replace(semantic, trial=msgspec.structs.replace(semantic.trial, worth=0.0)))
+        look(flight, msgspec.structs.replace(flight.generation.looked.semantic, asking=Asking("reader")))
         one.recorded(flight, record)
         await judged(one)
         running.cancel()
@@ -266,37 +262,34 @@ class Costly:
     def of(self, record: Record, space: bytes) -> Judge | None:
         return self._judge
 
-    def flips(self, judge: str) -> tuple[float, float]:
-        return FLIPS
-
 
 DIFFERENT = Costly(Says(Ruling.DIFFERENT))
-FLIPS = 0.0, 0.25
 
 
 @pytest.mark.parametrize(
-    ("fallback", "worth", "ruling", "row"),
+    ("fallback", "is_asked", "ruling", "is_right"),
     [
-        (None, 0.0, Ruling.UNKNOWN, (None, None)),
-        (DIFFERENT, 1.0, Ruling.UNKNOWN, (False, 1.0)),
-        (DIFFERENT, 0.0, Ruling.SAME, (True, None)),
-        (DIFFERENT, 0.0, Ruling.UNKNOWN, (None, 0.0)),
-        (Costly(None), 1.0, Ruling.UNKNOWN, (None, 0.0)),
-        (Costly(Silent()), 1.0, Ruling.UNKNOWN, (None, 0.0)),
+        (None, False, Ruling.UNKNOWN, [None]),
+        (DIFFERENT, False, Ruling.UNKNOWN, [False]),
+        (DIFFERENT, False, Ruling.SAME, [True]),
+        (DIFFERENT, True, Ruling.SAME, [True]),
+        (DIFFERENT, True, Ruling.UNKNOWN, []),
+        (Costly(None), False, Ruling.UNKNOWN, [None]),
+        (Costly(Silent()), False, Ruling.UNKNOWN, [None]),
     ],
 )
-async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
-    redis: Redis, fallback: Costly | None, worth: float, ruling: Ruling, row: tuple[bool | None, float | None]
+async def test_the_judge_that_costs_is_asked_about_what_is_open(
+    redis: Redis, fallback: Costly | None, is_asked: bool, ruling: Ruling, is_right: list[bool | None]
 ) -> None:
-    """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
-    ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
-    assert (judged.is_right, judged.judge_chance) == row
-    assert (judged.flips, judged.alias) == (FLIPS if fallback is not None else (0.0, 0.0), "m")
-    assert judged.trial.features == b"1234"
+    """Where a verifier was asked before, its word is the verdict: no judge is paid for another, and none is made up."""
+    asking = Asking("reader") if is_asked else None
+    found, _ = await judged_once(redis, Says(ruling), fallback, asking=asking)
+    assert [one.is_right for one in found] == is_right
+    assert all((one.alias, one.trial.features) == ("m", b"1234") for one in found)
 
 
 async def judged_once(
-    redis: Redis, judge: Says, fallback: Costly | None, *, worth: float = 1.0, peers: int = 0
+    redis: Redis, judge: Says, fallback: Costly | None, *, peers: int = 0, asking: Asking | None = None
 ) -> tuple[list[Verdict], list[bytes]]:
     """The verdicts on a fresh answer with a near one, whose group has so many further answers; and these."""
     store, now = VerdictStore(redis), time.time()
@@ -310,8 +303,8 @@ async def judged_once(
     trial = flight.generation.looked.semantic.trial
     assert trial is not None
     names = tuple(one.exact for one in others)
-    trial = msgspec.structs.replace(trial, features=b"1234", worth=worth, peers=names)
-    look(flight, SemanticResult(trial=trial))
+    trial = msgspec.structs.replace(trial, features=b"1234", peers=names)
+    look(flight, SemanticResult(trial=trial, asking=asking))
     one.recorded(flight, record)
     await judged(one)
     running.cancel()
@@ -410,7 +403,7 @@ async def test_the_judges_get_the_answers_with_their_entries(redis: Redis) -> No
     """The fresh one's own entry is named, so that it is kept to compare later ones with."""
     says = Says(Ruling.SAME)
     await judged_with(redis, says, WHOLE)
-    ((fresh, others),) = says.judge_chance
+    ((fresh, others),) = says.compared
     assert (fresh.exact, fresh.created_at, fresh.text) == (ask("open the box").exact, 5.0, "42")
     assert [(one.exact, one.text) for one in others] == [(ask("open the crate").exact, "42")]
 
@@ -421,5 +414,5 @@ async def test_answers_over_the_limit_reach_no_judge(redis: Redis, fresh: int, c
     says = Says(Ruling.SAME)
     long, other = (WHOLE.replace(b"42", b"x" * size) for size in (fresh, cached))
     heard = await judged_with(redis, says, long, other)
-    assert [len(one) for _, one in says.judge_chance] == ([] if others is None else [others])
+    assert [len(one) for _, one in says.compared] == ([] if others is None else [others])
     assert not any(ruling is Ruling.SAME for _, ruling, _ in heard.verdicts)

@@ -75,7 +75,7 @@ async def test_one_that_fails_later_is_heard_no_more() -> None:
     assert one.counts
     await sits(Reader("1"), one, 400, recent)
     assert not one.counts
-    assert one.flips[1] > 0.1
+    assert one.false_yes > 0.1
 
 
 async def test_no_answer_is_no_mark() -> None:
