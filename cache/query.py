@@ -47,7 +47,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     `ranked` has the entries to compare a fresh answer with, the likeliest first, each of another
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
     veto decided. `chance` is the probability that the two answers are compared: that of a check of a
-    would-be hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
+    hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
     group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
     no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
     digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
@@ -88,7 +88,6 @@ class MissReason(StrEnum):
     MARKS = "marks"  # near, but codes, links, signs or hidden characters differ
     WORDS = "words"  # near, but words that carry the question differ
     UNSURE = "unsure"  # near, but too likely to be wrong for the error bound
-    AUDIT = "audit"  # a check: would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
     SUSPENDED = "suspended"  # would be served, but its answer was found wrong and is not cleared
     # would be served, but too many answers were wrong lately: the bound has tightened itself
