@@ -86,7 +86,6 @@ class MissReason(StrEnum):
     MARKS = "marks"  # near, but codes, links, signs or hidden characters differ
     WORDS = "words"  # near, but words that carry the question differ
     UNSURE = "unsure"  # near, but too likely to be wrong for the error bound
-    AUDIT = "audit"  # a check: would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
     SUSPENDED = "suspended"  # would be served, but its answer was found wrong and is not cleared
     # would be served, but too many answers were wrong lately: the bound has tightened itself

@@ -421,7 +421,8 @@ class CacheSettings(_Section):
         0.03,
         ge=0,
         le=1,
-        description="share of semantic hits generated instead, as a check; more of a namespace's first thousand; 0: none",
+        description="share of semantic hits that are checked: a fresh answer is generated beside the one that is served; more "
+        "of a namespace's first thousand; 0: none",
     )
     verifier: str | None = Field(
         None,

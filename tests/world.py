@@ -546,11 +546,13 @@ class Team:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A finished request that the semantic cache may learn from, the id of the entry that keeps its answer, and the decision's trial."""
+    """A finished request that the semantic cache may learn from, the id of the entry that keeps its answer, the decision's trial, and
+    the hit that it checks."""
 
     request_id: str
     stored: str | None
     trial: Trial | None
+    checks: str = ""
 
 
 class _Learner:
@@ -558,9 +560,10 @@ class _Learner:
         self.lessons: list[Lesson] = []
 
     def recorded(self, flight: Any, record: Record) -> None:
-        stored, trial = flight.generation.stored, flight.generation.looked.semantic.trial
-        entry = stored.entry.id if stored.outcome == "stored" else None
-        self.lessons.append(Lesson(record.request.id, entry, trial))
+        generation, checks = flight.generation, flight.generation.checks
+        entry = generation.stored.entry.id if generation.stored.outcome == "stored" else None
+        trial = generation.looked.semantic.trial if checks is None else checks.trial
+        self.lessons.append(Lesson(record.request.id, entry, trial, checks.record.request.id if checks else ""))
 
 
 @dataclass
@@ -690,11 +693,15 @@ class World:
 
     async def quiet(self) -> None:
         """Until nothing is under way, and every verifier's word is kept."""
-        async with asyncio.timeout(WITHIN_S):
-            await self._pipeline.drain()
-            if self._verifiers is not None:
+        await until(lambda: self.generations == 0)
+        if self._verifiers is not None:
+            async with asyncio.timeout(WITHIN_S):
                 await self._verifiers.drain()
-                await self._pipeline.drain()
+            await until(lambda: self.generations == 0)
+
+    async def stops(self) -> None:
+        """As a worker that is to end: what clients wait for is finished."""
+        await self._pipeline.drain()
 
     async def record(self, reply: Reply) -> Record:
         """The one record of a request."""

@@ -58,7 +58,7 @@ class Gate:
         self._errors.charge(query.compat, risk)
 
     def draw_check(self, query: Query) -> float | None:
-        """The share by which a would-be hit is checked, if it is; None if it is served."""
+        """The share with which a hit is checked, if it is."""
         share = check_share(self._hits[query.namespace], _CHECKED)
         self._hits[query.namespace] += 1
         return share if self._random.random() < share else None

@@ -23,11 +23,11 @@ _VERSION = re.compile(r"(?<=d\d\d)v\d")
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One stream. Exact repeats are counted in `exact` alone; `possible` are the other requests whose label had come before.
 
-    `hits` by meaning and `wrong` ones among them, of these `verified` and `verified_wrong` on the verifier's word; `checks`: would-be
-    hits that were generated. `halves`: requests, hits and wrong hits of the first and the second half, `failed` how
-    many of them refute the bound. `tenths`: hits in each tenth. `asked` requests had a question of the verifier, `asked_last` of the
-    last tenth; `money` is what all questions cost as a share of what all requests cost without a cache; `added_s` the mean time that
-    they added to a miss. `until_hit`: requests from the first possible hit to the first hit, None without one.
+    `hits` by meaning and `wrong` ones among them, of these `verified` and `verified_wrong` on the verifier's word; `checks`: hits
+    that were checked. `halves`: requests, hits and wrong hits of the first and the second half, `failed` how many of them refute the
+    bound. `tenths`: hits in each tenth. `asked` requests had a question of the verifier, `asked_last` of the last tenth; `money`
+    is what all questions cost as a share of what all requests cost without a cache; `added_s` the mean time that they added to a
+    miss. `until_hit`: requests from the first possible hit to the first hit, None without one.
     """
 
     set: str
@@ -108,7 +108,7 @@ def counted(
         possible=sum(possible),
         verified=sum(one.is_verified for one in rest),
         verified_wrong=sum(one.is_verified for one in wrong),
-        checks=sum(one.checked is not None for one in rest),
+        checks=sum(one.is_checked for one in rest),
         halves=halves,
         failed=sum(is_refuted(count, own_wrong, error_max) for count, _, own_wrong in halves),
         tenths=tuple(sum(hits[start:end]) for start, end in itertools.pairwise(edges)),

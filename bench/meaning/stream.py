@@ -2,8 +2,8 @@
 generation, comparison.
 
 A certain hit is served. What is undecided goes to the played verifier if that pays, whose word is a verdict that the cache learns;
-its yes is served. A share of the hits is generated for a check, as is everything else, and stored, and compared with what came
-nearest. Knows no HTTP.
+its yes is served. What is not served is generated, and so is, beside it, a share of the hits, for a check; a fresh answer is stored, and
+compared with what came nearest. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cache.verdicts.records import AnswerJudged, Source, Verdict
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One request. `served`: whose stored answer it got, None if its own was generated; `reason`: why the rule had no hit;
-    `decision_ms`: of the lookup; `questions` and `waited_s`: to the verifier, before; `candidates`: of its question; `checked`: whose
-    stored answer it would have got, had it not been drawn for a check."""
+    `decision_ms`: of the lookup; `questions` and `waited_s`: to the verifier, before; `candidates`: of its question;
+    `is_checked`: a hit beside which its own was generated, too."""
 
     request: Request
     served: Request | None
@@ -43,7 +43,7 @@ class Outcome:
     questions: int = 0
     candidates: int = 0
     waited_s: float = 0.0
-    checked: Request | None = None
+    is_checked: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -98,7 +98,7 @@ class Traffic:
         made = self._decide(request)
         if made.outcome.served is not None:
             made = self._drawn(request, made)
-        if made.outcome.served is not None:
+        if made.outcome.served is not None and not made.outcome.is_checked:
             self.cache.fold(made.records)
             if made.asked is not None and made.outcome.questions:
                 self._word(request, made.outcome.served)
@@ -165,19 +165,17 @@ class Traffic:
         return _Decision(outcome, _trial_of(trial, asked), records, asked, word.risk)
 
     def _drawn(self, request: Request, made: _Decision) -> _Decision:
-        """A would-be hit after the draw: as it was, or generated for a check."""
-        gate, outcome = self.gate, made.outcome
-        share = gate.draw_check(request.query) if gate is not None else None
+        """A hit after the draw: as it was, or checked."""
+        gate = self.gate
         if gate is None:
             return made
+        gate.charge(request.query, made.risk)
+        share = gate.draw_check(request.query)
         if share is None:
-            gate.charge(request.query, made.risk)
             return made
-        is_wrong = outcome.is_wrong
-        gate.check(request.query, made.asked, made.risk, is_wrong=is_wrong)
-        outcome = replace(outcome, served=None, checked=outcome.served, is_verified=False, reason=MissReason.AUDIT)
+        gate.check(request.query, made.asked, made.risk, is_wrong=made.outcome.is_wrong)
         trial = None if made.trial is None else msgspec.structs.replace(made.trial, chance=share)
-        return replace(made, outcome=outcome, trial=trial, records=())
+        return replace(made, outcome=replace(made.outcome, is_checked=True), trial=trial, records=())
 
     def _verdict(self, request: Request, trial: Trial, asked: Asked, is_right: bool) -> AnswerJudged:
         """What the verifier said of one candidate."""

@@ -22,7 +22,7 @@ class Source(StrEnum):
     """Where a verdict comes from."""
 
     MISS = "miss"  # a request that was generated anyway, and the answers near it
-    AUDIT = "audit"  # a check: a would-be hit that was generated instead
+    AUDIT = "audit"  # a check: a hit, whose request was generated anew beside it
     FEEDBACK = "feedback"  # a client or an admin reported it
     VERIFIER = "verifier"  # a verifier's word on a stored answer, which no fresh one stood beside
 

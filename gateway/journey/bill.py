@@ -100,6 +100,7 @@ def book(
     rows, claims = list[LedgerRow](), list[Claim]()
     costly, whole = charged(answered.tries), answered.whole_usage
     usage, tokens, cost_microusd, hedge_microusd = _NOTHING, 0, 0, 0
+    answer_baseline_microusd: int | None = None
     for tried in costly:
         is_last, deployment = tried is costly[-1], tried.deployment
         usage, claim = _counted(tried, alias, turn.demand, cut_at)
@@ -107,13 +108,11 @@ def book(
             claims.append(claim)
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
         row = _row(row_id, tried, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
-        is_check = row.kind in CHECKING
-        if is_last and not is_check:
-            row = compared(row, alias.baseline, deployment, turn.demand, usage, whole)
-        else:
-            is_known = alias.baseline.is_price_known and deployment.is_price_known
-            row = beside(row, CHECKS if is_check else TRIES, is_known=is_known)
-        rows.append(row)
+        answer = compared(row, alias.baseline, deployment, turn.demand, usage, whole) if is_last else row
+        is_known = alias.baseline.is_price_known and deployment.is_price_known
+        is_own, answer_baseline_microusd = row.kind in CHECKING, answer.baseline_microusd
+        is_beside = is_own or not is_last
+        rows.append(beside(row, CHECKS if is_own else TRIES, is_known=is_known) if is_beside else answer)
         if answered.beside and any(tried.progress is progress for progress in answered.beside):
             hedge_microusd += row.cost_microusd
         cost_microusd += row.cost_microusd
@@ -134,6 +133,7 @@ def book(
         usage=whole or usage,
         money=money,
         answer_microusd=rows[-1].cost_microusd,
+        answer_baseline_microusd=answer_baseline_microusd,
         hedge_microusd=hedge_microusd,
         charged_tokens=tokens,
         charged_deployment=costly[-1].deployment.name,

@@ -5,17 +5,31 @@ It never awaits. Invariant: a stage sets its outcome whole; stages 4, 5 and 6 se
 
 import msgspec
 
+from cache import Entry, Trial
 from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
 from gateway.deployments.progress import Progress
 from gateway.journey.holds import Holds
 from gateway.journey.outcomes import Answered, Looked, Stored
+from gateway.journey.record import Record
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Turn
 
 
+class CheckedHit(msgspec.Struct, frozen=True, eq=False):
+    """A hit by meaning that a generation checks: its record, the answer that was served, and why.
+
+    The trial's `chance` is the share with which the check was drawn.
+    """
+
+    record: Record
+    entry: Entry
+    trial: Trial
+    verified_by: str
+
+
 class Generation(msgspec.Struct, eq=False):
-    """One generation, begun by `generation_of`."""
+    """One generation, begun by `generation_of`. `checks` has the hit that it is made to check."""
 
     turn: Turn
     identity: Identity
@@ -24,6 +38,7 @@ class Generation(msgspec.Struct, eq=False):
     holds: Holds
     answered: Answered
     stored: Stored = Stored()
+    checks: CheckedHit | None = None
 
     @property
     def source(self) -> str:

@@ -164,6 +164,7 @@ class Spent(msgspec.Struct, frozen=True):
     usage: Usage = Usage()
     money: MoneyFacts = MoneyFacts()
     answer_microusd: int = 0  # of the cost, for the answer alone
+    answer_baseline_microusd: int | None = None  # the answer's cost without Sameway; None: a price is missing
     hedge_microusd: int = 0  # of it, for the tries of a race that did not answer
     charged_tokens: int = 0  # of all tries
     charged_deployment: str = ""  # the last one that costs something

@@ -249,8 +249,8 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
         "duration_ms": duration_ms,
         "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
     }
-    if not spent.money.is_baseline_unknown:
-        labels["baseline_microusd"] = spent.money.baseline_microusd
+    if spent.answer_baseline_microusd is not None:
+        labels["baseline_microusd"] = spent.answer_baseline_microusd
     if not is_findable and fingerprint.text is not None:
         labels[ASKED] = digest_of(fingerprint.text)
     if chunks and chunks[0].media:

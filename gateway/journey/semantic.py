@@ -171,7 +171,7 @@ class SemanticLookup:
             return self._missed(result, fingerprint, bound)
         is_served = verification.is_served
         pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
-        if pointed.entry is None:  # the answer is gone: no sample of misses or audits
+        if pointed.entry is None:  # the answer is gone: no sample of misses
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
         if result.differing and shows(pointed.entry, fingerprint, result.differing):
@@ -181,15 +181,9 @@ class SemanticLookup:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         hit = SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
-        return self.served(fingerprint, controls, hit)
-
-    def served(self, fingerprint: Fingerprint, controls: Controls, hit: SemanticResult) -> SemanticResult:
-        """A hit by meaning, charged its risk; or the miss that it becomes where a check is drawn."""
-        namespace = fingerprint.partition + fingerprint.compat
-        outcome = hit if controls.only_if_cached else self.checks.draw(namespace, hit)
-        if outcome.entry is not None and hit.trial is not None:
-            self.errors.charge(fingerprint.compat, hit.trial.risk)
-        return outcome
+        if result.trial is not None:
+            self.errors.charge(fingerprint.compat, result.trial.risk)
+        return hit
 
     def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
         undecided = result if isinstance(result, Undecided) else None
@@ -220,9 +214,7 @@ class SemanticLookup:
     def hit_by_words(
         self, fingerprint: Fingerprint, controls: Controls, team: Team, alias: Alias, lookup: Lookup
     ) -> SemanticResult | None:
-        """What a pointer from this prompt's words means: a hit, or a check of one; None if the
-        cache worker is to decide.
-        """
+        """The hit that a pointer from this prompt's words means; None if the cache worker is to decide."""
         entry, verified = lookup.entry, lookup.pointer.verified if lookup.pointer is not None else None
         assert entry is not None
         bound = self._bounds.bound(team, alias.name, controls.error_max)
@@ -237,11 +229,9 @@ class SemanticLookup:
                 return None
         self.errors.pay(fingerprint.compat, bound.error_max)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
-        hit = SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
-        outcome = self.served(fingerprint, controls, hit)
-        if outcome.entry is not None:
-            self._exact.use(entry)
-        return outcome
+        self.errors.charge(fingerprint.compat, trial.risk)
+        self._exact.use(entry)
+        return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim. What a

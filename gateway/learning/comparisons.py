@@ -1,11 +1,12 @@
 """Comparisons that teach the semantic cache, and the checks: fresh answers with cached ones.
 
-After a miss is recorded, its answer is compared with those of up to three entries; after a check,
-with the answer that would have been served. All of it runs after the response, in order and bounded:
+After a miss is recorded, its answer is compared with those of up to three entries; the answer that
+was generated to check a hit, with the one that was served. All of it runs after the response, in order and bounded:
 an answer that finds no room is not judged. Knows no rule and no routes. Invariants: no request waits
 for a comparison; a comparison that no judge can settle is a record too, and makes nothing likelier;
 a check that was compared counts, settled or open, and one found wrong takes the answer out of
-service; a verdict has an id and counts once.
+service; a check whose answer is cut or refused is open, and one that found no money or no deployment
+was not drawn; a verdict has an id and counts once.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from typing import Protocol
 import msgspec
 from redis.exceptions import RedisError
 
-from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
+from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, Partition, Trial
 from cache.verdicts import (
     AnswerRef,
     Judge,
@@ -34,7 +35,7 @@ from cache.verdicts import (
 )
 from cache.worker import AnswerText
 from gateway.journey.flight import Flight
-from gateway.journey.outcomes import SemanticResult
+from gateway.journey.generation import CheckedHit
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.learning.own_judges import OwnJudges
@@ -51,6 +52,7 @@ QUEUE_MAX = 256
 _AT_ONCE = 4
 _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 _CHUNKS_BYTES_MAX = 16 * _ANSWER_BYTES_MAX
+_OF_THE_MOMENT = 424  # from this HTTP status on a refusal is not of what was asked: no money, no deployment, shutdown
 LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
 _OPEN = Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
 _log = get_logger()
@@ -63,7 +65,7 @@ class CostlyJudges(Protocol):
         """The judge of this request's answer, in its namespace; None where it may not be asked now."""
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
-        """Take in what a check found of a would-be hit on a verifier's word, which had this risk."""
+        """Take in what a check found of a hit on a verifier's word, which had this risk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +87,21 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class _JudgingJob:
     """One comparison to make: the request, its fresh answer, and the decision about it. `entry` is
-    the fresh answer, where it was stored.
+    the fresh answer, where it was stored; `checks` has the hit that it checks; `was_asked`: a verifier's
+    word is the verdict.
     """
 
     record: Record
     fingerprint: Fingerprint
-    semantic: SemanticResult
+    trial: Trial
     chunks: Sequence[Chunk]
     entry: Entry | None
-
-    @property
-    def trial(self) -> Trial:
-        assert self.semantic.trial is not None
-        return self.semantic.trial
-
-    @property
-    def is_check(self) -> bool:
-        return self.semantic.miss_reason == MissReason.AUDIT
+    checks: CheckedHit | None
+    was_asked: bool
 
     @property
     def source(self) -> Source:
-        return Source.AUDIT if self.is_check else Source.MISS
+        return Source.MISS if self.checks is None else Source.AUDIT
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,8 +109,8 @@ class Judging:
     """The comparisons of one worker.
 
     `judges` cost nothing; `fallback` is asked about what they can't decide, but after a miss that a
-    verifier was asked about. `findings` gets what was found. `defer` calls back when the replies that it gathers for feedback
-    are to leave.
+    verifier was asked about. `findings` gets what was found. `defer` calls back when the replies that
+    it gathers for feedback are to leave.
     """
 
     exact: ExactCache
@@ -142,17 +138,26 @@ class Judging:
         """Take a flight that is over, with its record."""
         generation = flight.generation
         answered, semantic, stored = generation.answered, generation.looked.semantic, generation.stored
-        if semantic.trial is None:
+        checks, trial, is_refused = generation.checks, semantic.trial, 400 <= record.ended.status < _OF_THE_MOMENT
+        if checks is not None:
+            record, trial = checks.record, checks.trial
+        if trial is None:
             return
         if semantic.entry is not None:
             if semantic.verified_by:
                 self.findings.note(record, ("verified_hits",))
-            self._hit(flight, record, semantic.entry, semantic.trial)
-        elif answered.progress.is_complete:
-            # nobody can say what the rest of a cut answer would have been
-            chunks = () if answered.is_cut else flight.chunks
-            entry = stored.entry if stored.outcome == "stored" else None
-            self._put(_JudgingJob(record, generation.looked.fingerprint, semantic, chunks, entry))
+            self._hit(flight, record, semantic.entry, trial)
+            return
+        is_whole = answered.progress.is_complete and not (answered.seams or answered.fallbacks)
+        # nobody can say what the rest of a cut answer would have been
+        chunks = flight.chunks if is_whole and not answered.is_cut else ()
+        entry = stored.entry if stored.outcome == "stored" else None
+        was_asked = checks is None and semantic.asking is not None
+        job = _JudgingJob(record, generation.looked.fingerprint, trial, chunks, entry, checks, was_asked)
+        if is_whole or is_refused:
+            self._put(job)
+        elif checks is not None:
+            self.findings.count(Source.AUDIT, Ruling.UNKNOWN, "not made")
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
         """Keep what feedback on this hit needs."""
@@ -171,6 +176,7 @@ class Judging:
             self.defer(self._leave)
 
     def _put(self, job: _JudgingJob) -> None:
+        """Judge an answer when its turn comes; without chunks it can't be compared."""
         if not job.chunks or job.fingerprint.text is None or size_of(job.chunks) > _CHUNKS_BYTES_MAX:
             self._note(job, _OPEN)
         elif len(self._queue) >= QUEUE_MAX:
@@ -181,8 +187,8 @@ class Judging:
 
     def _note(self, job: _JudgingJob, judgement: Judgement) -> None:
         """Count a check that ended."""
-        if job.is_check:
-            is_verified = bool(job.semantic.verified_by)
+        if job.checks is not None:
+            is_verified = bool(job.checks.verified_by)
             events = checked(job.trial.chance, _is_same(judgement), judgement.judge, is_verified=is_verified)
             self.findings.note(job.record, events)
 
@@ -229,16 +235,17 @@ class Judging:
         """
         trial, fresh = job.trial, _qa_pair(job.fingerprint.text or "", job.chunks)
         entries = await self._entries(job, trial.ranked)
-        first, known = entries[0], [entry for entry in entries if entry is not None]
+        # a check: what was served, whatever has become of it
+        first = entries[0] if job.checks is None else job.checks.entry
         if first is None:
             return
+        known = [first, *[entry for entry in entries[1:] if entry is not None]]
         if fresh is None:
             self._note(job, _OPEN)
             return
         rulings = await self._judged(job, fresh, known)
         judgement, judge = rulings[0], None
-        was_asked = not job.is_check and job.semantic.asking is not None
-        if judgement.ruling is Ruling.UNKNOWN and self.fallback is not None and not was_asked:
+        if judgement.ruling is Ruling.UNKNOWN and self.fallback is not None and not job.was_asked:
             judge = self.fallback.of(job.record, job.fingerprint.partition + job.fingerprint.compat)
             said = await _asked(judge, fresh, first)
             if said is not None and judge is not None and said.ruling is not Ruling.SAME and trial.p >= LIKELY:
@@ -251,8 +258,8 @@ class Judging:
                 free = await _asked(judge, fresh, other) or free
             equal = equal or (other if _is_same(free) else None)
         await self._take(job, judgement, first, equal)
-        if job.is_check and not trial.features and judgement.ruling is Ruling.DIFFERENT:
-            for entry in {one.exact: one for one in (job.entry, first) if one is not None}.values():
+        if job.checks is not None and not trial.features and judgement.ruling is Ruling.DIFFERENT:
+            for entry in {one.exact: one for one in (job.entry, entries[0]) if one is not None}.values():
                 await self.exact.moves(entry)  # two answers to one prompt
 
     async def _take(self, job: _JudgingJob, judgement: Judgement, first: Entry, equal: Entry | None) -> None:
@@ -261,11 +268,11 @@ class Judging:
         """
         request, is_right = job.record.request, _is_same(judgement)
         self.findings.count(job.source, judgement.ruling, judgement.judge)
-        if is_right is not None and self.fallback is not None and job.semantic.verified_by:
+        if is_right is not None and self.fallback is not None and job.checks is not None and job.checks.verified_by:
             self.fallback.check(job.record, job.trial.risk, is_wrong=not is_right)
         self._note(job, judgement)
-        is_told = job.semantic.asking is not None or not job.trial.features  # a verifier's word is the verdict
-        if is_right is None and equal is None and not job.is_check and is_told:
+        is_told = job.was_asked or not job.trial.features
+        if is_right is None and equal is None and job.checks is None and is_told:
             return
         fresh = AnswerRef(job.entry.exact, job.entry.created_at) if job.entry is not None else AnswerRef(b"", 0.0)
         verdict = Verdict(
@@ -281,7 +288,7 @@ class Judging:
             alias=request.alias,
         )
         out, joined = None, AnswerRef(equal.exact, equal.created_at) if equal is not None else None
-        if job.is_check and is_right is False:
+        if job.checks is not None and is_right is False:
             out = Suspension(
                 exact=first.exact,
                 source=job.source,

@@ -27,6 +27,7 @@ from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from gateway.accounts import Accounts, Identity, Team
 from gateway.deployments.fleet import Fleet
+from gateway.journey.checks import BUSY
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.outcomes import Asking, SemanticResult
@@ -56,7 +57,6 @@ from policies.asking import Calibration, ErrorAccount, Expense, any_right, false
 from policies.verification import Verify
 
 _WITHIN_S = 30.0  # for a word that no request waits for
-_BUSY = 64  # generations under way from which on nothing is asked that no request waits for
 _TYPICAL_CHARS = 600  # of an answer, before it is read
 _ANSWER_BYTES_MAX = 256 << 10  # of an entry that is shown
 _CHARS_PER_TOKEN, _REPLY_TOKENS = 4, 2
@@ -183,7 +183,7 @@ class Verifiers:
 
     @property
     def _is_busy(self) -> bool:
-        return self._requests.generations() - len(self._running) > _BUSY
+        return self._requests.generations() - len(self._running) > BUSY
 
     async def _read(self, generation: Generation, semantic: SemanticResult) -> list[tuple[Asked, Entry]]:
         """The candidates whose answers are still there, in one round trip. Raises RedisError."""
@@ -254,11 +254,13 @@ class Verifiers:
     def _served(
         self, generation: Generation, semantic: SemanticResult, candidate: Asked, entry: Entry, risk: float
     ) -> SemanticResult:
-        """The hit on a verifier's word, or the check that is drawn of it."""
-        fingerprint, controls = generation.looked.fingerprint, generation.turn.controls
+        """The hit on a verifier's word, charged its risk."""
+        fingerprint = generation.looked.fingerprint
         assert semantic.asking is not None
         assert self._lookup is not None
-        hit = replace(
+        self._lookup.errors.charge(fingerprint.compat, risk)
+        self._exact.use(entry)
+        return replace(
             semantic,
             entry=entry,
             similarity=candidate.similarity,
@@ -268,10 +270,6 @@ class Verifiers:
             trial=_trial(semantic, candidate).with_risk(risk),
             verified_by=semantic.asking.verifier,
         )
-        outcome = self._lookup.served(fingerprint, controls, hit)
-        if outcome.entry is not None:
-            self._exact.use(entry)
-        return outcome
 
     def _p(self, generation: Generation, undecided: Undecided, candidate: Asked) -> float:
         """The probability that a candidate's answer is right."""

@@ -1,9 +1,9 @@
 """How often answers by meaning are wrong: checks, one interval from them, and what follows from it.
 
-**Checks.** Of the would-be hits a share s is drawn by chance (`gateway.journey.checks`), before anything is
-known of the answer. A drawn one is generated instead of served, and judges compare the fresh answer
-with the one that would have been served. A check counts when it ends, by its s: right, wrong, or open
-where no judge could tell. Workers and hosts add their counts in any order.
+**Checks.** Of the hits a share s is drawn by chance (`gateway.journey.checks`), before anything is
+known of the answer. A drawn one is served, its request is generated beside it, and judges compare the
+two answers. A check counts when it ends, by its s: right, wrong, or open where no judge could tell.
+Workers and hosts add their counts in any order.
 
 **Interval.** A check has the weight w = s^-0.6: between equal weights, which say most while the share
 of wrong hits stays as it is, and 1 / s, the hits that it stands for. The checks say as much as

@@ -47,9 +47,9 @@ def test_a_row_has_what_came_through_the_gateway(tmp_path: Path) -> None:
 
 
 def test_hits_by_meaning_are_counted(tmp_path: Path) -> None:
-    """Without audits, which are by chance, the second wording of each question is answered from the cache, and rightly."""
+    """The second wording of each question is answered from the cache, and rightly."""
     (found,) = load(made(tmp_path / "paraphrases", _PARAPHRASES))
-    outcomes = list(stream_over_http(found.requests, check_share=0.0))
+    outcomes = list(stream_over_http(found.requests))
     assert [one.served is not None for one in outcomes] == [False] * 3 + [True] * 3
     assert not any(one.is_wrong for one in outcomes)
 
@@ -73,8 +73,8 @@ def test_the_upstream_rules_by_the_labels_in_each_form_of_a_question(tmp_path: P
     """A choice of several answers, a confirmation of one and a comparison of two, of which it sees the beginning."""
     first, second, other = load(made(tmp_path / "paraphrases", [*_PARAPHRASES[:4:3], _PARAPHRASES[1]]))[0].requests
     with Answers(PlayedVerifier(0.0, 0)) as upstream:
-        upstream.was_generated(first, "It is Paris.")
-        upstream.was_generated(other, "It is Tokyo.")
+        upstream.expect(first, "It is Paris.")
+        upstream.expect(other, "It is Tokyo.")
         upstream.expect(second, "It is Paris, of course.")
         stored = [
             {"request": other.query.text, "answer": "It is Tokyo."},

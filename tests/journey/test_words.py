@@ -228,21 +228,25 @@ async def test_hits_that_nothing_vouches_for_are_not_repeated_without_end(world:
 
 
 async def test_hits_by_words_are_checked(world: World) -> None:
-    """A drawn one is generated instead, and given to the judges with the answer that would have been served and its share; the
-    first three of a namespace are not, nor is a request for the cache alone."""
+    """A fresh answer is generated beside a drawn one, stored, and given to the judges with the answer that was served and its share;
+    not so beside the first three of a namespace, or a request for the cache alone."""
     entry = await verified(world)
     world.semantic.hits(entry)
     world.draws_checks()
     assert [(await world.ask(text)).cache for text in (RESPELLED, RESPELLED)] == ["semantic"] * 2
     world.semantic.asked.clear()
+    lessons = len(world.lessons)
     for text in (RESPELLED, OTHER):
         assert (await world.ask(text, headers={"cache-control": "only-if-cached"})).cache == "semantic"
         reply = await world.ask(text)
-        record = await world.record(reply)
-        assert (reply.cache, record.cache.miss_reason, record.cache.store) == ("miss", "audit", "stored")
-        trial = world.lessons[-1].trial
-        assert trial is not None
-        assert (world.lessons[-1].request_id, trial.ranked, trial.chance) == (reply.id, (bytes.fromhex(entry),), 0.3)
+        assert reply.cache == "semantic"
+        await world.quiet()
+        lesson = world.lessons[-1]
+        assert lesson.trial is not None
+        assert (lesson.checks, lesson.trial.ranked, lesson.trial.chance) == (reply.id, (bytes.fromhex(entry),), 0.3)
+        assert (await world.ask(text)).cache == "exact"
+        assert len(world.lessons) == lessons + 3
+        lessons += 3
     assert world.semantic.asked == []
 
 

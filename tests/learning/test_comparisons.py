@@ -20,10 +20,10 @@ from cache.verdicts.records import AnswerJudged, answer_name
 from cache.worker import AnswerText
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
-from gateway.journey.generation import generation_of
+from gateway.journey.generation import CheckedHit, generation_of
 from gateway.journey.outcomes import Asking, Looked, SemanticResult, Stored
 from gateway.journey.record import CacheFacts, Record, RequestFacts
-from gateway.journey.turn import arrive, read_turn
+from gateway.journey.turn import Ended, arrive, read_turn
 from gateway.learning.comparisons import QUEUE_MAX, Judging
 from gateway.learning.verifier import NO_ANSWER
 from gateway.telemetry.measured_error import Cell, CheckCounts
@@ -95,23 +95,30 @@ class Heard:
 
 
 def over(chance: float = 1.0, entry: Entry | None = None, verified_by: str = "") -> tuple[Flight, Record]:
-    """A request that is over: one that was generated, as a check where its chance is below 1, or with `entry` one that was a hit."""
+    """A request that is over: one that was generated, or with `entry` one that was a hit; with both the check of that hit."""
     turn = read_turn(BODY, {}, arrive("chat"))
     unused: Any = None
     caller: Any = SimpleNamespace(key=SimpleNamespace(id=1))
     trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
-    reason = "audit" if chance < 1.0 else "unsure"
-    semantic = SemanticResult(entry=entry, trial=trial, verified_by=verified_by, miss_reason="" if entry else reason)
+    is_check = chance < 1.0
+    found, semantic = (None if is_check else entry), SemanticResult(miss_reason="no-cache")
+    if not is_check:
+        semantic = SemanticResult(entry=found, trial=trial, verified_by=verified_by)
     generation = generation_of(
-        turn, caller, unused, Looked(ask("open the box"), entry=entry, semantic=semantic), unused
+        turn, caller, unused, Looked(ask("open the box"), entry=found, semantic=semantic), unused
     )
+    request = RequestFacts(f"req_{random.random()}", time.time(), team_id=1, key_id=1, alias="m")
+    record = Record(request, cache=CacheFacts(similarity=0.9))
+    if is_check:
+        assert entry is not None
+        generation.checks = CheckedHit(record, entry, trial, verified_by)
+        record = Record(msgspec.structs.replace(request, id=f"{request.id}c", operation="check"))
     progress = Progress("somewhere")
     progress.complete()
     generation.answered = msgspec.structs.replace(generation.answered, progress=progress)
     flight = Flight(generation=generation)
     flight.extend([Chunk(WHOLE, is_whole=True)])
-    request = RequestFacts(f"req_{random.random()}", time.time(), team_id=1, key_id=1, alias="m")
-    return flight, Record(request, cache=CacheFacts(similarity=0.9))
+    return flight, record
 
 
 def look(flight: Flight, semantic: SemanticResult) -> None:
@@ -150,10 +157,11 @@ async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
     """Neither a fresh answer that a length limit cut nor a cached one without a text is compared."""
     heard, judge = Heard(), Says(Ruling.DIFFERENT)
     exact = ExactCache(redis)
-    await exact.store(msgspec.structs.replace(entry_for(ask("open the crate"), time.time()), text=None))
+    entry = msgspec.structs.replace(entry_for(ask("open the crate"), time.time()), text=None)
+    await exact.store(entry)
     one = judging(redis, judge, heard)
     running = asyncio.create_task(one.run())
-    flight, record = over(0.5)
+    flight, record = over(0.5, entry)
     flight.generation.answered.progress.finish_reasons.append("length")
     one.recorded(flight, record)
     assert one.waiting == 0
@@ -188,13 +196,14 @@ async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
 async def test_a_check_counts_by_what_came_of_it(
     redis: Redis, answer: bytes, cached: bytes, finish: str, cell: Cell, verifier: str
 ) -> None:
-    """Right, wrong, or open where nothing could be compared; that of a hit which a verifier had allowed counts apart, too."""
-    heard, exact, crate = Heard(), ExactCache(redis), ask("open the crate")
+    """Right, wrong, or open where nothing could be compared, also of an answer that has left the cache; that of a hit which a verifier
+    had allowed counts apart, too."""
+    heard, crate = Heard(), ask("open the crate")
     entry = msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(cached, is_whole=True),))
-    await exact.store(entry)
     one = judging(redis, Equal(), heard)
     running = asyncio.create_task(one.run())
-    flight, record = over(0.3, verified_by=verifier)
+    flight, record = over(0.3, entry, verified_by=verifier)
+    assert await ExactCache(redis).lookup_many(crate.partition, crate.compat, [entry.exact]) == [None]
     flight.chunks[:] = [Chunk(answer, is_whole=True)]
     flight.generation.answered.progress.finish_reasons.append(finish)
     one.recorded(flight, record)
@@ -209,15 +218,51 @@ async def test_a_check_counts_by_what_came_of_it(
     assert heard.counts.judges == ({} if cell.open else {"equal": 1})
 
 
+@pytest.mark.parametrize(
+    ("status", "cells"), [(400, {300: Cell(open=1)}), (429, {}), (424, {}), (499, {}), (502, {}), (503, {})]
+)
+async def test_a_check_that_could_not_be_made(redis: Redis, status: int, cells: dict[int, Cell]) -> None:
+    """One that was refused for what it asked is open; one without money or a deployment was not drawn, and is counted apart."""
+    heard = Heard()
+    one = judging(redis, Equal(), heard)
+    flight, record = over(0.3, entry_for(ask("open the crate"), time.time()))
+    flight.generation.answered = msgspec.structs.replace(flight.generation.answered, progress=Progress("somewhere"))
+    one.recorded(flight, msgspec.structs.replace(record, ended=Ended(status, "an_error")))
+    assert heard.counts.cells == cells
+    assert heard.verdicts == ({} if cells else {(Source.AUDIT, Ruling.UNKNOWN, "not made"): 1})
+    assert one.waiting == 0
+
+
+async def test_two_answers_to_one_prompt_depend_on_the_moment(redis: Redis) -> None:
+    """Where a check of a hit by the same words finds another answer, both live a minute; where it finds the same, both stay."""
+    exact = ExactCache(redis)
+    for cached, is_moving in ((WHOLE, False), (OTHER, True)):
+        now, chunks = time.time(), (Recorded(cached, is_whole=True),)
+        served = msgspec.structs.replace(entry_for(ask("open the crate"), now), ttl_s=3_600, chunks=chunks)
+        fresh = msgspec.structs.replace(entry_for(ask("open the box"), now), ttl_s=3_600)
+        for entry in (served, fresh):
+            await exact.store(entry)
+        one = judging(redis, Equal(), Heard())
+        running = asyncio.create_task(one.run())
+        flight, record = over(0.3, served)
+        flight.generation.stored = Stored(entry=fresh, outcome="stored")
+        one.recorded(flight, record)
+        await judged(one)
+        running.cancel()
+        await one.aclose()
+        found = await exact.lookup_many(served.partition, served.compat, [served.exact, fresh.exact])
+        assert [entry is not None and entry.ttl_s <= 60 for entry in found] == [is_moving] * 2
+
+
 async def test_a_hit_found_wrong_is_served_no_more(redis: Redis) -> None:
-    """A check takes the answer that would have been served out of service; a miss that finds a near answer different does not."""
+    """A check takes the answer that was served out of service; a miss that finds a near answer different does not."""
     crate, store = ask("open the crate"), VerdictStore(redis)
     entry = msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(OTHER, is_whole=True),))
     await ExactCache(redis).store(entry)
     for chance, suspended in ((1.0, []), (0.1, [b"a" + answer_name(entry.exact, entry.created_at)])):
         one = judging(redis, Equal(), Heard())
         running = asyncio.create_task(one.run())
-        one.recorded(*over(chance))
+        one.recorded(*over(chance, entry if suspended else None))
         await judged(one)
         running.cancel()
         await one.aclose()
@@ -237,7 +282,7 @@ async def test_a_check_asks_the_judge_that_costs_beside_a_verifier(redis: Redis)
         heard = Heard()
         one = judging(redis, Says(Ruling.UNKNOWN), heard, fallback=Costly(judge))
         running = asyncio.create_task(one.run())
-        flight, record = over(0.1)
+        flight, record = over(0.1, entry)
         look(flight, msgspec.structs.replace(flight.generation.looked.semantic, asking=Asking("reader")))
         one.recorded(flight, record)
         await judged(one)
