@@ -13,10 +13,12 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 import cache.exact.log
-from cache import CacheLimits, ExactCache, Hit, MissReason, Purge
+from cache import CacheLimits, ExactCache, Hit, MissReason, Purge, Trial
+from cache.entry import wording_id
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
 from cache.semantic.index import FLAT_MAX, VectorIndex
+from cache.verdicts import AnswerRef, Source, Verdict, VerdictStore
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 from tests.services import run_redis
 
@@ -247,3 +249,28 @@ async def test_progress_tells_how_far_a_rebuild_is(redis: Redis, exact: ExactCac
     assert (host.follower.progress.done, host.follower.progress.total) == (30, 30)
     (near,) = host.cache.near([query("x")], 50)
     assert near.decision.reason is MissReason.NUMBERS  # type: ignore[union-attr]
+
+
+async def test_a_wording_follows_and_is_rebuilt(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
+    """Two hosts serve the entry's answer for it after the second yes, and neither once the entry is gone."""
+    host, entry, asked = Host(redis, thread), entry_for(ask("one"), time.time()), ask("open the lid")
+    await exact.store(entry)
+    await exact.store(entry.worded(asked.exact, "open the lid", ""))
+    first = (wording_id(asked.exact), b"")
+    found = []
+    for wordings in (first, (b"v" * 16, first[0])):
+        verdict = Verdict(
+            source=Source.VERIFIER,
+            compat=entry.compat,
+            is_right=True,
+            trial=Trial((), b"", 0.0, 1.0, b""),
+            at=time.time(),
+            wordings=wordings,
+        )
+        await VerdictStore(redis).take(ACME, str(wordings), verdict, AnswerRef(entry.exact, entry.created_at))
+        found.append(await host.sees("open the lid"))
+    assert found == [[False], [True]]
+    again = Host(redis, thread)
+    assert await again.sees("open the lid") == [True]
+    await exact.purge(Purge(text="one"))
+    assert await host.sees("open the lid") == await again.sees("open the lid") == [False]
