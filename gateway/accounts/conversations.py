@@ -66,7 +66,6 @@ class Conversations:
     def _is_free(self) -> sa.ColumnElement[bool]:
         return conversations.c.locked_until_s <= self._clock()
 
-    @uncancelled
     async def lock(self, team_id: int, id: str, request_id: str) -> bool:
         """Lock a conversation's items for a request until `release`.
 
@@ -74,8 +73,7 @@ class Conversations:
         """
         lease = {"locked_by": request_id, "locked_until_s": self._clock() + LEASE_S}
         taken = sa.update(conversations).where(self._is_teams(team_id, id), self._is_free).values(lease)
-        async with self._database.writing(is_durable=False) as connection:
-            is_taken = (await connection.execute(taken)).rowcount > 0
+        is_taken = await self._database.write(taken, is_durable=False) > 0
         if is_taken:
             self._locked[request_id] = id
         return is_taken
@@ -91,12 +89,10 @@ class Conversations:
         if self._locked:
             await self._lease(self._locked, locked_until_s=self._clock() + LEASE_S)
 
-    @uncancelled
     async def _lease(self, locked: Mapping[str, str], **values: Any) -> None:
         c = conversations.c
         are_held = sa.and_(c.id.in_(list(locked.values())), c.locked_by.in_(list(locked)))
-        async with self._database.writing(is_durable=False) as connection:
-            await connection.execute(sa.update(conversations).where(are_held).values(values))
+        await self._database.write(sa.update(conversations).where(are_held).values(values), is_durable=False)
 
     # -- conversations and items
 
@@ -180,13 +176,10 @@ class Conversations:
         async with self._database.writing(is_durable=False) as connection:
             return await self.held.delete(connection, team_id, self._is_teams(team_id, id)) > 0
 
-    @uncancelled
     async def item(self, id: str, item_id: str) -> bytes | None:
         """An item of a conversation; None if missing."""
         asked = sa.select(conversation_items.c.item).where(_is_item(id, item_id))
-        async with self._database.reading() as connection:
-            found: bytes | None = (await connection.execute(asked)).scalar()
-        return found
+        return next(iter(await self._database.scalars(asked)), None)
 
     @uncancelled
     async def remove(self, team_id: int, id: str, item_id: str) -> bool:
@@ -201,13 +194,11 @@ class Conversations:
                 await connection.execute(sa.delete(conversation_items).where(_is_item(id, item_id)))
             return is_changed
 
-    @uncancelled
     async def find(self, team_id: int, id: str) -> Conversation | None:
         c = conversations.c
         asked = sa.select(c.id, c.team_id, c.key_id, c.created_at_s, c["metadata"])
-        async with self._database.reading() as connection:
-            row = (await connection.execute(asked.where(self._is_teams(team_id, id)))).first()
-        return Conversation(*row) if row is not None else None
+        rows = await self._database.rows(asked.where(self._is_teams(team_id, id)))
+        return Conversation(*rows[0]) if rows else None
 
     @uncancelled
     async def page(self, id: str, after: str, limit: int, *, is_ascending: bool) -> list[bytes] | None:

@@ -276,12 +276,10 @@ class ResponseStore:
     def _is_teams(self, team_id: int) -> sa.ColumnElement[bool]:
         return sa.and_(responses.c.team_id == team_id, responses.c.expires_at_s > self.clock())
 
-    @uncancelled
     async def find(self, team_id: int, id: str) -> StoredResponse | None:
         """The team's response `id`, or None. A response whose lease has expired becomes failed."""
         asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
-        async with self._database.reading() as connection:
-            row = (await connection.execute(asked)).first()
+        row = next(iter(await self._database.rows(asked)), None)
         if row is not None and row.status in LIVE and row.leased_until_s < self.clock():
             await self.change(id, responses.c.leased_until_s < self.clock(), status="failed")
             return await self.find(team_id, id)
@@ -302,7 +300,6 @@ class ResponseStore:
             found = await connection.execute(sa.select(responses.c.id, column.label("text")).where(is_asked))
             return {row.id: row.text for row in found}
 
-    @uncancelled
     async def chain(self, team_id: int, last_id: str, bytes_max: int) -> tuple[list[StoredResponse], str | None]:
         """The responses that `last_id` continues, oldest first, then itself, in one query.
 
@@ -316,8 +313,7 @@ class ResponseStore:
         before = sa.select(r.id, r.previous_id, links.c.total + r.size_bytes, links.c.back + 1)
         links = links.union_all(before.where(r.id == links.c.previous_id, is_teams, is_within))
         asked = sa.select(*responses.c, links.c.total, links.c.back).join(links, links.c.id == r.id)
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(asked.order_by(links.c.back.desc()))).all()
+        rows = await self._database.rows(asked.order_by(links.c.back.desc()))
         if rows and (rows[0].total > bytes_max or rows[0].back >= _LINKS_MAX):
             raise HistoryTooLong
         if not rows or rows[0].previous_id is not None:
