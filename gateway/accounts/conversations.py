@@ -125,15 +125,14 @@ class Conversations:
         self, connection: AsyncConnection, team_id: int, id: str, items: Added, ended: str | None = None
     ) -> bool:
         """Do `add` in the transaction of `connection`. With `ended`, a request's id, also release
-        its lock.
+        its lock; where another request has locked the conversation since, append nothing.
         """
-        where, c, values = [self._is_free], conversations.c, dict[str, Any]()
+        where, values = [self._is_free], dict[str, Any]()
         if ended is not None:
             # not again, where an earlier try was committed and the answer to that was lost
-            where = [~sa.exists().where(_is_item(id, item_id)) for item_id, _ in items[:1]]
-            is_its = c.locked_by == ended  # a renewal under way finds no lock of it any more
-            values["locked_by"] = sa.case((is_its, ""), else_=c.locked_by)
-            values["locked_until_s"] = sa.case((is_its, 0.0), else_=c.locked_until_s)
+            is_new = [~sa.exists().where(_is_item(id, item_id)) for item_id, _ in items[:1]]
+            where = [sa.or_(conversations.c.locked_by == ended, self._is_free), *is_new]
+            values = {"locked_by": "", "locked_until_s": 0.0}  # a renewal under way finds no lock of it any more
             self._locked.pop(ended, None)
         if not await self._changed(connection, team_id, id, *where, size=_size_of_items(items), **values):
             return False

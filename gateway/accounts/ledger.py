@@ -241,7 +241,9 @@ class Ledger:
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
         table = schema.ledger
-        statement = sa.select(table).where(*_conditions(table, where))
+        statement = sa.select(table).where(*_conditions(table, where, (*_FILTERS, "user")))
+        if where.tag is not None:
+            statement = statement.where(_has_tag(table.c.tags, where.tag, where.tag_value))
         if where.from_ms is not None:
             statement = statement.where(table.c.at_ms >= where.from_ms)
         if where.until_ms is not None:
@@ -441,6 +443,14 @@ _FILTERS = ("team_id", "key_id", "alias", "deployment")
 
 def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
     return [table.c[name] == getattr(where, name) for name in names if getattr(where, name) is not None]
+
+
+def _has_tag(tags: sa.Column[str], name: str, value: str | None) -> sa.ColumnElement[bool]:
+    """Whether the tags have one of this name, and with `value` this value: a key in a JSON object, as
+    in a text each quote has a backslash before it.
+    """
+    text = msgspec.json.encode({name: value or ""}).decode()[1:-1]
+    return tags.contains(text if value is not None else text[:-2], autoescape=True)
 
 
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
