@@ -5,8 +5,6 @@ database (`Accounts`, `Ledger`, `LedgerWriter`) are imported on first use, so th
 values here does not import sqlalchemy. Read `teams.py` first, then `accounts.py`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from gateway.accounts.errors import AccountsError, AlreadyExists, DoesNotExist, Invalid, SchemaUnknown

@@ -8,8 +8,6 @@ the memory of such keys are bounded. It also checks if `refresh` has not confirm
 `_HOLDS_S`, as after a pause of the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

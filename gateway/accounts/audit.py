@@ -5,8 +5,6 @@ changes of a deployment or a batch. It has no texts. Invariant: rows are added a
 removed; they outlive teams. A deployment's latest row with an action of `USES` decides its use.
 """
 
-from __future__ import annotations
-
 import msgspec
 import sqlalchemy as sa
 

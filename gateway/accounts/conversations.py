@@ -7,8 +7,6 @@ items; items that are added together stay together; an expired conversation coun
 a request's lock is leased, no other request changes the conversation's items.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ No accounts. Invariants:
   until it is garbage-collected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -7,8 +7,6 @@ Invariants: a team's count changes in the transaction of its rows, so it equals 
 a kill; a transaction locks the count's row first, so a bound holds over all workers and hosts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis 
 should find no difference.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Sequence

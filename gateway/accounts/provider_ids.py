@@ -4,8 +4,6 @@ Knows no HTTP. Invariant: an id belongs to the team that first got it, for as lo
 exists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import sqlalchemy as sa

@@ -10,8 +10,6 @@ Knows no filters of the API and no budgets. Invariants:
   of 64 days: further values share OTHER, and further names count under OTHER without their values.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ exactly these tables (tests/accounts/test_database.py compares them). Ids are ne
 because the ledger and Redis name deleted teams and keys.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import sqlalchemy as sa

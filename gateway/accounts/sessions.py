@@ -5,8 +5,6 @@ belongs to a `mark`, which the caller derives from the admin key. Invariant: a t
 its expiry or `end`, and only under the mark with which it began.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Callable

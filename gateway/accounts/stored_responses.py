@@ -6,8 +6,6 @@ missing; each write bounds the team's bytes, and the queue of waiting rows is bo
 counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each page names its JSON twin. Decides what each page shows; templates and the s
 its looks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 

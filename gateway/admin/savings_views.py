@@ -3,8 +3,6 @@
 No HTTP and no HTML. Invariant: in each sum the baseline less the steps is what was spent.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace

@@ -5,8 +5,6 @@ here changes anything. While Redis is away, values from it are None where the re
 where they are the whole answer, the function raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

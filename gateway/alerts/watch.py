@@ -20,8 +20,6 @@ Every worker runs a watch; the lock lets a single worker work. Knows no requests
   delay the other.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections import Counter

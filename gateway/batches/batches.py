@@ -5,8 +5,6 @@ needs a lease is made only while its worker holds the lease; a batch ends once, 
 files; a team finds its own batches alone.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Collection, Sequence

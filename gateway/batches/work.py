@@ -9,8 +9,6 @@ then the chunk is done; then the files and the end of the batch are one transact
 loses the lines that it ran: another worker runs them again, and the cache may have their answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

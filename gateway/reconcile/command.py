@@ -3,8 +3,6 @@
 Invariant: nothing is written without `--correct`, and then rows are added, never changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import getpass
