@@ -817,18 +817,7 @@ _URLS = {
 }
 
 
-SECTIONS: tuple[type[BaseModel], ...] = (
-    Settings,
-    CacheSettings,
-    BudgetSettings,
-    AlertSettings,
-    BatchSettings,
-    ResponseSettings,
-    EngineSettings,
-    ModelSettings,
-    DeploymentSettings,
-    PriceSettings,
-)
+SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()))
 
 
 NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else

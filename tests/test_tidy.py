@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2300, "gateway/accounts": 2550, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3520,
-    "gateway/backends": 2390, "gateway/batches": 1150, "gateway/deployments": 1260, "gateway/journey": 2920,
-    "gateway/learning": 1310, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
+    "gateway": 2280, "gateway/accounts": 2550, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3520,
+    "gateway/backends": 2380, "gateway/batches": 1140, "gateway/deployments": 1260, "gateway/journey": 2920,
+    "gateway/learning": 1310, "gateway/reconcile": 610, "gateway/telemetry": 1850, "gateway/transport": 600,
     "gateway/wire": 1670, "cache": 1060, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1260,
     "cache/semantic": 1110, "cache/verdicts": 600, "cache/worker": 560, "policies": 2230, "local_engine": 2280,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

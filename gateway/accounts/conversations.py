@@ -132,7 +132,8 @@ class Conversations:
             where = [sa.or_(conversations.c.locked_by == ended, self._is_free), *is_new]
             values = {"locked_by": "", "locked_until_s": 0.0}  # a renewal under way finds no lock of it any more
             self._locked.pop(ended, None)
-        if not await self._changed(connection, team_id, id, *where, size=_size_of_items(items), **values):
+        size = sum(ROW_BYTES + len(item) for _, item in items)
+        if not await self._changed(connection, team_id, id, *where, size=size, **values):
             return False
         rows = [{"conversation_id": id, "id": item_id, "item": item} for item_id, item in items]
         for start in range(0, len(rows), _ITEMS_AT_ONCE):
@@ -236,10 +237,6 @@ class Conversations:
 
 def _size_of(metadata: Mapping[str, str]) -> int:
     return ROW_BYTES + sum(len(name.encode()) + len(value.encode()) for name, value in metadata.items())
-
-
-def _size_of_items(items: Added) -> int:
-    return sum(ROW_BYTES + len(item) for _, item in items)
 
 
 def _is_item(id: str, item_id: str) -> sa.ColumnElement[bool]:
