@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
-from gateway.accounts import Group, LedgerFilter
+from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, cache_views, misses, savings_views, teams, verifier_views, views
 from gateway.admin.charts import (
     ANSWERS,

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from gateway.accounts import SavingsLine
-from gateway.accounts.ledger import BASELINE, SPENT, UNKNOWN_HITS
+from gateway.accounts.ledger import BASELINE, SPENT, UNKNOWN_HITS, SavingsLine
 from gateway.admin import models
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id, Label, Moment, ledger_filter

@@ -15,8 +15,8 @@ from pydantic import Field
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import Group, Team
-from gateway.accounts.ledger import flat_row
+from gateway.accounts import Team
+from gateway.accounts.ledger import Group, flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budgets, models
 from gateway.admin.parts import WorkerParts

@@ -30,7 +30,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.accounts import Accounts
+from gateway.accounts.accounts import Accounts
 from gateway.alerts.webhook import DeliveryFailed
 from gateway.journey.budget import amount_words, subject_words
 from gateway.loggers import get_logger

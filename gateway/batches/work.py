@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.accounts import Accounts, Identity
+from gateway.accounts import Identity
+from gateway.accounts.accounts import Accounts
 from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
 from gateway.batches.files import OUTPUT, Files, new_object_id

@@ -24,7 +24,8 @@ from redis.exceptions import RedisError
 from cache import CacheUnavailable, Entry, ExactCache, Trial
 from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
-from gateway.accounts import Accounts, Identity, Team
+from gateway.accounts import Identity, Team
+from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation

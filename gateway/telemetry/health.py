@@ -20,9 +20,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from cache import SemanticClient
 from cache.redis_link import RedisLink
 from cache.worker import WorkerState, WorkerStatus
-from gateway.accounts import Accounts, LedgerWriter
+from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import name_of
-from gateway.accounts.ledger_writer import WriterStats
+from gateway.accounts.ledger_writer import LedgerWriter, WriterStats
 from gateway.deployments.alias import ABSENCES
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet

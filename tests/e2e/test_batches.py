@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.accounts import LedgerFilter
+from gateway.accounts.ledger import LedgerFilter
 from gateway.batches import work as work_module
 from gateway.batches.batches import Batches, BatchLease
 from gateway.batches.files import Files
