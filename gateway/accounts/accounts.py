@@ -267,19 +267,13 @@ class Accounts:
                 await _insert(connection, schema.budgets, {"team_id": team_id, **values})
             return _team(await _row(connection, schema.teams, team_id))
 
-    @uncancelled
     async def update_team(self, team_id: int, **changes: Any) -> Team:
         """Change a team's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
-        check(changes)
-        async with self._change(f"a team named {changes.get('name')!r}") as connection:
-            await _update(connection, schema.teams, team_id, changes)
-            return _team(await _row(connection, schema.teams, team_id))
+        return _team(await self._updated(schema.teams, team_id, changes, f"a team named {changes.get('name')!r}"))
 
-    @uncancelled
     async def list_teams(self) -> list[Team]:
         """All teams, by id."""
-        async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.teams, _team)]
+        return await self._listed(schema.teams, _team)
 
     @uncancelled
     async def team(self, team_id: int) -> Team:
@@ -310,23 +304,18 @@ class Accounts:
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
             return NewKey(_key(await _row(connection, schema.keys, key_id)), plaintext)
 
-    @uncancelled
     async def update_key(self, key_id: int, **changes: Any) -> Key:
         """Change a key's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
-        check(changes)
-        async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
-            await _update(connection, schema.keys, key_id, changes)
-            return _key(await _row(connection, schema.keys, key_id))
+        taken = f"a key named {changes.get('name')!r} in this team"
+        return _key(await self._updated(schema.keys, key_id, changes, taken))
 
     async def revoke_key(self, key_id: int) -> Key:
         """Deactivate a key; its row stays, since the ledger names it. Raises DoesNotExist."""
         return await self.update_key(key_id, is_active=False)
 
-    @uncancelled
     async def list_keys(self, team_id: int | None = None) -> list[Key]:
         """All keys, or one team's, by id."""
-        async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.keys, _key, team_id)]
+        return await self._listed(schema.keys, _key, team_id)
 
     # ── budgets ──
 
@@ -353,28 +342,22 @@ class Accounts:
             budget_id = await _insert(connection, budgets, {"team_id": team_id, **values})
             return _budget(await _row(connection, schema.budgets, budget_id))
 
-    @uncancelled
     async def update_budget(self, budget_id: int, **changes: Any) -> Budget:
         """Change a budget's fields. Raises AlreadyExists, DoesNotExist."""
         if "limit" in changes:
             changes["limit_microusd"] = changes.pop("limit")
-        async with self._change("a budget of this team with that window and hardness") as connection:
-            await _update(connection, schema.budgets, budget_id, changes)
-            return _budget(await _row(connection, schema.budgets, budget_id))
+        taken = "a budget of this team with that window and hardness"
+        return _budget(await self._updated(schema.budgets, budget_id, changes, taken))
 
-    @uncancelled
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
         """Add `by` to a budget's limit until `until_ms` (unix milliseconds), and write `row` to the
         audit log.
 
         A later raise replaces it; `by` 0 ends it. Raises DoesNotExist.
         """
-        async with self._change("") as connection:
-            await connection.execute(inserted(row))
-            await _update(connection, schema.budgets, budget_id, {"raised_by": by, "raised_until_ms": until_ms})
-            return _budget(await _row(connection, schema.budgets, budget_id))
+        raised = {"raised_by": by, "raised_until_ms": until_ms}
+        return _budget(await self._updated(schema.budgets, budget_id, raised, row=row))
 
-    @uncancelled
     async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
         """Restart a budget's count at 0, and write `row` to the audit log. Running requests count
         as before.
@@ -382,16 +365,11 @@ class Accounts:
         Raises DoesNotExist.
         """
         again = {"epoch": schema.budgets.c.epoch + 1, "begun_ms": self._now_ms()}
-        async with self._change("") as connection:
-            await connection.execute(inserted(row))
-            await _update(connection, schema.budgets, budget_id, again)
-            return _budget(await _row(connection, schema.budgets, budget_id))
+        return _budget(await self._updated(schema.budgets, budget_id, again, row=row))
 
-    @uncancelled
     async def list_budgets(self, team_id: int | None = None) -> list[Budget]:
         """All budgets, or one team's, by id."""
-        async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.budgets, _budget, team_id)]
+        return await self._listed(schema.budgets, _budget, team_id)
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
@@ -417,6 +395,27 @@ class Accounts:
             await connection.execute(inserted(row))
 
     # ── changes ──
+
+    @uncancelled
+    async def _listed(self, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None) -> list[_T]:
+        async with self.database.reading() as connection:
+            return [row async for row in _read(connection, table, make, team_id)]
+
+    @uncancelled
+    async def _updated(
+        self, table: sa.Table, row_id: int, changes: dict[str, Any], taken: str = "", row: AuditRow | None = None
+    ) -> Any:
+        """The row after `changes`; `row` is written to the audit log. For `taken` see `_change`.
+
+        Raises Invalid, AlreadyExists, DoesNotExist.
+        """
+        check(changes)
+        async with self._change(taken) as connection:
+            if row is not None:
+                await connection.execute(inserted(row))
+            if changes:
+                await connection.execute(sa.update(table).where(table.c.id == row_id).values(changes))
+            return await _row(connection, table, row_id)
 
     def _new_budget(self, window: WindowKind, limit: int, is_hard: bool = True, **fields: Any) -> dict[str, Any]:
         """The columns of a budget. Raises Invalid."""
@@ -505,11 +504,6 @@ async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any
 
 async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[str, Any]) -> int:
     return int((await connection.execute(sa.insert(table).values(values).returning(table.c.id))).scalar_one())
-
-
-async def _update(connection: AsyncConnection, table: sa.Table, row_id: int, changes: dict[str, Any]) -> None:
-    if changes:
-        await connection.execute(sa.update(table).where(table.c.id == row_id).values(changes))
 
 
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:

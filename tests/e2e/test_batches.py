@@ -272,7 +272,7 @@ async def test_a_file_is_not_deleted_under_a_batch(host: Host) -> None:
     class Late:
         """The database, in which a batch begins just before the first write."""
 
-        reading = staticmethod(database.reading)
+        reading, rows = staticmethod(database.reading), staticmethod(database.rows)
         is_sqlite = database.is_sqlite
 
         @asynccontextmanager
