@@ -9,7 +9,6 @@ the memory of such keys are bounded. It also checks if `refresh` has not confirm
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -60,13 +59,11 @@ class Accounts:
         *,
         notify: Callable[[], Awaitable[None]] = _notify_none,
         clock: Callable[[], float] = time.time,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """Connect to nothing. Raises Invalid for a URL of an unsupported database."""
         self.database = Database(database_url)
         self._notify = notify
         self._clock = clock
-        self._random_bytes = random_bytes
         self._identities: Mapping[bytes, Identity] = {}
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
@@ -238,7 +235,7 @@ class Accounts:
         """
         if plaintext is not None:
             check_plaintext(plaintext)
-        key = plaintext or new_plaintext(self._random_bytes)
+        key = plaintext or new_plaintext()
         installation, teams = schema.installation, schema.teams
         if await self.database.scalars(sa.select(installation.c.is_claimed)) == [True]:
             return None
@@ -298,7 +295,7 @@ class Accounts:
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
         check({"name": name, **fields})
-        plaintext = new_plaintext(self._random_bytes)
+        plaintext = new_plaintext()
         async with self._change(f"a key named {name!r} in this team") as connection:
             await _row(connection, schema.teams, team_id)
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))

@@ -39,8 +39,7 @@ class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
     `from_ms` is included and `until_ms` is not (unix milliseconds). An empty `user` selects
-    requests without a user. `tag` is a tag's name, and `tag_value` its value; `rows` ignores these
-    three.
+    requests without a user. `tag` is a tag's name, and `tag_value` its value.
     """
 
     team_id: int | None = None
@@ -450,7 +449,7 @@ def _has_tag(tags: sa.Column[str], name: str, value: str | None) -> sa.ColumnEle
     in a text each quote has a backslash before it.
     """
     text = msgspec.json.encode({name: value or ""}).decode()[1:-1]
-    return tags.contains(text if value is not None else text[:-2], autoescape=True)
+    return sa.func.replace(tags, text if value is not None else text[:-2], "") != tags
 
 
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:

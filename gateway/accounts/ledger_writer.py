@@ -80,7 +80,7 @@ class _StreamEntry:
     refusal: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LedgerWriter:
     """Writes the ledger's stream to SQL: `run` it until cancelled, or call `step`.
 

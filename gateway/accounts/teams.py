@@ -10,9 +10,8 @@ its timing: steering the bits of a digest would need to invert SHA-256.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-from collections.abc import Callable
+import secrets
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -111,9 +110,9 @@ def partition_of(secret: str | None, team_id: int) -> Partition:
     return partition((secret or "").encode(), scope_of(team_id))
 
 
-def new_plaintext(random_bytes: Callable[[int], bytes]) -> str:
+def new_plaintext() -> str:
     """A new key: `sk-sw-` and 256 bits as 43 characters of base64url."""
-    return _KEY_START + base64.urlsafe_b64encode(random_bytes(32)).rstrip(b"=").decode()
+    return _KEY_START + secrets.token_urlsafe(32)
 
 
 def digest(plaintext: str) -> bytes:

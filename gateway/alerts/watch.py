@@ -155,7 +155,7 @@ class Channel(Protocol):
         """Close the connections."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AlertWatch:
     """Watches budgets and delivers alerts: `run` it until cancelled, or call `step`.
 

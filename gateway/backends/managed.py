@@ -168,7 +168,7 @@ def _taken(litellm: Any, model: str) -> frozenset[str]:
     return frozenset(litellm.get_supported_openai_params(model=name, custom_llm_provider=provider) or _IDLE)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ManagedBackend:
     """One deployment at a managed provider. `model` is litellm's name, like `anthropic/claude-...`."""
 

@@ -179,7 +179,7 @@ class _OutcomeQuota:
             await self._extend(-self._left)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchRunner:
     """Runs batches with `run` until cancelled, or step by step with `step`; call `stop` before
     closing.

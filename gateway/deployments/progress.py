@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 
 from gateway.wire.fold import text_bytes
-from gateway.wire.types import Chunk
+from gateway.wire.types import Chunk, size_of
 from policies import Usage
 
 _BYTES_PER_TOKEN = 3  # fewer than in most languages' texts
@@ -58,8 +58,8 @@ class Progress(msgspec.Struct):
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Count `chunks`, which arrived together."""
         self.chunks += chunks
+        self.size_bytes += size_of(chunks)
         for chunk in chunks:
-            self.size_bytes += len(chunk.data)
             if chunk.has_content:
                 self.content_chunks += chunk.count
             if chunk.finish_reasons:

@@ -113,6 +113,7 @@ async def test_rows_of_a_user_or_a_tag(ledger: Ledger) -> None:
         (LedgerFilter(tag="env"), [0, 1]),
         (LedgerFilter(tag="env", tag_value="prod"), [0]),
         (LedgerFilter(tag="env", tag_value="axb"), []),
+        (LedgerFilter(tag="env", tag_value="Prod"), []),
         (LedgerFilter(tag="note", user="ada"), []),
     ):
         found = {row.id for row in (await ledger.rows(where)).rows}

@@ -31,7 +31,7 @@ _COMES_BACK_S = 30.0  # a process that is away longer is taken to be gone
 _STARTS_FAILED_MAX = 3  # after so many, requests stop waiting for the engine
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LocalBackend:
     """One deployment on a local engine. Answers name `model`, the alias, as their model."""
 
