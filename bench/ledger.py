@@ -23,8 +23,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.accounts import Group, Ledger, LedgerFilter, LedgerRow
+from gateway.accounts import LedgerRow
 from gateway.accounts.database import Database
+from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.rollups import SPANS, SUMS, period_of
 from policies import Usage
 from tests.services import run_postgres

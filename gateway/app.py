@@ -30,9 +30,12 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
-from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.audit import Audit
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.errors import SchemaUnknown
+from gateway.accounts.ledger import Ledger
+from gateway.accounts.ledger_writer import HitsWriter, LedgerWriter
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool

@@ -47,7 +47,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from cache import ExactCache, Fingerprint, fingerprint
-from gateway.accounts import Accounts, Identity, partition_of
+from gateway.accounts import Identity, partition_of
+from gateway.accounts.accounts import Accounts
 from gateway.deployments.alias import Alias
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh

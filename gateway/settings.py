@@ -141,154 +141,114 @@ def _is_network(text: str) -> bool:
 
 
 class PriceSettings(_Section):
-    input_usd_per_mtok: float = Field(0.0, ge=0, description="USD for a million prompt tokens")
-    output_usd_per_mtok: float = Field(0.0, ge=0, description="USD for a million generated tokens")
-    cached_input_usd_per_mtok: float | None = Field(
-        None, ge=0, description="USD for a million prompt tokens that the provider had cached; default: the input price"
-    )
-    cache_write_usd_per_mtok: float | None = Field(
-        None,
-        ge=0,
-        description="USD for a million prompt tokens that the provider wrote to its cache; default: as its table or its "
-        "documentation says by the model's name, else the input price",
-    )
-    cache_write_1h_usd_per_mtok: float | None = Field(None, ge=0, description="the same for a cache that lasts an hour")
-    audio_input_usd_per_mtok: float | None = Field(
-        None, ge=0, description="USD for a million prompt tokens of sounds; default: the input price"
-    )
-    cached_audio_input_usd_per_mtok: float | None = Field(
-        None,
-        ge=0,
-        description="USD for a million prompt tokens of sounds that the provider had cached; default: the dearer one of "
-        "cached tokens and of sounds",
-    )
-    image_input_usd_per_mtok: float | None = Field(
-        None, ge=0, description="USD for a million prompt tokens of images; default: the input price"
-    )
-    reasoning_usd_per_mtok: float | None = Field(
-        None, ge=0, description="USD for a million reasoning tokens; default: the output price"
-    )
-    audio_output_usd_per_mtok: float | None = Field(
-        None, ge=0, description="USD for a million generated tokens of sounds; default: the output price"
-    )
-    image_output_usd_per_mtok: float | None = Field(
-        None, ge=0, description="USD for a million generated tokens of images; default: the output price"
-    )
-    tool_call_usd: float | None = Field(
-        None, ge=0, description="USD for each call of a tool that the provider runs, such as a web search"
-    )
-    request_usd: float = Field(0.0, ge=0, description="USD for each request, in addition to its tokens")
-    image_usd: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description="USD for an image whose answer reports no priced tokens, by `quality/size`, size or quality, such as "
-        "`hd/1024x1024`; `default`: any other; of a size `auto` the dearest",
-    )
-    characters_usd_per_m: float | None = Field(
-        None, ge=0, description="USD for a million characters of speech, where its answer reports no priced tokens"
-    )
-    audio_minute_usd: float | None = Field(
-        None,
-        ge=0,
-        description="USD for a minute of sound that is written down, where its answer reports no priced tokens",
-    )
-    batch_factor: float = Field(
-        1.0, gt=0, le=1, description="the share of the price that a line of a batch costs here, such as 0.5"
-    )
-    factors: dict[str, Annotated[float, Field(ge=1)]] = Field(
-        {},
-        description="how many times dearer a request is with one of the deployment's `allow_fields`, by its name, such as "
-        "`service_tier: 2`",
-    )
+    input_usd_per_mtok: float = Field(0.0, ge=0)
+    """USD for a million prompt tokens"""
+    output_usd_per_mtok: float = Field(0.0, ge=0)
+    """USD for a million generated tokens"""
+    cached_input_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million prompt tokens that the provider had cached; default: the input price"""
+    cache_write_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million prompt tokens that the provider wrote to its cache; default: as its table
+    or its documentation says by the model's name, else the input price"""
+    cache_write_1h_usd_per_mtok: float | None = Field(None, ge=0)
+    """the same for a cache that lasts an hour"""
+    audio_input_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million prompt tokens of sounds; default: the input price"""
+    cached_audio_input_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million prompt tokens of sounds that the provider had cached; default: the dearer
+    one of cached tokens and of sounds"""
+    image_input_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million prompt tokens of images; default: the input price"""
+    reasoning_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million reasoning tokens; default: the output price"""
+    audio_output_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million generated tokens of sounds; default: the output price"""
+    image_output_usd_per_mtok: float | None = Field(None, ge=0)
+    """USD for a million generated tokens of images; default: the output price"""
+    tool_call_usd: float | None = Field(None, ge=0)
+    """USD for each call of a tool that the provider runs, such as a web search"""
+    request_usd: float = Field(0.0, ge=0)
+    """USD for each request, in addition to its tokens"""
+    image_usd: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """USD for an image whose answer reports no priced tokens, by `quality/size`, size or quality,
+    such as `hd/1024x1024`; `default`: any other; of a size `auto` the dearest"""
+    characters_usd_per_m: float | None = Field(None, ge=0)
+    """USD for a million characters of speech, where its answer reports no priced tokens"""
+    audio_minute_usd: float | None = Field(None, ge=0)
+    """USD for a minute of sound that is written down, where its answer reports no priced tokens"""
+    batch_factor: float = Field(1.0, gt=0, le=1)
+    """the share of the price that a line of a batch costs here, such as 0.5"""
+    factors: dict[str, Annotated[float, Field(ge=1)]] = {}
+    """how many times dearer a request is with one of the deployment's `allow_fields`, by its name,
+    such as `service_tier: 2`"""
 
 
 class DeploymentSettings(_Section):
-    name: str | None = Field(
-        None,
-        pattern=r"^[ -~]{1,100}$",
-        description="shown in logs, metrics and routes; default: made of backend and model",
-    )
-    backend: Literal["local", "openai", "anthropic", "litellm"] = Field(
-        description="`local`: an engine below; `openai`: any OpenAI-compatible server; `anthropic`: Anthropic's API, or a server that "
-        "speaks it; `litellm`: a managed provider through litellm"
-    )
-    engine: str | None = Field(None, description="local: the name of an entry of `engines`")
-    model: str | None = Field(
-        None,
-        description="all but local: the provider's name of the model; `*` in it is the requested name, for an alias that ends in `*`",
-    )
-    base_url: str | None = Field(
-        None, description="openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own"
-    )
-    api_key_env: str | None = Field(None, description="the environment variable that holds the provider's key")
-    headers: dict[str, str] = Field({}, description="openai, anthropic: further headers sent with each request")
-    price: PriceSettings | None = Field(
-        None, description="default: litellm's bundled table by model name; 0 for local engines"
-    )
-    capabilities: list[str] | None = Field(
-        None,
-        description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix, "
-        "reasoning, embeddings, rerank, moderations, images, image_edits, image_variations, speech, transcriptions, translations, "
-        "prefill, cache_control); default: by backend; `reasoning` ranks it first where "
-        "a request sets `reasoning_effort`, and is needed by none; never assumed of a server: "
-        "`prefill`, it goes on with a last message of the assistant, and `cache_control`, it takes marks of a prompt's cache; "
-        "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them; and `responses`, which "
-        "OpenAI's and Azure's own addresses have: it is asked at /responses for what no chat completion can say",
-    )
-    allow_fields: list[str] = Field(
-        [],
-        description="reserved fields and tools that clients may send to it (see [below](#reserved-fields-and-tools))",
-    )
-    image_hosts: list[str] | None = Field(
-        None,
-        description="hosts that URLs of images, sounds and files in a request may name, `*.example.com` for those one level below "
-        "it; the server fetches them from inside its network; default: none where `base_url` is a private address or a name "
-        "without a public domain, else all; `data:` URLs always pass",
-    )
-    passthrough: list[str] = Field(
-        [],
-        description="openai, anthropic: methods and paths below `base_url` that clients may send under /passthrough/{name}/, such as "
-        "`GET /vector_stores/*`, where `*` is an id that the provider gave to the team; a path that reports no tokens needs "
-        "`price.request_usd`; default: none",
-    )
-    is_salted: bool = Field(
-        False,
-        description="openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM, SGLang), so that no team "
-        "can learn from its prefix cache what another one asked",
-    )
-    context_tokens_max: int | None = Field(
-        None, gt=0, description="prompt and answer together; default: known for local engines"
-    )
-    output_tokens_max: int | None = Field(
-        None, gt=0, description="the longest answer; used for the worst case that budgets reserve"
-    )
-    connect_timeout_ms: int = Field(
-        3_000, gt=0, description="openai, anthropic: time to connect before the next deployment is tried"
-    )
-    ttft_timeout_ms: int | None = Field(
-        None,
-        gt=0,
-        description="time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s; until then about 10 s "
-        "where another deployment can answer",
-    )
-    whole_timeout_ms: int = Field(
-        600_000,
-        gt=0,
-        description="time to an answer that comes in one piece, which has no first chunk, before the next deployment is tried: of a "
-        "request without `stream` to an alias of one deployment, and of `embeddings`, `images` and the like",
-    )
-    idle_timeout_ms: int = Field(60_000, gt=0, description="longest silence inside a stream before it counts as broken")
-    concurrency_max: int = Field(
-        1_000,
-        gt=0,
-        description="requests that run at this deployment at once, per worker; openai, anthropic: and connections kept",
-    )
-    queue_max: int = Field(
-        1_000,
-        ge=0,
-        description="requests that wait, per worker, for one of these places if no other deployment has one; "
-        "further ones get 503 `deployment_full`",
-    )
-    priority: int = Field(0, description="breaks ties in routing; higher is preferred")
+    name: str | None = Field(None, pattern=r"^[ -~]{1,100}$")
+    """shown in logs, metrics and routes; default: made of backend and model"""
+    backend: Literal["local", "openai", "anthropic", "litellm"]
+    """`local`: an engine below; `openai`: any OpenAI-compatible server; `anthropic`: Anthropic's
+    API, or a server that speaks it; `litellm`: a managed provider through litellm"""
+    engine: str | None = None
+    """local: the name of an entry of `engines`"""
+    model: str | None = None
+    """all but local: the provider's name of the model; `*` in it is the requested name, for an
+    alias that ends in `*`"""
+    base_url: str | None = None
+    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own"""
+    api_key_env: str | None = None
+    """the environment variable that holds the provider's key"""
+    headers: dict[str, str] = {}
+    """openai, anthropic: further headers sent with each request"""
+    price: PriceSettings | None = None
+    """default: litellm's bundled table by model name; 0 for local engines"""
+    capabilities: list[str] | None = None
+    """what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files,
+    completions, suffix, reasoning, embeddings, rerank, moderations, images, image_edits,
+    image_variations, speech, transcriptions, translations, prefill, cache_control); default: by
+    backend; `reasoning` ranks it first where a request sets `reasoning_effort`, and is needed by
+    none; never assumed of a server: `prefill`, it goes on with a last message of the assistant, and
+    `cache_control`, it takes marks of a prompt's cache; `messages`, which anthropic has by itself:
+    it takes requests as Anthropic's clients write them; and `responses`, which OpenAI's and Azure's
+    own addresses have: it is asked at /responses for what no chat completion can say"""
+    allow_fields: list[str] = []
+    """reserved fields and tools that clients may send to it (see
+    [below](#reserved-fields-and-tools))"""
+    image_hosts: list[str] | None = None
+    """hosts that URLs of images, sounds and files in a request may name, `*.example.com` for those
+    one level below it; the server fetches them from inside its network; default: none where
+    `base_url` is a private address or a name without a public domain, else all; `data:` URLs always
+    pass"""
+    passthrough: list[str] = []
+    """openai, anthropic: methods and paths below `base_url` that clients may send under
+    /passthrough/{name}/, such as `GET /vector_stores/*`, where `*` is an id that the provider gave
+    to the team; a path that reports no tokens needs `price.request_usd`; default: none"""
+    is_salted: bool = False
+    """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
+    SGLang), so that no team can learn from its prefix cache what another one asked"""
+    context_tokens_max: int | None = Field(None, gt=0)
+    """prompt and answer together; default: known for local engines"""
+    output_tokens_max: int | None = Field(None, gt=0)
+    """the longest answer; used for the worst case that budgets reserve"""
+    connect_timeout_ms: int = Field(3_000, gt=0)
+    """openai, anthropic: time to connect before the next deployment is tried"""
+    ttft_timeout_ms: int | None = Field(None, gt=0)
+    """time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s;
+    until then about 10 s where another deployment can answer"""
+    whole_timeout_ms: int = Field(600_000, gt=0)
+    """time to an answer that comes in one piece, which has no first chunk, before the next
+    deployment is tried: of a request without `stream` to an alias of one deployment, and of
+    `embeddings`, `images` and the like"""
+    idle_timeout_ms: int = Field(60_000, gt=0)
+    """longest silence inside a stream before it counts as broken"""
+    concurrency_max: int = Field(1_000, gt=0)
+    """requests that run at this deployment at once, per worker; openai, anthropic: and connections
+    kept"""
+    queue_max: int = Field(1_000, ge=0)
+    """requests that wait, per worker, for one of these places if no other deployment has one;
+    further ones get 503 `deployment_full`"""
+    priority: int = 0
+    """breaks ties in routing; higher is preferred"""
 
     @model_validator(mode="after")
     def _belongs_together(self) -> "DeploymentSettings":
@@ -332,143 +292,119 @@ class DeploymentSettings(_Section):
 
 
 class ModelSettings(_Section):
-    deployments: list[DeploymentSettings] = Field(min_length=1, description="the places that can answer this alias")
-    policy: Literal["cheapest", "fastest", "balanced"] = Field("balanced", description="how deployments are ranked")
-    ttft_ms_max: float | None = Field(
-        None, gt=0, description="never use a deployment expected to take longer to its first chunk"
-    )
-    cost_microusd_max: int | None = Field(
-        None, ge=0, description="never use a deployment expected to cost more for a request"
-    )
-    fallbacks: list[str] = Field(
-        [],
-        description="other aliases that answer, in this order, when this one is down, too small or too dear for a request",
-    )
-    retry_first_ms: int = Field(
-        0,
-        ge=0,
-        description="the first choice that fails before its answer is asked again, twice at most, if its pauses take no longer; "
-        "default: the next deployment is asked at once",
-    )
-    hedge_cost_max: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="asks a second deployment where the first is slower to its first token than 95% of its calls, and takes the "
-        "quicker answer: the share of the alias's spend that this may cost, such as 0.05; 0: never",
-    )
-    rescue: Literal["continue", "error"] = Field(
-        "continue",
-        description="a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with the error",
-    )
-    baseline: str | None = Field(
-        None,
-        description="the deployment whose list price savings are measured against; default: the one with the highest "
-        "`priority`, of equals the first",
-    )
-    is_semantic: bool = Field(True, description="semantic hits for this alias")
-    semantic_error_max: float | None = Field(
-        None, ge=0, le=1, description="tighter than `cache.error_max`, for this alias"
-    )
-    verifier: str | None = Field(None, description="the verifier of this alias's answers; default: `cache.verifier`")
-    verify: Verify | None = Field(
-        None, description="in place of `cache.verify`; of the team's and this the stricter holds"
-    )
-    output_tokens_default: int | None = Field(
-        None,
-        gt=0,
-        description="answer length budgets assume where a request sets none; default: the deployment's maximum, else 4096",
-    )
+    deployments: list[DeploymentSettings] = Field(min_length=1)
+    """the places that can answer this alias"""
+    policy: Literal["cheapest", "fastest", "balanced"] = "balanced"
+    """how deployments are ranked"""
+    ttft_ms_max: float | None = Field(None, gt=0)
+    """never use a deployment expected to take longer to its first chunk"""
+    cost_microusd_max: int | None = Field(None, ge=0)
+    """never use a deployment expected to cost more for a request"""
+    fallbacks: list[str] = []
+    """other aliases that answer, in this order, when this one is down, too small or too dear for a
+    request"""
+    retry_first_ms: int = Field(0, ge=0)
+    """the first choice that fails before its answer is asked again, twice at most, if its pauses
+    take no longer; default: the next deployment is asked at once"""
+    hedge_cost_max: float = Field(0.0, ge=0, le=1)
+    """asks a second deployment where the first is slower to its first token than 95% of its calls,
+    and takes the quicker answer: the share of the alias's spend that this may cost, such as 0.05;
+    0: never"""
+    rescue: Literal["continue", "error"] = "continue"
+    """a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with
+    the error"""
+    baseline: str | None = None
+    """the deployment whose list price savings are measured against; default: the one with the
+    highest `priority`, of equals the first"""
+    is_semantic: bool = True
+    """semantic hits for this alias"""
+    semantic_error_max: float | None = Field(None, ge=0, le=1)
+    """tighter than `cache.error_max`, for this alias"""
+    verifier: str | None = None
+    """the verifier of this alias's answers; default: `cache.verifier`"""
+    verify: Verify | None = None
+    """in place of `cache.verify`; of the team's and this the stricter holds"""
+    output_tokens_default: int | None = Field(None, gt=0)
+    """answer length budgets assume where a request sets none; default: the deployment's maximum,
+    else 4096"""
 
 
 class EngineSettings(_Section):
-    model: str = Field("default", description="`default`, a GGUF file, a checkpoint folder or a hub name")
-    draft_model: str | None = Field(None, description="smaller model for speculative decoding, same tokenizer")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
-    weights: Literal["auto", "int8", "int4", "fp8"] = Field(
-        "auto", description="as the checkpoint has them; int8, int4 and fp8 (GPU) quantise while loading"
-    )
-    threads: int | None = Field(None, gt=0, description="CPU threads; default: the machine's cores")
-    context_tokens_max: int | None = Field(None, gt=0, description="default: the model's own")
-    kv_size_mb: int | None = Field(None, gt=0, description="memory for the KV cache; default: by what is free")
-    output_tokens_default: int = Field(512, gt=0, description="the answer's length when the request sets none")
-    queue_max: int = Field(256, gt=0, description="requests waiting before further ones are refused")
+    model: str = "default"
+    """`default`, a GGUF file, a checkpoint folder or a hub name"""
+    draft_model: str | None = None
+    """smaller model for speculative decoding, same tokenizer"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model runs"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """the weights' precision"""
+    weights: Literal["auto", "int8", "int4", "fp8"] = "auto"
+    """as the checkpoint has them; int8, int4 and fp8 (GPU) quantise while loading"""
+    threads: int | None = Field(None, gt=0)
+    """CPU threads; default: the machine's cores"""
+    context_tokens_max: int | None = Field(None, gt=0)
+    """default: the model's own"""
+    kv_size_mb: int | None = Field(None, gt=0)
+    """memory for the KV cache; default: by what is free"""
+    output_tokens_default: int = Field(512, gt=0)
+    """the answer's length when the request sets none"""
+    queue_max: int = Field(256, gt=0)
+    """requests waiting before further ones are refused"""
 
 
 class CacheSettings(_Section):
-    is_exact: bool = Field(True, description="the exact cache; without it, answers are found by meaning alone")
-    is_semantic: bool = Field(True, description="the semantic cache; without both, no answer is stored")
-    key_fields: list[Literal["safety_identifier", "user"]] = Field(
-        [], description="`safety_identifier`, `user`: a request with another value never gets the same answer"
-    )
-    ttl_s: int = Field(
-        86_400, gt=0, description="how long an answer is served; requests may ask for less or more, up to ttl_s_max"
-    )
-    ttl_s_max: int = Field(30 * 86_400, gt=0, description="the longest time to live a request may ask for")
-    moving_ttl_s: int = Field(
-        60,
-        ge=0,
-        description="the longest time that an answer is served which depends on the moment; 0: it is not stored",
-    )
-    size_bytes_max: int = Field(
-        256 << 20, gt=0, description="cached bytes per team; answers that were worth least lately are evicted"
-    )
-    entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
-    l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
-    error_max: float = Field(0.01, ge=0, le=1, description="largest share of requests with a wrong semantic hit")
-    check_share: float = Field(
-        0.03,
-        ge=0,
-        le=1,
-        description="share of semantic hits that are checked: a fresh answer is generated beside the one that is served; more "
-        "of a namespace's first thousand; 0: none",
-    )
-    verifier: str | None = Field(
-        None,
-        description="alias of the model that is asked whether a stored answer is right for a request in other words; `auto`: the "
-        "cheapest able deployment of each answer's own alias",
-    )
-    verify: Verify | None = Field(
-        None,
-        description="`before`: the verifier is asked before an answer that is not certain is served; `after`: after a miss, to learn; "
-        "`observe`: nothing found by meaning is served, and the dashboard shows what would be; `off`: never; default: `before` "
-        "with a verifier",
-    )
-    verify_ms: int = Field(1_500, gt=0, description="without the verifier's word by then, the answer is generated")
-    verify_share: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="the most that questions may cost, as a share of what requests would cost uncached",
-    )
-    judge_error_max: float = Field(
-        0.0,
-        ge=0,
-        lt=0.5,
-        description="share of the judges' verdicts that may be wrong; the measured error allows for it",
-    )
-    feedback_ttl_s: int = Field(3_600, gt=0, description="how long a semantic hit can be reported at /v1/feedback")
-    semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")
-    volatile: list[str] = Field(
-        [],
-        max_length=20,
-        description="regular expressions: what they match in a system prompt is left out before prompts are compared, like a date",
-    )
-    embedder: str = Field(
-        "default",
-        description="a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the embedder and the index run")
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="of the embedder on CPUs; `auto`: bfloat16 where the processor has it; alike on hosts that share a Redis",
-    )
-    threads: int | None = Field(
-        None,
-        gt=0,
-        description="CPU threads of the embedder; default: two, or one on one core",
-    )
+    is_exact: bool = True
+    """the exact cache; without it, answers are found by meaning alone"""
+    is_semantic: bool = True
+    """the semantic cache; without both, no answer is stored"""
+    key_fields: list[Literal["safety_identifier", "user"]] = []
+    """`safety_identifier`, `user`: a request with another value never gets the same answer"""
+    ttl_s: int = Field(86_400, gt=0)
+    """how long an answer is served; requests may ask for less or more, up to ttl_s_max"""
+    ttl_s_max: int = Field(30 * 86_400, gt=0)
+    """the longest time to live a request may ask for"""
+    moving_ttl_s: int = Field(60, ge=0)
+    """the longest time that an answer is served which depends on the moment; 0: it is not stored"""
+    size_bytes_max: int = Field(256 << 20, gt=0)
+    """cached bytes per team; answers that were worth least lately are evicted"""
+    entry_bytes_max: int = Field(4 << 20, gt=0)
+    """a longer answer is not cached"""
+    l1_bytes_max: int = Field(8 << 20, ge=0)
+    """bytes of answers each gateway worker keeps in its own memory"""
+    error_max: float = Field(0.01, ge=0, le=1)
+    """largest share of requests with a wrong semantic hit"""
+    check_share: float = Field(0.03, ge=0, le=1)
+    """share of semantic hits that are checked: a fresh answer is generated beside the one that is
+    served; more of a namespace's first thousand; 0: none"""
+    verifier: str | None = None
+    """alias of the model that is asked whether a stored answer is right for a request in other
+    words; `auto`: the cheapest able deployment of each answer's own alias"""
+    verify: Verify | None = None
+    """`before`: the verifier is asked before an answer that is not certain is served; `after`:
+    after a miss, to learn; `observe`: nothing found by meaning is served, and the dashboard shows
+    what would be; `off`: never; default: `before` with a verifier"""
+    verify_ms: int = Field(1_500, gt=0)
+    """without the verifier's word by then, the answer is generated"""
+    verify_share: float = Field(0.05, ge=0, le=1)
+    """the most that questions may cost, as a share of what requests would cost uncached"""
+    judge_error_max: float = Field(0.0, ge=0, lt=0.5)
+    """share of the judges' verdicts that may be wrong; the measured error allows for it"""
+    feedback_ttl_s: int = Field(3_600, gt=0)
+    """how long a semantic hit can be reported at /v1/feedback"""
+    semantic_timeout_ms: int = Field(1_000, gt=0)
+    """a semantic lookup that takes longer is a miss"""
+    volatile: list[str] = Field([], max_length=20)
+    """regular expressions: what they match in a system prompt is left out before prompts are
+    compared, like a date"""
+    embedder: str = "default"
+    """a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the embedder and the index run"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the embedder on CPUs; `auto`: bfloat16 where the processor has it; alike on hosts that
+    share a Redis"""
+    threads: int | None = Field(None, gt=0)
+    """CPU threads of the embedder; default: two, or one on one core"""
 
     @field_validator("volatile")
     @classmethod
@@ -480,35 +416,39 @@ class CacheSettings(_Section):
 
 
 class BudgetSettings(_Section):
-    on_redis_failure: Literal["refuse", "allow"] = Field(
-        "refuse", description="teams with a hard budget while Redis, which holds the budgets, is away"
-    )
-    hold_lease_s: int = Field(60, ge=5, description="seconds until the reservations of a dead worker are released")
+    on_redis_failure: Literal["refuse", "allow"] = "refuse"
+    """teams with a hard budget while Redis, which holds the budgets, is away"""
+    hold_lease_s: int = Field(60, ge=5)
+    """seconds until the reservations of a dead worker are released"""
 
 
 class AlertSettings(_Section):
-    thresholds: list[Annotated[int, Field(ge=1, le=1_000)]] = Field(
-        [50, 80, 100], max_length=10, description="percent of a budget's limit that raise an alert, once a window each"
-    )
-    is_projected: bool = Field(
-        True, description="alert, once a window, where a budget is used up before the window's end at its pace"
-    )
-    webhook_url: str | None = Field(
-        None,
-        description="where alerts are sent, signed with SAMEWAY_ALERTS_SECRET: https://, or http:// on this host; default: the log only",
-    )
-    is_http_allowed: bool = Field(False, description="allow a `webhook_url` with http:// on another host")
-    smtp_host: str | None = Field(None, description="the server that takes alerts as e-mail; default: none are sent")
-    smtp_port: int | None = Field(None, ge=1, le=65_535, description="default: 587, with `tls` 465, with `none` 25")
-    smtp_tls: Literal["starttls", "tls", "none"] = Field(
-        "starttls",
-        description="how the connection is encrypted; the server's certificate is checked. `none`: not, for relays without login",
-    )
-    smtp_user: str | None = Field(None, description="the name to log in with; default: no login")
-    smtp_password_env: str | None = Field(None, description="the environment variable that holds its password")
-    smtp_password_file: Path | None = Field(None, description="or the file that holds it, read for each e-mail")
-    mail_from: str | None = Field(None, description="the sender's address")
-    mail_to: list[str] = Field([], max_length=20, description="the recipients' addresses")
+    thresholds: list[Annotated[int, Field(ge=1, le=1_000)]] = Field([50, 80, 100], max_length=10)
+    """percent of a budget's limit that raise an alert, once a window each"""
+    is_projected: bool = True
+    """alert, once a window, where a budget is used up before the window's end at its pace"""
+    webhook_url: str | None = None
+    """where alerts are sent, signed with SAMEWAY_ALERTS_SECRET: https://, or http:// on this host;
+    default: the log only"""
+    is_http_allowed: bool = False
+    """allow a `webhook_url` with http:// on another host"""
+    smtp_host: str | None = None
+    """the server that takes alerts as e-mail; default: none are sent"""
+    smtp_port: int | None = Field(None, ge=1, le=65_535)
+    """default: 587, with `tls` 465, with `none` 25"""
+    smtp_tls: Literal["starttls", "tls", "none"] = "starttls"
+    """how the connection is encrypted; the server's certificate is checked. `none`: not, for relays
+    without login"""
+    smtp_user: str | None = None
+    """the name to log in with; default: no login"""
+    smtp_password_env: str | None = None
+    """the environment variable that holds its password"""
+    smtp_password_file: Path | None = None
+    """or the file that holds it, read for each e-mail"""
+    mail_from: str | None = None
+    """the sender's address"""
+    mail_to: list[str] = Field([], max_length=20)
+    """the recipients' addresses"""
 
     @model_validator(mode="after")
     def _can_be_sent(self) -> "AlertSettings":
@@ -533,120 +473,104 @@ class AlertSettings(_Section):
 
 
 class BatchSettings(_Section):
-    files_dir: Path | None = Field(
-        None,
-        description="where files are kept, shared by the hosts of one database and by no others; default: `files` in data_dir",
-    )
-    file_bytes_max: int = Field(200 << 20, gt=0, description="a larger file is refused with 413")
-    team_bytes_max: int = Field(5 << 30, gt=0, description="bytes of all files of a team")
-    team_files_max: int = Field(1_000, gt=0, description="files of a team")
-    kept_days: int = Field(
-        30, ge=1, le=3_650, description="days that a file is kept unless its upload says `expires_after`"
-    )
-    lines_max: int = Field(50_000, gt=0, le=1_000_000, description="a batch of more lines fails")
-    line_bytes_max: int = Field(1_000_000, gt=0, description="a longer line of a batch is an error")
-    active_max: int = Field(100, gt=0, description="batches of a team that have not ended")
-    concurrency: int = Field(
-        8, ge=0, le=1_000, description="lines that a worker runs at once, a quarter beside other requests; 0: none"
-    )
+    files_dir: Path | None = None
+    """where files are kept, shared by the hosts of one database and by no others; default: `files`
+    in data_dir"""
+    file_bytes_max: int = Field(200 << 20, gt=0)
+    """a larger file is refused with 413"""
+    team_bytes_max: int = Field(5 << 30, gt=0)
+    """bytes of all files of a team"""
+    team_files_max: int = Field(1_000, gt=0)
+    """files of a team"""
+    kept_days: int = Field(30, ge=1, le=3_650)
+    """days that a file is kept unless its upload says `expires_after`"""
+    lines_max: int = Field(50_000, gt=0, le=1_000_000)
+    """a batch of more lines fails"""
+    line_bytes_max: int = Field(1_000_000, gt=0)
+    """a longer line of a batch is an error"""
+    active_max: int = Field(100, gt=0)
+    """batches of a team that have not ended"""
+    concurrency: int = Field(8, ge=0, le=1_000)
+    """lines that a worker runs at once, a quarter beside other requests; 0: none"""
 
 
 class ResponseSettings(_Section):
-    store: bool = Field(
-        True, description="keep what /v1/responses answers, with its input, unless the request has `store: false`"
-    )
-    retention_s: int = Field(30 * 86_400, ge=1, description="seconds until a kept response is deleted")
-    team_bytes_max: int = Field(
-        1 << 30,
-        ge=1,
-        description="of a team's kept responses, and as many of its conversations; the oldest give way to what is written",
-    )
-    team_stream_bytes_max: int = Field(
-        64 << 20,
-        ge=0,
-        description="of the streams of a team's responses in the background, in Redis until ten minutes after their end",
-    )
+    store: bool = True
+    """keep what /v1/responses answers, with its input, unless the request has `store: false`"""
+    retention_s: int = Field(30 * 86_400, ge=1)
+    """seconds until a kept response is deleted"""
+    team_bytes_max: int = Field(1 << 30, ge=1)
+    """of a team's kept responses, and as many of its conversations; the oldest give way to what is
+    written"""
+    team_stream_bytes_max: int = Field(64 << 20, ge=0)
+    """of the streams of a team's responses in the background, in Redis until ten minutes after
+    their end"""
 
 
 class Settings(_Section):
-    host: str = Field("127.0.0.1", description="the address to listen on")
-    port: Annotated[int, Field(ge=0, le=65_535)] = Field(8080, description="the port to listen on; 0 takes a free one")
-    workers: int = Field(1, ge=1, le=64, description="gateway processes that share the port")
-    data_dir: Path = Field(
-        Path(".sameway"), description="where the embedded Redis, SQLite and first-start secrets live"
-    )
-    redis_url: str | None = Field(
-        None,
-        description="a Redis server, Sentinel (redis+sentinel://) or Cluster (redis+cluster://); default: a private one",
-    )
-    database_url: str | None = Field(
-        None, description="postgresql://... or sqlite:///...; default: a SQLite file in data_dir"
-    )
-    admin_key: str | None = Field(
-        None, description="the admin's key (environment only); default: made at the first start, kept in data_dir"
-    )
-    api_key: str | None = Field(
-        None, description="a preset for the first API key (environment only); default: made and shown once"
-    )
-    metrics_key: str | None = Field(
-        None,
-        description="a key for /metrics and /readyz alone (environment only); the admin's opens both, too",
-    )
-    is_metrics_open: bool = Field(False, description="answer /metrics and all of /readyz without a key")
-    trusted_proxies: list[str] = Field(
-        [],
-        description="addresses and networks of the proxies in front, whose X-Forwarded-For and X-Forwarded-Proto are used; "
-        "commas between them in the environment",
-    )
-    secret: str | None = Field(
-        None,
-        description="the key of the cache's partitions and of sessions (environment only); hosts that share a Redis share it; "
-        "default: made at the first start, kept in data_dir",
-    )
-    alerts_secret: str | None = Field(
-        None,
-        description="signs what is sent to `alerts.webhook_url` (environment only): any text, or base64 after `whsec_`",
-    )
-    body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
-    upload_bytes_max: int = Field(
-        64 << 20,
-        gt=0,
-        description="the same of a form with images or sounds, which is kept in a file of `data_dir` without a name meanwhile",
-    )
-    client_stall_s: int = Field(
-        300, ge=1, description="an answer is ended where its client takes no byte for this long"
-    )
-    log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
-    log_prompts: bool = Field(
-        False,
-        description="write prompts and answers to the log, and keep what semantic hits were asked for the dashboard",
-    )
-    redis_timeout_ms: int = Field(500, gt=0, description="timeout of a Redis call")
-    shutdown_grace_s: float = Field(30.0, ge=0, description="seconds that running answers get when the gateway stops")
+    host: str = "127.0.0.1"
+    """the address to listen on"""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8080
+    """the port to listen on; 0 takes a free one"""
+    workers: int = Field(1, ge=1, le=64)
+    """gateway processes that share the port"""
+    data_dir: Path = Path(".sameway")
+    """where the embedded Redis, SQLite and first-start secrets live"""
+    redis_url: str | None = None
+    """a Redis server, Sentinel (redis+sentinel://) or Cluster (redis+cluster://); default: a
+    private one"""
+    database_url: str | None = None
+    """postgresql://... or sqlite:///...; default: a SQLite file in data_dir"""
+    admin_key: str | None = None
+    """the admin's key (environment only); default: made at the first start, kept in data_dir"""
+    api_key: str | None = None
+    """a preset for the first API key (environment only); default: made and shown once"""
+    metrics_key: str | None = None
+    """a key for /metrics and /readyz alone (environment only); the admin's opens both, too"""
+    is_metrics_open: bool = False
+    """answer /metrics and all of /readyz without a key"""
+    trusted_proxies: list[str] = []
+    """addresses and networks of the proxies in front, whose X-Forwarded-For and X-Forwarded-Proto
+    are used; commas between them in the environment"""
+    secret: str | None = None
+    """the key of the cache's partitions and of sessions (environment only); hosts that share a
+    Redis share it; default: made at the first start, kept in data_dir"""
+    alerts_secret: str | None = None
+    """signs what is sent to `alerts.webhook_url` (environment only): any text, or base64 after
+    `whsec_`"""
+    body_bytes_max: int = Field(16 << 20, gt=0)
+    """a larger request body is refused with 413"""
+    upload_bytes_max: int = Field(64 << 20, gt=0)
+    """the same of a form with images or sounds, which is kept in a file of `data_dir` without a
+    name meanwhile"""
+    client_stall_s: int = Field(300, ge=1)
+    """an answer is ended where its client takes no byte for this long"""
+    log_format: Literal["auto", "json", "pretty"] = "auto"
+    """`auto`: pretty on a terminal, else JSON"""
+    log_prompts: bool = False
+    """write prompts and answers to the log, and keep what semantic hits were asked for the
+    dashboard"""
+    redis_timeout_ms: int = Field(500, gt=0)
+    """timeout of a Redis call"""
+    shutdown_grace_s: float = Field(30.0, ge=0)
+    """seconds that running answers get when the gateway stops"""
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
     responses: ResponseSettings = ResponseSettings()
-    engines: dict[str, EngineSettings] = Field(
-        {"default": EngineSettings()}, description="local engines, one process each"
-    )
-    models: dict[str, ModelSettings] = Field(
-        {
-            DEFAULT_ALIAS: ModelSettings(
-                deployments=[DeploymentSettings(name="local", backend="local", engine="default")]
-            )
-        },
-        description="the names that requests may send as `model`, with their deployments; `*` and `prefix/*` take every other name",
-    )
-    embedding_alias: str = Field(
-        DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the packaged embedder"
-    )
-    embedding_usd_per_mtok: float = Field(
-        0.0,
-        ge=0,
-        description="the price of the packaged embedder: USD for a million tokens, charged to the team's budgets",
-    )
+    engines: dict[str, EngineSettings] = {"default": EngineSettings()}
+    """local engines, one process each"""
+    models: dict[str, ModelSettings] = {
+        DEFAULT_ALIAS: ModelSettings(deployments=[DeploymentSettings(name="local", backend="local", engine="default")])
+    }
+    """the names that requests may send as `model`, with their deployments; `*` and `prefix/*` take
+    every other name"""
+    embedding_alias: str = DEFAULT_EMBEDDER_ALIAS
+    """the name under which /v1/embeddings serves the packaged embedder"""
+    embedding_usd_per_mtok: float = Field(0.0, ge=0)
+    """the price of the packaged embedder: USD for a million tokens, charged to the team's
+    budgets"""
 
     @field_validator("redis_url", "database_url")
     @classmethod
@@ -893,18 +817,7 @@ _URLS = {
 }
 
 
-SECTIONS: tuple[type[BaseModel], ...] = (
-    Settings,
-    CacheSettings,
-    BudgetSettings,
-    AlertSettings,
-    BatchSettings,
-    ResponseSettings,
-    EngineSettings,
-    ModelSettings,
-    DeploymentSettings,
-    PriceSettings,
-)
+SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()))
 
 
 NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else

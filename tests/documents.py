@@ -6,10 +6,13 @@ Knows no prose: sentences come from the code.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import EnumType
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
@@ -58,10 +61,21 @@ def without_generated(text: str) -> str:
 
 
 def _settings(section: type[BaseModel]) -> Iterable[str]:
+    meanings = meanings_of(section)
     yield "| setting | type | default | meaning |"
     yield "| --- | --- | --- | --- |"
     for name, field in section.model_fields.items():
-        yield f"| `{name}` | {_type(field)} | {_default(field)} | {field.description or ''} |"
+        yield f"| `{name}` | {_type(field)} | {_default(field)} | {meanings.get(name, '')} |"
+
+
+def meanings_of(section: type[BaseModel]) -> dict[str, str]:
+    """The sentence of each setting of a section: the text below it."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(section)).body if isinstance(node, ast.ClassDef))
+    return {
+        ast.unparse(field.target): " ".join(inspect.cleandoc(ast.literal_eval(text.value)).split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def _type(field: FieldInfo) -> str:

@@ -38,7 +38,8 @@ from cache.redis_link import RedisLink
 from cache.verdicts import Judge, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from cache.worker.messages import Embedded
-from gateway.accounts import Accounts, Identity, LedgerRow, decode_row, partition_of, schema
+from gateway.accounts import Identity, LedgerRow, decode_row, partition_of, schema
+from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.provider_ids import ProviderIds

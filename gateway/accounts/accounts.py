@@ -8,16 +8,13 @@ the memory of such keys are bounded. It also checks if `refresh` has not confirm
 `_HOLDS_S`, as after a pause of the process.
 """
 
-from __future__ import annotations
-
 import asyncio
-import dataclasses
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -27,29 +24,14 @@ from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
 from gateway.accounts.checks import check, check_new_budget, check_plaintext
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import AlreadyExists, DoesNotExist, Invalid
-from gateway.accounts.teams import (
-    BudgetChanges,
-    BudgetFields,
-    FirstBudget,
-    Identity,
-    Key,
-    KeyChanges,
-    KeyFields,
-    NewKey,
-    Team,
-    TeamChanges,
-    TeamFields,
-    digest,
-    new_plaintext,
-    shown_prefix,
-)
+from gateway.accounts.teams import Identity, Key, NewKey, Team, digest, new_plaintext, shown_prefix
 from policies import Budget, WindowKind
-from policies.verification import Verify
 from policies.windows import KEY, TEAM, Overdraft, Unit
 
 _T = TypeVar("_T")
 _FIRST_TEAM = "default"
 _ROWS_AT_ONCE = 200
+_VERSION = sa.select(schema.installation.c.version)
 # looks at the database for keys that the snapshot lacks: guesses must not keep it busy
 _LOOKS_PER_S = 10.0
 _LOOKS_AT_ONCE = 20.0
@@ -77,13 +59,11 @@ class Accounts:
         *,
         notify: Callable[[], Awaitable[None]] = _notify_none,
         clock: Callable[[], float] = time.time,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """Connect to nothing. Raises Invalid for a URL of an unsupported database."""
         self.database = Database(database_url)
         self._notify = notify
         self._clock = clock
-        self._random_bytes = random_bytes
         self._identities: Mapping[bytes, Identity] = {}
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
@@ -113,10 +93,8 @@ class Accounts:
         Returns None if the key is unknown, revoked or expired, or its team is inactive, and if the
         snapshot is too old to tell: `find` asks the database then.
         """
-        identity, now_s = self._identities.get(digest(bearer)), self._clock()
-        if identity is None or not 0.0 <= now_s - self._confirmed_at_s <= _HOLDS_S:
-            return None
-        return self._valid(identity, now_s)
+        identity = self._identities.get(digest(bearer))
+        return None if identity is None or self._is_old() else self._valid(identity, self._clock())
 
     def _valid(self, identity: Identity | None, now_s: float) -> Identity | None:
         """The identity, unless its key has expired; records the key's use."""
@@ -195,11 +173,10 @@ class Accounts:
             async with self.database.reading() as connection:
                 if not self.database.is_sqlite:  # one snapshot for all reads, as SQLite has
                     await connection.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
-                version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
+                version = (await connection.execute(_VERSION)).scalar_one()
                 teams = {team.id: team async for team in _read(connection, schema.teams, _team)}
                 of_team: dict[int, tuple[Budget, ...]] = {}
                 async for budget in _read(connection, schema.budgets, _budget):
-                    budget = dataclasses.replace(budget, time_zone=teams[budget.team_id].time_zone)
                     of_team[budget.team_id] = (*of_team.get(budget.team_id, ()), budget)
                 identities: dict[bytes, Identity] = {}
                 async for key in _read(connection, schema.keys, _key):
@@ -221,8 +198,7 @@ class Accounts:
         """
         asked_at_s = self._clock()
         try:
-            async with self.database.reading() as connection:
-                version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
+            (version,) = await self.database.scalars(_VERSION)
         except SQLAlchemyError:
             self._confirmed_at_s = self._clock()  # memory serves while the database is away
             raise
@@ -244,8 +220,7 @@ class Accounts:
         statement = sa.update(keys).where(keys.c.id == sa.bindparam("key"), is_newer).values(last_used_at_s=seen)
         rows = [{"key": key_id, "seen_at_s": at_s} for key_id, at_s in sorted(used_at_s.items())]
         try:
-            async with self.database.writing() as connection:
-                await connection.execute(statement, rows)
+            await self.database.write(statement, rows)
         except Exception:
             self._used_at_s = used_at_s | self._used_at_s  # for the next time
             raise
@@ -260,11 +235,10 @@ class Accounts:
         """
         if plaintext is not None:
             check_plaintext(plaintext)
-        key = plaintext or new_plaintext(self._random_bytes)
+        key = plaintext or new_plaintext()
         installation, teams = schema.installation, schema.teams
-        async with self.database.reading() as connection:
-            if (await connection.execute(sa.select(installation.c.is_claimed))).scalar_one():
-                return None
+        if await self.database.scalars(sa.select(installation.c.is_claimed)) == [True]:
+            return None
         async with self._change("a team or key of that name") as connection:
             claim = sa.update(installation).where(sa.not_(installation.c.is_claimed)).values(is_claimed=True)
             if (await connection.execute(claim)).rowcount == 0:
@@ -278,7 +252,7 @@ class Accounts:
     # ── teams ──
 
     @uncancelled
-    async def create_team(self, name: str, *, budget: FirstBudget | None = None, **fields: Unpack[TeamFields]) -> Team:
+    async def create_team(self, name: str, *, budget: Mapping[str, Any] | None = None, **fields: Any) -> Team:
         """Create a team, with its first `budget` in the same transaction. Raises Invalid,
         AlreadyExists.
         """
@@ -290,19 +264,13 @@ class Accounts:
                 await _insert(connection, schema.budgets, {"team_id": team_id, **values})
             return _team(await _row(connection, schema.teams, team_id))
 
-    @uncancelled
-    async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
+    async def update_team(self, team_id: int, **changes: Any) -> Team:
         """Change a team's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
-        check(changes)
-        async with self._change(f"a team named {changes.get('name')!r}") as connection:
-            await _update(connection, schema.teams, team_id, dict(changes))
-            return _team(await _row(connection, schema.teams, team_id))
+        return _team(await self._updated(schema.teams, team_id, changes, f"a team named {changes.get('name')!r}"))
 
-    @uncancelled
     async def list_teams(self) -> list[Team]:
         """All teams, by id."""
-        async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.teams, _team)]
+        return await self._listed(schema.teams, _team)
 
     @uncancelled
     async def team(self, team_id: int) -> Team:
@@ -321,41 +289,36 @@ class Accounts:
     # ── keys ──
 
     @uncancelled
-    async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
+    async def create_key(self, team_id: int, name: str, **fields: Any) -> NewKey:
         """Create a key; its plaintext is returned once and stored nowhere.
 
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
         check({"name": name, **fields})
-        plaintext = new_plaintext(self._random_bytes)
+        plaintext = new_plaintext()
         async with self._change(f"a key named {name!r} in this team") as connection:
             await _row(connection, schema.teams, team_id)
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
             return NewKey(_key(await _row(connection, schema.keys, key_id)), plaintext)
 
-    @uncancelled
-    async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
+    async def update_key(self, key_id: int, **changes: Any) -> Key:
         """Change a key's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
-        check(changes)
-        async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
-            await _update(connection, schema.keys, key_id, dict(changes))
-            return _key(await _row(connection, schema.keys, key_id))
+        taken = f"a key named {changes.get('name')!r} in this team"
+        return _key(await self._updated(schema.keys, key_id, changes, taken))
 
     async def revoke_key(self, key_id: int) -> Key:
         """Deactivate a key; its row stays, since the ledger names it. Raises DoesNotExist."""
         return await self.update_key(key_id, is_active=False)
 
-    @uncancelled
     async def list_keys(self, team_id: int | None = None) -> list[Key]:
         """All keys, or one team's, by id."""
-        async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.keys, _key, team_id)]
+        return await self._listed(schema.keys, _key, team_id)
 
     # ── budgets ──
 
     @uncancelled
     async def create_budget(
-        self, team_id: int, window: WindowKind, limit: int, is_hard: bool = True, **fields: Unpack[BudgetFields]
+        self, team_id: int, window: WindowKind, limit: int, is_hard: bool = True, **fields: Any
     ) -> Budget:
         """Create a budget. A budget on the team's money counts from the start of the running
         window, any other budget from its creation.
@@ -374,52 +337,36 @@ class Accounts:
                 if values["whose"] not in {f"={key_id}" for key_id in (await connection.execute(of_team)).scalars()}:
                     raise Invalid("value", "expected the id of a key of this team, or null for each key")
             budget_id = await _insert(connection, budgets, {"team_id": team_id, **values})
-            return await self._budget(connection, budget_id)
+            return _budget(await _row(connection, schema.budgets, budget_id))
 
-    @uncancelled
-    async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
+    async def update_budget(self, budget_id: int, **changes: Any) -> Budget:
         """Change a budget's fields. Raises AlreadyExists, DoesNotExist."""
-        values: dict[str, Any] = {_COLUMNS.get(name, name): value for name, value in changes.items()}
-        async with self._change("a budget of this team with that window and hardness") as connection:
-            await _update(connection, schema.budgets, budget_id, values)
-            return await self._budget(connection, budget_id)
+        if "limit" in changes:
+            changes["limit_microusd"] = changes.pop("limit")
+        taken = "a budget of this team with that window and hardness"
+        return _budget(await self._updated(schema.budgets, budget_id, changes, taken))
 
-    @uncancelled
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
         """Add `by` to a budget's limit until `until_ms` (unix milliseconds), and write `row` to the
         audit log.
 
         A later raise replaces it; `by` 0 ends it. Raises DoesNotExist.
         """
-        async with self._change("") as connection:
-            await connection.execute(inserted(row))
-            await _update(connection, schema.budgets, budget_id, {"raised_by": by, "raised_until_ms": until_ms})
-            return await self._budget(connection, budget_id)
+        raised = {"raised_by": by, "raised_until_ms": until_ms}
+        return _budget(await self._updated(schema.budgets, budget_id, raised, row=row))
 
-    @uncancelled
     async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
         """Restart a budget's count at 0, and write `row` to the audit log. Running requests count
         as before.
 
         Raises DoesNotExist.
         """
-        budgets = schema.budgets
-        async with self._change("") as connection:
-            await connection.execute(inserted(row))
-            again = {"epoch": budgets.c.epoch + 1, "begun_ms": self._now_ms()}
-            await _update(connection, budgets, budget_id, again)
-            return await self._budget(connection, budget_id)
+        again = {"epoch": schema.budgets.c.epoch + 1, "begun_ms": self._now_ms()}
+        return _budget(await self._updated(schema.budgets, budget_id, again, row=row))
 
-    @uncancelled
     async def list_budgets(self, team_id: int | None = None) -> list[Budget]:
         """All budgets, or one team's, by id."""
-        async with self.database.reading() as connection:
-            teams = schema.teams
-            zones = {
-                row.id: row.time_zone for row in await connection.execute(sa.select(teams.c.id, teams.c.time_zone))
-            }
-            rows = [row async for row in _read(connection, schema.budgets, _budget, team_id)]
-            return [dataclasses.replace(row, time_zone=zones[row.team_id]) for row in rows]
+        return await self._listed(schema.budgets, _budget, team_id)
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
@@ -446,14 +393,28 @@ class Accounts:
 
     # ── changes ──
 
-    async def _budget(self, connection: AsyncConnection, budget_id: int) -> Budget:
-        found = _budget(await _row(connection, schema.budgets, budget_id))
-        team = await _row(connection, schema.teams, found.team_id)
-        return dataclasses.replace(found, time_zone=team["time_zone"])
+    @uncancelled
+    async def _listed(self, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None) -> list[_T]:
+        async with self.database.reading() as connection:
+            return [row async for row in _read(connection, table, make, team_id)]
 
-    def _new_budget(
-        self, window: WindowKind, limit: int, is_hard: bool = True, **fields: Unpack[BudgetFields]
-    ) -> dict[str, Any]:
+    @uncancelled
+    async def _updated(
+        self, table: sa.Table, row_id: int, changes: dict[str, Any], taken: str = "", row: AuditRow | None = None
+    ) -> Any:
+        """The row after `changes`; `row` is written to the audit log. For `taken` see `_change`.
+
+        Raises Invalid, AlreadyExists, DoesNotExist.
+        """
+        check(changes)
+        async with self._change(taken) as connection:
+            if row is not None:
+                await connection.execute(inserted(row))
+            if changes:
+                await connection.execute(sa.update(table).where(table.c.id == row_id).values(changes))
+            return await _row(connection, table, row_id)
+
+    def _new_budget(self, window: WindowKind, limit: int, is_hard: bool = True, **fields: Any) -> dict[str, Any]:
         """The columns of a budget. Raises Invalid."""
         check_new_budget(window, {"limit": limit, "is_hard": is_hard, **fields})
         value, axis = fields.get("value"), fields.get("axis", TEAM)
@@ -489,11 +450,11 @@ class Accounts:
         await self.reload()
         await self._notify()
 
-    def _new_team(self, name: str, fields: TeamFields) -> dict[str, Any]:
+    def _new_team(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {"is_active": True, "is_semantic_enabled": True, "is_store_enabled": True}
         return {**defaults, **fields, "name": name, "created_at_s": self._clock()}
 
-    def _new_key(self, team_id: int, name: str, plaintext: str, fields: KeyFields) -> dict[str, Any]:
+    def _new_key(self, team_id: int, name: str, plaintext: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "is_active": True,
             **fields,
@@ -515,17 +476,24 @@ async def _read(
     connection: AsyncConnection, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None
 ) -> AsyncIterator[_T]:
     """The table's rows by id. Yields to the event loop every `_ROWS_AT_ONCE` rows."""
-    statement = sa.select(table).order_by(table.c.id)
+    statement = _selected(table).order_by(table.c.id)
     if team_id is not None:
         statement = statement.where(table.c.team_id == team_id)
     result = await connection.stream(statement)
-    async for rows in result.mappings().partitions(_ROWS_AT_ONCE):
+    async for rows in result.partitions(_ROWS_AT_ONCE):
         for row in rows:
             yield make(row)
 
 
+def _selected(table: sa.Table) -> sa.Select[Any]:
+    """The table's columns; of budgets, also the time zone of their team."""
+    if table is not schema.budgets:
+        return sa.select(table)
+    return sa.select(table, schema.teams.c.time_zone).join(schema.teams)
+
+
 async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any:
-    row = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
+    row = (await connection.execute(_selected(table).where(table.c.id == row_id))).first()
     if row is None:
         raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
     return row
@@ -535,46 +503,40 @@ async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[
     return int((await connection.execute(sa.insert(table).values(values).returning(table.c.id))).scalar_one())
 
 
-async def _update(connection: AsyncConnection, table: sa.Table, row_id: int, changes: dict[str, Any]) -> None:
-    if changes:
-        await connection.execute(sa.update(table).where(table.c.id == row_id).values(changes))
-
-
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
     if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
         raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
 
 
-def _team(row: Mapping[str, Any]) -> Team:
-    verify = row["verify"]
-    return Team(**{**row, "verify": None if verify is None else Verify(verify)})
+def _team(row: Any) -> Team:
+    return msgspec.convert(row, Team, from_attributes=True)
 
 
-def _key(row: Mapping[str, Any]) -> Key:
-    models = row["models"]
-    return Key(**{**row, "digest": bytes(row["digest"]), "models": None if models is None else tuple(models)})
+def _key(row: Any) -> Key:
+    return msgspec.convert(row, Key, from_attributes=True, builtin_types=(bytes,))
 
 
-def _budget(row: Mapping[str, Any]) -> Budget:
-    """The budget of a row, without its team's time zone."""
-    whose = row["whose"]
+def _budget(row: Any) -> Budget:
     return Budget(
-        id=row["id"],
-        team_id=row["team_id"],
-        window=WindowKind.ROLLING if row["rolling_s"] else WindowKind(row["window_kind"]),
-        limit=row["limit_microusd"],
-        is_hard=row["is_hard"],
-        axis=row["axis"],
-        value=whose[1:] if whose.startswith("=") else None,
-        unit=Unit(row["unit"]),
-        rolling_s=row["rolling_s"],
-        overdraft=Overdraft(row["overdraft"]),
-        raised_by=row["raised_by"],
-        raised_until_ms=row["raised_until_ms"],
-        epoch=row["epoch"],
-        begun_ms=row["begun_ms"],
+        window=WindowKind.ROLLING if row.rolling_s else WindowKind(row.window_kind),
+        limit=row.limit_microusd,
+        value=row.whose[1:] if row.whose.startswith("=") else None,
+        unit=Unit(row.unit),
+        overdraft=Overdraft(row.overdraft),
+        **{name: getattr(row, name) for name in _AS_STORED},
     )
 
 
+_AS_STORED = (
+    "id",
+    "team_id",
+    "is_hard",
+    "axis",
+    "rolling_s",
+    "raised_by",
+    "raised_until_ms",
+    "epoch",
+    "begun_ms",
+    "time_zone",
+)
 _EACH = "*"
-_COLUMNS = {"limit": "limit_microusd"}

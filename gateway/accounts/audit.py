@@ -5,13 +5,11 @@ changes of a deployment or a batch. It has no texts. Invariant: rows are added a
 removed; they outlive teams. A deployment's latest row with an action of `USES` decides its use.
 """
 
-from __future__ import annotations
-
 import msgspec
 import sqlalchemy as sa
 
 from gateway.accounts import schema
-from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.database import Database
 
 ANSWER_SHOWN = "answer_shown"
 CERTIFICATE_STARTED = "certificate_started"
@@ -55,21 +53,17 @@ class Audit:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    @uncancelled
     async def add(self, row: AuditRow) -> None:
         """Write a row. It is on disk when this returns."""
-        async with self._database.writing() as connection:
-            await connection.execute(inserted(row))
+        await self._database.write(inserted(row))
 
-    @uncancelled
     async def rows(self, limit: int, before: int | None = None) -> tuple[AuditRow, ...]:
         """The latest rows, newest first; with `before`, only rows with a lower id."""
         table = schema.audit
         statement = sa.select(table).order_by(table.c.id.desc()).limit(limit)
         if before is not None:
             statement = statement.where(table.c.id < before)
-        async with self._database.reading() as connection:
-            return tuple([AuditRow(**row) for row in (await connection.execute(statement)).mappings()])
+        return tuple([AuditRow(**row._asdict()) for row in await self._database.rows(statement)])
 
 
 def inserted(row: AuditRow) -> sa.Insert:

@@ -4,8 +4,6 @@ No SQL. The admin API's models check the types and the ranges of numbers before.
 that passes fits the tables, and a budget that passes is valid for `policies`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ items; items that are added together stay together; an expired conversation coun
 a request's lock is leased, no other request changes the conversation's items.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,7 +64,6 @@ class Conversations:
     def _is_free(self) -> sa.ColumnElement[bool]:
         return conversations.c.locked_until_s <= self._clock()
 
-    @uncancelled
     async def lock(self, team_id: int, id: str, request_id: str) -> bool:
         """Lock a conversation's items for a request until `release`.
 
@@ -74,8 +71,7 @@ class Conversations:
         """
         lease = {"locked_by": request_id, "locked_until_s": self._clock() + LEASE_S}
         taken = sa.update(conversations).where(self._is_teams(team_id, id), self._is_free).values(lease)
-        async with self._database.writing(is_durable=False) as connection:
-            is_taken = (await connection.execute(taken)).rowcount > 0
+        is_taken = await self._database.write(taken, is_durable=False) > 0
         if is_taken:
             self._locked[request_id] = id
         return is_taken
@@ -91,12 +87,10 @@ class Conversations:
         if self._locked:
             await self._lease(self._locked, locked_until_s=self._clock() + LEASE_S)
 
-    @uncancelled
     async def _lease(self, locked: Mapping[str, str], **values: Any) -> None:
         c = conversations.c
         are_held = sa.and_(c.id.in_(list(locked.values())), c.locked_by.in_(list(locked)))
-        async with self._database.writing(is_durable=False) as connection:
-            await connection.execute(sa.update(conversations).where(are_held).values(values))
+        await self._database.write(sa.update(conversations).where(are_held).values(values), is_durable=False)
 
     # -- conversations and items
 
@@ -129,17 +123,17 @@ class Conversations:
         self, connection: AsyncConnection, team_id: int, id: str, items: Added, ended: str | None = None
     ) -> bool:
         """Do `add` in the transaction of `connection`. With `ended`, a request's id, also release
-        its lock.
+        its lock; where another request has locked the conversation since, append nothing.
         """
-        where, c, values = [self._is_free], conversations.c, dict[str, Any]()
+        where, values = [self._is_free], dict[str, Any]()
         if ended is not None:
             # not again, where an earlier try was committed and the answer to that was lost
-            where = [~sa.exists().where(_is_item(id, item_id)) for item_id, _ in items[:1]]
-            is_its = c.locked_by == ended  # a renewal under way finds no lock of it any more
-            values["locked_by"] = sa.case((is_its, ""), else_=c.locked_by)
-            values["locked_until_s"] = sa.case((is_its, 0.0), else_=c.locked_until_s)
+            is_new = [~sa.exists().where(_is_item(id, item_id)) for item_id, _ in items[:1]]
+            where = [sa.or_(conversations.c.locked_by == ended, self._is_free), *is_new]
+            values = {"locked_by": "", "locked_until_s": 0.0}  # a renewal under way finds no lock of it any more
             self._locked.pop(ended, None)
-        if not await self._changed(connection, team_id, id, *where, size=_size_of_items(items), **values):
+        size = sum(ROW_BYTES + len(item) for _, item in items)
+        if not await self._changed(connection, team_id, id, *where, size=size, **values):
             return False
         rows = [{"conversation_id": id, "id": item_id, "item": item} for item_id, item in items]
         for start in range(0, len(rows), _ITEMS_AT_ONCE):
@@ -180,13 +174,10 @@ class Conversations:
         async with self._database.writing(is_durable=False) as connection:
             return await self.held.delete(connection, team_id, self._is_teams(team_id, id)) > 0
 
-    @uncancelled
     async def item(self, id: str, item_id: str) -> bytes | None:
         """An item of a conversation; None if missing."""
         asked = sa.select(conversation_items.c.item).where(_is_item(id, item_id))
-        async with self._database.reading() as connection:
-            found: bytes | None = (await connection.execute(asked)).scalar()
-        return found
+        return next(iter(await self._database.scalars(asked)), None)
 
     @uncancelled
     async def remove(self, team_id: int, id: str, item_id: str) -> bool:
@@ -201,13 +192,11 @@ class Conversations:
                 await connection.execute(sa.delete(conversation_items).where(_is_item(id, item_id)))
             return is_changed
 
-    @uncancelled
     async def find(self, team_id: int, id: str) -> Conversation | None:
         c = conversations.c
         asked = sa.select(c.id, c.team_id, c.key_id, c.created_at_s, c["metadata"])
-        async with self._database.reading() as connection:
-            row = (await connection.execute(asked.where(self._is_teams(team_id, id)))).first()
-        return Conversation(*row) if row is not None else None
+        rows = await self._database.rows(asked.where(self._is_teams(team_id, id)))
+        return Conversation(*rows[0]) if rows else None
 
     @uncancelled
     async def page(self, id: str, after: str, limit: int, *, is_ascending: bool) -> list[bytes] | None:
@@ -248,10 +237,6 @@ class Conversations:
 
 def _size_of(metadata: Mapping[str, str]) -> int:
     return ROW_BYTES + sum(len(name.encode()) + len(value.encode()) for name, value in metadata.items())
-
-
-def _size_of_items(items: Added) -> int:
-    return sum(ROW_BYTES + len(item) for _, item in items)
 
 
 def _is_item(id: str, item_id: str) -> sa.ColumnElement[bool]:

@@ -9,8 +9,6 @@ No accounts. Invariants:
   until it is garbage-collected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -169,6 +167,22 @@ class Database:
                 yield connection
 
     @uncancelled
+    async def rows(self, statement: sa.Select[Any]) -> Sequence[Any]:
+        """The rows of one query, in a transaction of its own."""
+        async with self.reading() as connection:
+            rows: Sequence[Any] = (await connection.execute(statement)).all()
+        return rows
+
+    async def scalars(self, statement: sa.Select[Any]) -> list[Any]:
+        """The first column of one query's rows."""
+        return [row[0] for row in await self.rows(statement)]
+
+    @uncancelled
+    async def write(self, statement: sa.UpdateBase, values: Any = None, *, is_durable: bool = True) -> int:
+        """Run one change in a transaction of its own. Returns the number of rows that it changed."""
+        async with self.writing(is_durable=is_durable) as connection:
+            return (await connection.execute(statement, values)).rowcount
+
     async def takes_writes(self) -> bool:
         """Whether the database accepts writes; a PostgreSQL replica does not. Raises sqlalchemy's
         errors.
@@ -176,8 +190,7 @@ class Database:
         if self.is_sqlite:
             return True
         try:
-            async with self.writing(is_durable=False) as connection:
-                await connection.execute(sa.delete(schema.installation).where(sa.false()))
+            await self.write(sa.delete(schema.installation).where(sa.false()), is_durable=False)
         except DBAPIError as error:
             if not _is_read_only(error.orig):
                 raise

@@ -9,8 +9,6 @@
 An unreachable database raises sqlalchemy's own errors.
 """
 
-from __future__ import annotations
-
 
 class AccountsError(Exception):
     """The base of the accounts' errors: `str()` is a sentence that may be shown."""

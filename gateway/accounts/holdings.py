@@ -7,10 +7,8 @@ Invariants: a team's count changes in the transaction of its rows, so it equals 
 a kill; a transaction locks the count's row first, so a bound holds over all workers and hosts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,9 +116,8 @@ class Holdings:
     @uncancelled
     async def purge(self, *conditions: sa.ColumnElement[bool], most: int) -> int:
         """Delete at most `most` rows of any team; returns the number of rows found."""
-        async with self._database.reading() as connection:
-            found = sa.select(self._table.c.team_id, self._table.c.id).where(*conditions).limit(most)
-            rows: Sequence[Any] = (await connection.execute(found)).all()
+        found = sa.select(self._table.c.team_id, self._table.c.id).where(*conditions).limit(most)
+        rows = await self._database.rows(found)
         ids = defaultdict[int, list[str]](list)
         for team_id, id in rows:
             ids[team_id].append(id)
@@ -129,11 +126,9 @@ class Holdings:
                 await self.delete(connection, team_id, self._table.c.id.in_(its), *conditions)
         return len(rows)
 
-    @uncancelled
     async def of_teams(self, *teams: int) -> dict[int, Holding]:
         """The counts of `teams`, or of all teams."""
         statement = sa.select(holdings.c.team_id, holdings.c.count, holdings.c.bytes)
         statement = statement.where(holdings.c.store == self._table.name, holdings.c.count > 0)
-        async with self._database.reading() as connection:
-            rows = await connection.execute(statement.where(holdings.c.team_id.in_(teams)) if teams else statement)
-            return {team_id: Holding(count, size) for team_id, count, size in rows}
+        rows = await self._database.rows(statement.where(holdings.c.team_id.in_(teams)) if teams else statement)
+        return {team_id: Holding(count, size) for team_id, count, size in rows}

@@ -39,8 +39,7 @@ class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
     `from_ms` is included and `until_ms` is not (unix milliseconds). An empty `user` selects
-    requests without a user. `tag` is a tag's name, and `tag_value` its value; `rows` ignores these
-    three.
+    requests without a user. `tag` is a tag's name, and `tag_value` its value.
     """
 
     team_id: int | None = None
@@ -185,17 +184,14 @@ class Ledger:
         await self._add_to_counts(connection, new)
         return len(new)
 
-    @uncancelled
     async def saved(self, ids: Collection[str]) -> set[str]:
         """The members of `ids` that the ledger contains."""
         column, saved_ids, id_list = schema.ledger.c.id, set[str](), list(ids)
-        async with self.database.reading() as connection:
-            for start in range(0, len(id_list), _SAVED_BATCH):
-                statement = sa.select(column).where(column.in_(id_list[start : start + _SAVED_BATCH]))
-                saved_ids.update((await connection.execute(statement)).scalars())
+        for start in range(0, len(id_list), _SAVED_BATCH):
+            statement = sa.select(column).where(column.in_(id_list[start : start + _SAVED_BATCH]))
+            saved_ids.update(await self.database.scalars(statement))
         return saved_ids
 
-    @uncancelled
     async def day_spends(self, first: date, last: date) -> tuple[DaySpend, ...]:
         """The sums of the rows of the UTC days from `first` to `last`, both included."""
         rows = schema.ledger.c
@@ -215,17 +211,17 @@ class Ledger:
             .group_by(day, *labels)
             .order_by(day, *labels)
         )
-        async with self.database.reading() as connection:
-            return tuple(
-                [
-                    DaySpend(
-                        day=datetime.fromtimestamp(row["day_ms"] // 1000, UTC).date(),
-                        usage=_usage(row),
-                        **{column.name: row[column.name] for column in (*labels, *sums)},
-                    )
-                    for row in (await connection.execute(statement)).mappings()
-                ]
-            )
+        rows_by_name = [row._asdict() for row in await self.database.rows(statement)]
+        return tuple(
+            [
+                DaySpend(
+                    day=datetime.fromtimestamp(row["day_ms"] // 1000, UTC).date(),
+                    usage=_usage(row),
+                    **{column.name: row[column.name] for column in (*labels, *sums)},
+                )
+                for row in rows_by_name
+            ]
+        )
 
     @uncancelled
     async def append_hits(self, rows: Sequence[HitsRow]) -> None:
@@ -241,11 +237,12 @@ class Ledger:
                 new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
             await self._add_to_savings(connection, [line for id in new for line in _lines_of_hits(by_id[id])])
 
-    @uncancelled
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
         table = schema.ledger
-        statement = sa.select(table).where(*_conditions(table, where))
+        statement = sa.select(table).where(*_conditions(table, where, (*_FILTERS, "user")))
+        if where.tag is not None:
+            statement = statement.where(_has_tag(table.c.tags, where.tag, where.tag_value))
         if where.from_ms is not None:
             statement = statement.where(table.c.at_ms >= where.from_ms)
         if where.until_ms is not None:
@@ -253,8 +250,7 @@ class Ledger:
         if cursor is not None:
             statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_position(cursor)))
         statement = statement.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit + 1)
-        async with self.database.reading() as connection:
-            found = [_row(row) for row in (await connection.execute(statement)).mappings()]
+        found = [_row(row._asdict()) for row in await self.database.rows(statement)]
         rows = tuple(found[:limit])
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
 
@@ -278,7 +274,7 @@ class Ledger:
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
             order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
             groups = (await connection.execute(statement.order_by(*order).limit(most))).mappings()
-            return tuple([_total(by, row) for row in groups])
+            return tuple([_total(by, dict(row)) for row in groups])
 
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
         """The first day of the filter with rows in the ledger, and the day after the last.
@@ -299,7 +295,6 @@ class Ledger:
         end = until if until < end else -(-end // block) * block
         return first, end
 
-    @uncancelled
     async def savings(self, where: LedgerFilter) -> tuple[SavingsLine, ...]:
         """The lines of `savings_days` by day, team and line.
 
@@ -310,11 +305,7 @@ class Ledger:
         sums = [_sum(days.c[name], name) for name in ("requests", "amount_microusd")]
         statement = sa.select(*columns, *sums).group_by(*columns).order_by(*columns)
         statement = statement.where(*_conditions(days, where, ("team_id", "alias")), *_whole_days(days, where))
-        async with self.database.reading() as connection:
-            return tuple(
-                SavingsLine(_date(day), team_id, line, requests, amount)
-                for day, team_id, line, requests, amount in await connection.execute(statement)
-            )
+        return tuple([SavingsLine(_date(day), *rest) for day, *rest in await self.database.rows(statement)])
 
     @uncancelled
     async def spent(self, windows: Sequence[Window]) -> tuple[DrainedSpend, ...]:
@@ -340,17 +331,14 @@ class Ledger:
                 spends += [DrainedSpend(team_id, window, sums.get(team_id, 0)) for team_id in team_ids]
         return tuple(spends)
 
-    @uncancelled
     async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:
         """The spend in SQL of each separate count of a budget. Deletes the expired counts."""
         table = schema.budget_counts
         is_past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
-        async with self.database.reading() as connection:
-            rows = [OwnSpend(*row) for row in await connection.execute(sa.select(table))]
+        rows = [OwnSpend(*row) for row in await self.database.rows(sa.select(table))]
         live_rows = tuple([row for row in rows if not row.keep_until_ms or row.keep_until_ms >= now_ms])
         if len(live_rows) < len(rows):
-            async with self.database.writing() as connection:
-                await connection.execute(sa.delete(table).where(is_past))
+            await self.database.write(sa.delete(table).where(is_past))
         return live_rows
 
     async def _add_to_counts(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
@@ -456,6 +444,14 @@ def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FI
     return [table.c[name] == getattr(where, name) for name in names if getattr(where, name) is not None]
 
 
+def _has_tag(tags: sa.Column[str], name: str, value: str | None) -> sa.ColumnElement[bool]:
+    """Whether the tags have one of this name, and with `value` this value: a key in a JSON object, as
+    in a text each quote has a backslash before it.
+    """
+    text = msgspec.json.encode({name: value or ""}).decode()[1:-1]
+    return sa.func.replace(tags, text if value is not None else text[:-2], "") != tags
+
+
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
     """The conditions that select the filter's UTC days in a table of days."""
     found = [] if where.from_ms is None else [days.c.day >= where.from_ms // DAY_MS]
@@ -508,15 +504,15 @@ def _sum(column: sa.ColumnElement[Any], name: str) -> sa.Label[int]:
     return sa.cast(sa.func.coalesce(sa.func.sum(column), 0), sa.BigInteger).label(name)
 
 
-def _usage(columns: sa.RowMapping) -> Usage:
+def _usage(columns: Mapping[str, Any]) -> Usage:
     return Usage(**{name: columns[name] for name in BOOKED if name in columns})
 
 
-def _row(columns: sa.RowMapping) -> LedgerRow:
+def _row(columns: Mapping[str, Any]) -> LedgerRow:
     return LedgerRow(usage=_usage(columns), **{name: columns[name] for name in COLUMNS if name not in BOOKED})
 
 
-def _total(by: Sequence[Group], row: sa.RowMapping) -> LedgerTotal:
+def _total(by: Sequence[Group], row: Mapping[str, Any]) -> LedgerTotal:
     groups = {group: row[group] for group in by}
     if Group.KEY in groups:  # a text in the sums by one axis
         groups[Group.KEY] = int(groups[Group.KEY])

@@ -15,12 +15,10 @@ Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis 
 should find no difference.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
@@ -82,32 +80,26 @@ class _StreamEntry:
     refusal: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class LedgerWriter:
     """Writes the ledger's stream to SQL: `run` it until cancelled, or call `step`.
 
     `clock` gives unix seconds; `token` must differ between writers.
     """
 
-    def __init__(
-        self,
-        redis: RedisCommands,
-        ledger: Ledger,
-        budgets: Budgets,
-        *,
-        clock: Callable[[], float] = time.time,
-        token: str | None = None,
-        restate_every_s: float = 60.0,
-    ) -> None:
-        self._redis = redis
-        self._ledger = ledger
-        self._budgets = budgets
-        self._clock = clock
-        self._token = token or secrets.token_hex(16)
-        self._restate_every_s = restate_every_s
-        self._restated_at_s: float | None = None
-        self._lease = Lease(redis, LEDGER_LOCK, self._token, _LOCK_MS)
-        self._trouble_s = 0.0
-        self.stats = WriterStats()
+    redis: RedisCommands
+    ledger: Ledger
+    budgets: Budgets
+    _: KW_ONLY
+    clock: Callable[[], float] = time.time
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    restate_every_s: float = 60.0
+    stats: WriterStats = field(default_factory=WriterStats)
+    _restated_at_s: float | None = None
+    _trouble_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._lease = Lease(self.redis, LEDGER_LOCK, self.token, _LOCK_MS)
 
     async def run(self) -> None:
         """Step until cancelled. Waits after failures of Redis and SQL, `_TROUBLE_S_MAX` at most."""
@@ -135,16 +127,16 @@ class LedgerWriter:
         if not self.stats.is_leader:
             self._restated_at_s = None
             return False
-        now_s = self._clock()
-        is_due = self._restated_at_s is None or now_s - self._restated_at_s >= self._restate_every_s
-        if is_due or not await self._budgets.is_ready():
+        now_s = self.clock()
+        is_due = self._restated_at_s is None or now_s - self._restated_at_s >= self.restate_every_s
+        if is_due or not await self.budgets.is_ready():
             await self._restate()
             self._restated_at_s = now_s
         return True
 
     async def backlog(self) -> int:
         """The number of entries in the stream."""
-        return int(await self._redis.execute_command("XLEN", LEDGER_STREAM))
+        return int(await self.redis.execute_command("XLEN", LEDGER_STREAM))
 
     async def _drain(self) -> bool:
         """Write the stream's entries to SQL.
@@ -168,13 +160,13 @@ class LedgerWriter:
         # only the holder reads: entries that one holder leaves, the next one finds in the stream
         if not await self._lease.take(is_new=is_new):
             return None
-        found = await self._redis.eval(_READ, 1, LEDGER_STREAM, _BATCH)
+        found = await self.redis.eval(_READ, 1, LEDGER_STREAM, _BATCH)
         return [_entry(entry_id, fields) for entry_id, fields in found]
 
     async def _write(self, entries: Sequence[_StreamEntry]) -> None:
         readable = [(entry, entry.row) for entry in entries if entry.row is not None]
         try:
-            new = await self._ledger.append([row for _, row in readable])
+            new = await self.ledger.append([row for _, row in readable])
         except (DataError, IntegrityError) as error:
             if len(entries) > 1:  # find the faulty one
                 for entry in entries:
@@ -185,13 +177,13 @@ class LedgerWriter:
         self.stats.rows += new
         self.stats.repeated += len(readable) - new
         if readable:
-            await self._redis.execute_command("XDEL", LEDGER_STREAM, *(entry.id for entry, _ in readable))
+            await self.redis.execute_command("XDEL", LEDGER_STREAM, *(entry.id for entry, _ in readable))
         for entry in entries:
             if entry.row is None:
                 await self._set_aside(entry.id, entry.refusal)
 
     async def _set_aside(self, entry_id: bytes, reason: str) -> None:
-        self.stats.set_aside += await self._redis.eval(
+        self.stats.set_aside += await self.redis.eval(
             _SET_ASIDE, 2, LEDGER_STREAM, LEDGER_SET_ASIDE, entry_id, reason[:500]
         )
 
@@ -199,14 +191,14 @@ class LedgerWriter:
         """Restate the current windows, and the windows of `_SKEW_MS` ago for clocks that are
         behind.
         """
-        now_ms = int(self._clock() * 1000)
+        now_ms = int(self.clock() * 1000)
         windows = dict.fromkeys((*windows_at(now_ms), *windows_at(now_ms - _SKEW_MS)))
-        drained = await self._ledger.spent(tuple(windows))
-        restated = await self._budgets.restate(drained, self._token)
-        own = await self._ledger.own_spends(now_ms)
-        if self._restated_at_s is None or len(own) <= _OWN_RESTATED_MAX or not await self._budgets.is_ready():
-            await self._budgets.restate_own(own, self._token)
-        await self._budgets.mark_ready(self._token)
+        drained = await self.ledger.spent(tuple(windows))
+        restated = await self.budgets.restate(drained, self.token)
+        own = await self.ledger.own_spends(now_ms)
+        if self._restated_at_s is None or len(own) <= _OWN_RESTATED_MAX or not await self.budgets.is_ready():
+            await self.budgets.restate_own(own, self.token)
+        await self.budgets.mark_ready(self.token)
         self.stats.restatements += 1
         self.stats.drift_microusd += restated.drift_microusd
 

@@ -4,13 +4,11 @@ Knows no HTTP. Invariant: an id belongs to the team that first got it, for as lo
 exists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import sqlalchemy as sa
 
-from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.database import Database
 from gateway.accounts.schema import provider_ids
 
 
@@ -20,7 +18,6 @@ class ProviderIds:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    @uncancelled
     async def of_team(self, deployment: str, team_id: int, ids: Collection[str] | None = None) -> set[str]:
         """The members of `ids` that the team has at `deployment`; with None, all its ids there."""
         statement = sa.select(provider_ids.c.id).where(
@@ -30,21 +27,17 @@ class ProviderIds:
             if not ids:
                 return set()
             statement = statement.where(provider_ids.c.id.in_(ids))
-        async with self._database.reading() as connection:
-            return set((await connection.execute(statement)).scalars())
+        return set(await self._database.scalars(statement))
 
-    @uncancelled
     async def of_others(self, team_id: int, ids: Collection[str]) -> set[str]:
         """The members of `ids` that another team has at any deployment, and this team has nowhere."""
         asked = sa.select(provider_ids.c.id, provider_ids.c.team_id).where(provider_ids.c.id.in_(ids))
-        async with self._database.reading() as connection:
-            found = (await connection.execute(asked)).all()
+        found = await self._database.rows(asked)
         return {row.id for row in found} - {row.id for row in found if row.team_id == team_id}
 
-    @uncancelled
     async def record(self, deployment: str, team_id: int, ids: Collection[str]) -> None:
         """Give `ids` to the team. An id that already has a team stays with it."""
         rows = [{"deployment": deployment, "id": one, "team_id": team_id} for one in sorted(ids)]
         if rows:
-            async with self._database.writing(is_durable=False) as connection:
-                await connection.execute(self._database.insert(provider_ids).on_conflict_do_nothing(), rows)
+            insert = self._database.insert(provider_ids).on_conflict_do_nothing()
+            await self._database.write(insert, rows, is_durable=False)

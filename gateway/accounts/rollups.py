@@ -10,8 +10,6 @@ Knows no filters of the API and no budgets. Invariants:
   of 64 days: further values share OTHER, and further names count under OTHER without their values.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -115,7 +113,8 @@ async def add(connection: AsyncConnection, database: Database, rows: Sequence[Al
     known_labels = await _admitted(connection, values_by_scope) if values_by_scope else set[_Label]()
     sums: dict[_Label, list[int]] = {}
     for row, amounts in rows:
-        for axis, value in {*_fixed(row), *_bounded(row, labels[row.id], known_labels)}:
+        fixed = ((TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment))
+        for axis, value in {*fixed, *_bounded(row, labels[row.id], known_labels)}:
             sum_up(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
     for (day, *rest), amounts in list(sums.items()):
         for level in range(1, len(SPANS)):
@@ -131,10 +130,6 @@ def sum_up(sums: dict[Key, list[int]], key: Key, amounts: Sequence[int]) -> None
 
 def _block_of(row: LedgerRow) -> int:
     return period_of(row.at_ms // DAY_MS, len(SPANS) - 1)
-
-
-def _fixed(row: LedgerRow) -> tuple[tuple[str, str], ...]:
-    return (TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment)
 
 
 def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], labels: Container[_Label]) -> Iterator[tuple[str, str]]:

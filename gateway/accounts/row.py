@@ -4,8 +4,6 @@ No Redis and no SQL. Invariant: both databases accept each row that `decode_row`
 makes an insert fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Annotated, Any

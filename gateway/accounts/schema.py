@@ -5,8 +5,6 @@ exactly these tables (tests/accounts/test_database.py compares them). Ids are ne
 because the ledger and Redis name deleted teams and keys.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import sqlalchemy as sa
@@ -40,9 +38,13 @@ metadata = sa.MetaData(
     }
 )
 
-teams = sa.Table(
+
+def _table(name: str, *parts: Any, **options: Any) -> sa.Table:
+    return sa.Table(name, metadata, *parts, **options)
+
+
+teams = _table(
     "teams",
-    metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("created_at_s", sa.Double, nullable=False),
@@ -57,9 +59,8 @@ teams = sa.Table(
     sqlite_autoincrement=True,
 )
 
-keys = sa.Table(
+keys = _table(
     "keys",
-    metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
     *_columns(sa.Text, "name", "prefix"),
@@ -77,9 +78,8 @@ keys = sa.Table(
 
 # `limit_microusd` is in the budget's unit. `whose` is `=` and a value, `*` for each value, or empty. A
 # rolling window is a `total` with `rolling_s`.
-budgets = sa.Table(
+budgets = _table(
     "budgets",
-    metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False, index=True),
     sa.Column("window_kind", sa.Text, nullable=False),
@@ -100,18 +100,16 @@ budgets = sa.Table(
 
 # What the ledger's rows add to the counts that budgets have of their own, written in the transaction
 # of the rows.
-budget_counts = sa.Table(
+budget_counts = _table(
     "budget_counts",
-    metadata,
     *_key(name=sa.Text, field=sa.Text),
     *_columns(sa.BigInteger, "spent", "keep_until_ms"),
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
 # key exist.
-installation = sa.Table(
+installation = _table(
     "installation",
-    metadata,
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("version", sa.BigInteger, nullable=False),
     sa.Column("is_claimed", sa.Boolean, nullable=False),
@@ -119,18 +117,16 @@ installation = sa.Table(
 )
 
 # One row per session of the dashboard; `digest` is the token's, `mark` the admin key's.
-sessions = sa.Table(
+sessions = _table(
     "sessions",
-    metadata,
     sa.Column("digest", sa.LargeBinary(32), primary_key=True),
     sa.Column("mark", sa.LargeBinary(32), nullable=False),
     sa.Column("expires_at_s", sa.Double, nullable=False),
 )
 
 # What each team holds of the rows of a table, written in their transactions (`holdings.py`).
-holdings = sa.Table(
+holdings = _table(
     "holdings",
-    metadata,
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), primary_key=True),
     sa.Column("store", sa.Text, primary_key=True),
     *_columns(sa.BigInteger, "count", "bytes"),
@@ -140,9 +136,8 @@ _LIVE = sa.text("status IN ('queued', 'in_progress')")
 
 # Responses that callers asked to keep: the request's own input items, and the response, as JSON.
 # `status` is of one that is generated in the background until its lease's end, or was not completed.
-responses = sa.Table(
+responses = _table(
     "responses",
-    metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
     sa.Column("key_id", sa.Integer, nullable=False),
@@ -157,9 +152,8 @@ responses = sa.Table(
 )
 
 # Dialogues that callers keep here, with their items in the order of `number`.
-conversations = sa.Table(
+conversations = _table(
     "conversations",
-    metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
     sa.Column("key_id", sa.Integer, nullable=False),
@@ -172,9 +166,8 @@ conversations = sa.Table(
     sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
 )
 
-conversation_items = sa.Table(
+conversation_items = _table(
     "conversation_items",
-    metadata,
     sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
     sa.Column("conversation_id", sa.ForeignKey(conversations.c.id, ondelete="CASCADE"), nullable=False),
     sa.Column("id", sa.Text, nullable=False, index=True),
@@ -184,9 +177,8 @@ conversation_items = sa.Table(
 )
 
 # One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.
-ledger = sa.Table(
+ledger = _table(
     "ledger",
-    metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("at_ms", sa.BigInteger, nullable=False),
     sa.Column("request_id", sa.Text, nullable=False),
@@ -206,9 +198,8 @@ ledger = sa.Table(
 )
 
 # What an admin asked to see. No foreign keys: rows outlive teams.
-audit = sa.Table(
+audit = _table(
     "audit",
-    metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("at_ms", sa.BigInteger, nullable=False),
     sa.Column("action", sa.Text, nullable=False),
@@ -219,9 +210,8 @@ audit = sa.Table(
 
 # The ledger summed by UTC day (days since 1970), written in the transaction of the rows. Totals and
 # budgets over years are read from it.
-ledger_days = sa.Table(
+ledger_days = _table(
     "ledger_days",
-    metadata,
     *_key(day=sa.Integer, team_id=sa.Integer, key_id=sa.Integer, alias=sa.Text, deployment=sa.Text, kind=sa.Text),
     *_columns(sa.BigInteger, "requests", *COUNTS),
     *_columns(sa.BigInteger, *KINDS, default="0"),
@@ -229,18 +219,16 @@ ledger_days = sa.Table(
 
 # The ledger summed by one axis at a time, over days and blocks of days (`rollups.py`), written in the
 # transaction of the rows.
-ledger_rollups = sa.Table(
+ledger_rollups = _table(
     "ledger_rollups",
-    metadata,
     *_key(period=sa.Integer, axis=sa.Text, team_id=sa.Integer, value=sa.Text),
     *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS),
     sqlite_with_rowid=False,
 )
 
 # Requests that were answered without a generation, summed by each worker every few seconds.
-ledger_hits = sa.Table(
+ledger_hits = _table(
     "ledger_hits",
-    metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("at_ms", sa.BigInteger, nullable=False),
     sa.Column("team_id", sa.Integer, nullable=False),
@@ -251,17 +239,15 @@ ledger_hits = sa.Table(
 # What the rows of both cost, would have cost, and why, summed by UTC day in their transaction.
 # `line` is `baseline`, `spent`, `unknown_hits` or a mechanism; a mechanism's amount is what it
 # saved. Rows of the ledger without a known baseline are in no line.
-savings_days = sa.Table(
+savings_days = _table(
     "savings_days",
-    metadata,
     *_key(day=sa.Integer, team_id=sa.Integer, alias=sa.Text, line=sa.Text),
     *_columns(sa.BigInteger, "requests", "amount_microusd"),
 )
 
 # Files of batches. A row that is not ready is an upload under way, with the room that it may take.
-files = sa.Table(
+files = _table(
     "files",
-    metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
     *_columns(sa.Text, "purpose", "filename"),
@@ -274,9 +260,8 @@ files = sa.Table(
 
 # Requests of a file that run in the background. `leased_by`: the worker that reads its input or
 # writes its output, until the lease's end.
-batches = sa.Table(
+batches = _table(
     "batches",
-    metadata,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
     sa.Column("key_id", sa.Integer, nullable=False),
@@ -294,17 +279,15 @@ batches = sa.Table(
 )
 
 # Ids of objects at providers, by deployment: each belongs to the team that was first given it.
-provider_ids = sa.Table(
+provider_ids = _table(
     "provider_ids",
-    metadata,
     *_key(deployment=sa.Text, id=sa.Text),
     sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False, index=True),
 )
 
 # Lines of a batch that one worker runs at a time; removed at the batch's end.
-batch_chunks = sa.Table(
+batch_chunks = _table(
     "batch_chunks",
-    metadata,
     sa.Column("batch_id", sa.ForeignKey(batches.c.id, ondelete="CASCADE"), primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
     *_columns(sa.BigInteger, "offset", "size"),

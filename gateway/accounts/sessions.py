@@ -5,8 +5,6 @@ belongs to a `mark`, which the caller derives from the admin key. Invariant: a t
 its expiry or `end`, and only under the mark with which it began.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Callable
@@ -35,19 +33,15 @@ class Sessions:
             await connection.execute(sa.insert(sessions).values(row))
         return token
 
-    @uncancelled
     async def is_open(self, token: str, mark: bytes) -> bool:
         """Whether the session of `token` lasts and began under `mark`."""
         s = sessions.c
         is_it = sa.and_(s.digest == _digest(token), s.mark == mark, s.expires_at_s > self._clock())
-        async with self._database.reading() as connection:
-            return (await connection.execute(sa.select(s.digest).where(is_it))).first() is not None
+        return bool(await self._database.rows(sa.select(s.digest).where(is_it)))
 
-    @uncancelled
     async def end(self, token: str) -> None:
         """End the session of `token`, if it exists."""
-        async with self._database.writing() as connection:
-            await connection.execute(sa.delete(sessions).where(sessions.c.digest == _digest(token)))
+        await self._database.write(sa.delete(sessions).where(sessions.c.digest == _digest(token)))
 
 
 def _digest(token: str) -> bytes:

@@ -18,8 +18,6 @@ Invariant: a row that was put and not dropped is adopted, unless the host itself
 adopted twice after a kill: its receiver must count it once, by its id.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

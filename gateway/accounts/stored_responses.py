@@ -6,8 +6,6 @@ missing; each write bounds the team's bytes, and the queue of waiting rows is bo
 counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -67,6 +65,7 @@ class StoredResponse:
         return ROW_BYTES + len(self.input) + len(self.body)
 
 
+@dataclass(eq=False, repr=False)
 class ResponseStore:
     """Stores responses. A team's hold at most `settings.team_bytes_max` bytes: the oldest are
     deleted.
@@ -75,19 +74,15 @@ class ResponseStore:
     an outcome, `stored` or `lost`, and the number of responses.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        clock: Callable[[], float],
-        settings: ResponseSettings,
-        count: Callable[[str, int], None],
-    ) -> None:
-        self._database = database
-        self.clock = clock
-        self._settings = settings
-        self._count = count
-        self.conversations = Conversations(database, clock, settings.retention_s, settings.team_bytes_max)
-        self._held = Holdings(database, responses)
+    database: Database
+    clock: Callable[[], float]
+    settings: ResponseSettings
+    count: Callable[[str, int], None]
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.conversations = Conversations(self.database, self.clock, settings.retention_s, settings.team_bytes_max)
+        self._held = Holdings(self.database, responses)
         self._waiting: list[tuple[StoredResponse, asyncio.Future[None]]] = []
         self._waiting_bytes = 0
         self._writing: asyncio.Task[None] | None = None
@@ -131,7 +126,7 @@ class ResponseStore:
             try:
                 await self._insert(rows)
                 self._is_failing = False
-                self._count("stored", len(rows))
+                self.count("stored", len(rows))
             except (SQLAlchemyError, OverQuota) as error:
                 is_refused = _is_refused(error)
                 if is_refused and len(rows) > 1:
@@ -147,7 +142,7 @@ class ResponseStore:
                         await asyncio.sleep(_RETRY_S)
                     continue
                 if is_refused and await self._has(rows[0]):
-                    self._count("stored", 1)
+                    self.count("stored", 1)
                 else:
                     self._lost(rows, _why(error))
             del self._waiting[: len(batch)]
@@ -169,12 +164,12 @@ class ResponseStore:
                 written.set_result(None)
 
     def _lost(self, rows: Sequence[StoredResponse], reason: str) -> None:
-        self._count("lost", len(rows))
+        self.count("lost", len(rows))
         _log.warning("responses_lost", responses=len(rows), first=rows[0].id, reason=reason)
 
     @uncancelled
     async def _insert(self, rows: Sequence[StoredResponse]) -> None:
-        async with self._database.writing(is_durable=False) as connection:
+        async with self.database.writing(is_durable=False) as connection:
             if values := [self._values(row) for row in rows if row.is_stored]:
                 for team_id in sorted({row["team_id"] for row in values}):
                     sizes = [row["size_bytes"] for row in values if row["team_id"] == team_id]
@@ -196,7 +191,7 @@ class ResponseStore:
             "team_id": row.team_id,
             "key_id": row.key_id,
             "previous_id": row.previous_id,
-            "expires_at_s": self.clock() + self._settings.retention_s,
+            "expires_at_s": self.clock() + self.settings.retention_s,
             "size_bytes": row.size_bytes,
             "input": row.input,
             "body": row.body,
@@ -211,7 +206,7 @@ class ResponseStore:
 
         Raises OverQuota, and Unavailable if the team has too many running responses.
         """
-        async with self._database.writing(is_durable=False) as connection:
+        async with self.database.writing(is_durable=False) as connection:
             await self._bound(
                 connection, row.team_id, await self._held.add(connection, row.team_id, row.size_bytes), row.id
             )
@@ -229,7 +224,7 @@ class ResponseStore:
     async def renew(self, ids: Collection[str]) -> set[str]:
         """Renew the leases of these responses; returns the ids of those still to be generated."""
         is_live = sa.and_(responses.c.id.in_(ids), responses.c.status.in_(LIVE))
-        async with self._database.writing(is_durable=False) as connection:
+        async with self.database.writing(is_durable=False) as connection:
             kept = sa.update(responses).where(is_live).values(leased_until_s=self.clock() + LEASE_S)
             await connection.execute(kept)
             return set((await connection.execute(sa.select(responses.c.id).where(is_live))).scalars())
@@ -242,7 +237,7 @@ class ResponseStore:
 
         If `ended` is given, its items join its conversation.
         """
-        async with self._database.writing(is_durable=False) as connection:
+        async with self.database.writing(is_durable=False) as connection:
             is_it = sa.and_(responses.c.id == id, responses.c.status.in_(LIVE), *where)
             if ended is None:
                 return (await connection.execute(sa.update(responses).where(is_it).values(values))).rowcount > 0
@@ -276,12 +271,10 @@ class ResponseStore:
     def _is_teams(self, team_id: int) -> sa.ColumnElement[bool]:
         return sa.and_(responses.c.team_id == team_id, responses.c.expires_at_s > self.clock())
 
-    @uncancelled
     async def find(self, team_id: int, id: str) -> StoredResponse | None:
         """The team's response `id`, or None. A response whose lease has expired becomes failed."""
         asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
-        async with self._database.reading() as connection:
-            row = (await connection.execute(asked)).first()
+        row = next(iter(await self.database.rows(asked)), None)
         if row is not None and row.status in LIVE and row.leased_until_s < self.clock():
             await self.change(id, responses.c.leased_until_s < self.clock(), status="failed")
             return await self.find(team_id, id)
@@ -295,14 +288,13 @@ class ResponseStore:
         """
         column = responses.c.input if is_input else responses.c.body
         is_asked = sa.and_(responses.c.id.in_(ids), self._is_teams(team_id))
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             size = (await connection.execute(sa.select(sa.func.sum(sa.func.length(column))).where(is_asked))).scalar()
             if (size or 0) > bytes_max:
                 raise HistoryTooLong
             found = await connection.execute(sa.select(responses.c.id, column.label("text")).where(is_asked))
             return {row.id: row.text for row in found}
 
-    @uncancelled
     async def chain(self, team_id: int, last_id: str, bytes_max: int) -> tuple[list[StoredResponse], str | None]:
         """The responses that `last_id` continues, oldest first, then itself, in one query.
 
@@ -316,8 +308,7 @@ class ResponseStore:
         before = sa.select(r.id, r.previous_id, links.c.total + r.size_bytes, links.c.back + 1)
         links = links.union_all(before.where(r.id == links.c.previous_id, is_teams, is_within))
         asked = sa.select(*responses.c, links.c.total, links.c.back).join(links, links.c.id == r.id)
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(asked.order_by(links.c.back.desc()))).all()
+        rows = await self.database.rows(asked.order_by(links.c.back.desc()))
         if rows and (rows[0].total > bytes_max or rows[0].back >= _LINKS_MAX):
             raise HistoryTooLong
         if not rows or rows[0].previous_id is not None:
@@ -332,14 +323,14 @@ class ResponseStore:
         return {name: (await one.of_teams(team_id)).get(team_id, none) for name, one in stores.items()}
 
     async def _bound(self, connection: AsyncConnection, team_id: int, holding: Holding, kept_id: str) -> None:
-        await self._held.bound(connection, team_id, holding, self._settings.team_bytes_max, kept_id)
+        await self._held.bound(connection, team_id, holding, self.settings.team_bytes_max, kept_id)
 
     # -- removing
 
     @uncancelled
     async def delete(self, team_id: int, id: str) -> bool:
         """Delete one response of the team; returns whether it existed."""
-        async with self._database.writing(is_durable=False) as connection:
+        async with self.database.writing(is_durable=False) as connection:
             return await self._held.delete(connection, team_id, responses.c.id == id, self._is_teams(team_id)) > 0
 
     async def purge(self) -> None:
@@ -349,7 +340,7 @@ class ResponseStore:
             while purged == _PURGED_AT_ONCE:
                 purged = await holdings.purge(table.c.expires_at_s <= self.clock(), most=_PURGED_AT_ONCE)
                 await asyncio.sleep(_PURGE_PAUSE_S)
-        await self._database.shrink()
+        await self.database.shrink()
 
 
 # data exceptions, violated constraints and limits; source: PostgreSQL, "PostgreSQL Error Codes"

@@ -10,14 +10,13 @@ its timing: steering the bits of a digest would need to invert SHA-256.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-from collections.abc import Callable
+import secrets
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING
 
-from policies import Budget, WindowKind
+from policies import Budget
 from policies.verification import Verify
 from policies.windows import DEPLOYMENT, Overdraft, Unit
 
@@ -111,64 +110,9 @@ def partition_of(secret: str | None, team_id: int) -> Partition:
     return partition((secret or "").encode(), scope_of(team_id))
 
 
-class TeamFields(TypedDict, total=False):
-    """The optional fields of a team."""
-
-    is_active: bool
-    requests_per_min: int | None
-    tokens_per_min: int | None
-    semantic_error_max: float | None
-    is_semantic_enabled: bool
-    is_store_enabled: bool
-    verify: Verify | None
-    time_zone: str
-
-
-class TeamChanges(TeamFields, total=False):
-    name: str
-
-
-class KeyFields(TypedDict, total=False):
-    """The optional fields of a key."""
-
-    is_active: bool
-    expires_at_s: float | None
-    requests_per_min: int | None
-    tokens_per_min: int | None
-    models: tuple[str, ...] | None
-
-
-class KeyChanges(KeyFields, total=False):
-    name: str
-
-
-class BudgetChanges(TypedDict, total=False):
-    limit: int
-    is_hard: bool
-    overdraft: Overdraft
-
-
-class BudgetFields(TypedDict, total=False):
-    """The optional fields of a new budget, as in `policies.Budget`."""
-
-    axis: str
-    value: str | None
-    unit: Unit
-    rolling_s: int
-    overdraft: Overdraft
-
-
-class FirstBudget(BudgetFields):
-    """A team's first budget."""
-
-    window: WindowKind
-    limit: int
-    is_hard: NotRequired[bool]
-
-
-def new_plaintext(random_bytes: Callable[[int], bytes]) -> str:
+def new_plaintext() -> str:
     """A new key: `sk-sw-` and 256 bits as 43 characters of base64url."""
-    return _KEY_START + base64.urlsafe_b64encode(random_bytes(32)).rstrip(b"=").decode()
+    return _KEY_START + secrets.token_urlsafe(32)
 
 
 def digest(plaintext: str) -> bytes:

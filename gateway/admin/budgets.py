@@ -4,8 +4,6 @@ The docstrings of operations are descriptions in the OpenAPI document. No HTML. 
 and a reset write a row of the audit log, or do not happen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ The docstrings of operations are descriptions in the OpenAPI document. No HTML. 
 of a prompt changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

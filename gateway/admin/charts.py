@@ -7,8 +7,6 @@ the style sheet, so one chart serves both colour schemes. Invariant: all text is
 element needs a style attribute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

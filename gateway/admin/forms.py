@@ -5,8 +5,6 @@ problem beside it. A new key is the exception to the redirect: its plaintext is 
 POST and nowhere else. The API's models and the accounts check the values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ script, so a hostile prompt stays text. No data. Invariant: no page is cached, f
 by another site.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Coroutine, Mapping

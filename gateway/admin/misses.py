@@ -5,8 +5,6 @@ No HTTP and no HTML. It counts the latest requests that Redis keeps, not all. In
 reason of a miss has one cause (`CAUSE_OF`); an example has a text only where prompts may be logged.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
-from gateway.accounts import AuditRow, Key, LedgerRow, NewKey
+from gateway.accounts import Key, LedgerRow, NewKey
+from gateway.accounts.audit import AuditRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt

@@ -6,8 +6,6 @@ on that use, on every worker and host, also after a restart. The docstrings of o
 descriptions in the OpenAPI document. Invariant: an act that cannot be audited does not happen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import uuid
 from typing import Any

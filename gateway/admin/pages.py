@@ -4,15 +4,13 @@ Each page names its JSON twin. Decides what each page shows; templates and the s
 its looks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
-from gateway.accounts import Group, LedgerFilter
+from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, cache_views, misses, savings_views, teams, verifier_views, views
 from gateway.admin.charts import (
     ANSWERS,

@@ -4,8 +4,6 @@ No HTTP. Invariants: a group of rows is in memory at a time, and is encoded in a
 broke off has no footer, so no reader takes it for whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import AsyncIterator, Sequence

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from cache import Partition
-from gateway.accounts import AuditRow, partition_of
+from gateway.accounts import partition_of
+from gateway.accounts.audit import AuditRow
 
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
     from cache.verdicts import VerdictStore
-    from gateway.accounts import Accounts, Audit, Ledger
+    from gateway.accounts.accounts import Accounts
+    from gateway.accounts.audit import Audit
+    from gateway.accounts.ledger import Ledger
     from gateway.accounts.stored_responses import ResponseStore
     from gateway.admin.guard import Guard, Operator
     from gateway.admin.models import DeploymentOut

@@ -3,8 +3,6 @@
 A pure function of measurements. No HTTP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from gateway.admin.format import amount, window

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends
 from pydantic import BeforeValidator, Field
 
-from gateway.accounts import Group, LedgerFilter
-from gateway.accounts.ledger import CURSOR
+from gateway.accounts.ledger import CURSOR, Group, LedgerFilter
 from gateway.journey.record import Record
 from gateway.telemetry.buckets import kind_of
 

@@ -5,8 +5,6 @@ Each route needs the admin key (or the dashboard's session) and answers errors i
 this one. Read `views.py` next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import io

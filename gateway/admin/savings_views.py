@@ -3,15 +3,12 @@
 No HTTP and no HTML. Invariant: in each sum the baseline less the steps is what was spent.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from gateway.accounts import SavingsLine
-from gateway.accounts.ledger import BASELINE, SPENT, UNKNOWN_HITS
+from gateway.accounts.ledger import BASELINE, SPENT, UNKNOWN_HITS, SavingsLine
 from gateway.admin import models
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id, Label, Moment, ledger_filter

@@ -3,8 +3,6 @@
 The docstrings of operations are descriptions in the OpenAPI document. No HTML.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ No HTML. It reads the counts of a window, and examples from the latest requests 
 Invariant: an example has texts only where prompts may be logged.
 """
 
-from __future__ import annotations
-
 from gateway.admin import models
 from gateway.admin.parts import WorkerParts
 from gateway.deployments.verifiers import Assigned, assigned

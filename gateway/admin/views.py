@@ -5,8 +5,6 @@ here changes anything. While Redis is away, values from it are None where the re
 where they are the whole answer, the function raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ from pydantic import Field
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import Group, Team
-from gateway.accounts.ledger import flat_row
+from gateway.accounts import Team
+from gateway.accounts.ledger import Group, flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budgets, models
 from gateway.admin.parts import WorkerParts

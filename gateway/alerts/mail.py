@@ -5,8 +5,6 @@ before the server's certificate is verified; no text of a team or a user ends a 
 loop never waits for a server; every delivery ends within `timeout_s`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -20,18 +20,17 @@ Every worker runs a watch; the lock lets a single worker work. Knows no requests
   delay the other.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 import msgspec
 
-from gateway.accounts import Accounts
+from gateway.accounts.accounts import Accounts
 from gateway.alerts.webhook import DeliveryFailed
 from gateway.journey.budget import amount_words, subject_words
 from gateway.loggers import get_logger
@@ -156,6 +155,7 @@ class Channel(Protocol):
         """Close the connections."""
 
 
+@dataclass(eq=False, repr=False)
 class AlertWatch:
     """Watches budgets and delivers alerts: `run` it until cancelled, or call `step`.
 
@@ -163,25 +163,17 @@ class AlertWatch:
     message's outcome: delivered, delayed or lost. `clock` gives unix seconds.
     """
 
-    def __init__(
-        self,
-        redis: RedisCommands,
-        accounts: Accounts,
-        budgets: Budgets,
-        settings: AlertSettings,
-        channels: Mapping[str, Channel],
-        *,
-        count: Callable[[str, str], None],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._redis = redis
-        self._accounts = accounts
-        self._budgets = budgets
-        self._settings = settings
-        self._channels = channels
-        self._count = count
-        self._clock = clock
-        self._lease = Lease(redis, _LOCK, secrets.token_hex(16), _LOCK_MS)
+    redis: RedisCommands
+    accounts: Accounts
+    budgets: Budgets
+    settings: AlertSettings
+    channels: Mapping[str, Channel]
+    _: KW_ONLY
+    count: Callable[[str, str], None]
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._lease = Lease(self.redis, _LOCK, secrets.token_hex(16), _LOCK_MS)
         self._looked_at_s: float | None = None
         self._known: dict[str, int] = {}  # marks that were in Redis at that moment
 
@@ -190,12 +182,12 @@ class AlertWatch:
         try:
             await self._lease.keep(self._turn)
         finally:
-            for channel in self._channels.values():
+            for channel in self.channels.values():
                 channel.aclose()
 
     async def _turn(self) -> float:
         await self.step()
-        return _IDLE_S if self._channels else _LOOK_EVERY_S
+        return _IDLE_S if self.channels else _LOOK_EVERY_S
 
     async def step(self) -> bool:
         """Check the budgets and deliver messages, each when due, if this worker has the lock.
@@ -204,20 +196,20 @@ class AlertWatch:
         """
         if not await self._lease.take():
             return False
-        now_s = self._clock()
+        now_s = self.clock()
         if self._looked_at_s is None or not 0 <= now_s - self._looked_at_s < _LOOK_EVERY_S:
             self._looked_at_s = now_s
             await self._look(int(now_s * 1000))
-        for name in self._channels:
+        for name in self.channels:
             await self._deliver(name)
         return True
 
     async def _look(self, at_ms: int) -> None:
-        budgets = await self._accounts.list_budgets()
+        budgets = await self.accounts.list_budgets()
         if not budgets:
             return
-        names = {team.id: team.name for team in await self._accounts.list_teams()}
-        alerts = list(due(await self._budgets.states(budgets, at_ms), self._settings, names, at_ms))
+        names = {team.id: team.name for team in await self.accounts.list_teams()}
+        alerts = list(due(await self.budgets.states(budgets, at_ms), self.settings, names, at_ms))
         count_by_kind = Counter(alert.kind for alert in alerts)
         raised_before, self._known = self._known, {}
         for number, alert in enumerate(alerts):
@@ -239,15 +231,15 @@ class AlertWatch:
         content = {"type": alert.type, "timestamp": _iso(at_ms), "data": facts}
         name = f"msg_{at_ms:012x}{number:06x}{secrets.token_hex(12)}"  # Redis sorts messages of one moment by it
         message = msgspec.json.encode(_QueuedMessage(name, at_ms, msgspec.json.encode(content).decode()))
-        keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self._channels)]
-        full_queues = await self._redis.eval(
+        keys = [_SENT + alert.mark, _ALIKE + alert.kind, *(CHANNELS[channel] for channel in self.channels)]
+        full_queues = await self.redis.eval(
             _RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX, VALUES_TOLD
         )
         if full_queues == 0:
             return
         _log.warning("budget_alert", **msgspec.structs.asdict(facts))
-        for channel in (list(self._channels)[index] for index in full_queues):
-            self._count(channel, LOST)
+        for channel in (list(self.channels)[index] for index in full_queues):
+            self.count(channel, LOST)
             reason = f"{QUEUE_MAX} messages wait"
             _log.warning("alert_not_queued", channel=channel, budget_id=alert.facts.budget_id, reason=reason)
 
@@ -255,8 +247,8 @@ class AlertWatch:
         """Send the due messages of a channel until a delivery fails: all have the same receiver."""
         queue = CHANNELS[channel]
         while await self._lease.take():
-            now_s = self._clock()
-            queued = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
+            now_s = self.clock()
+            queued = await self.redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
             if not queued or not await self._send(channel, queued[0], now_s):
                 return
 
@@ -266,7 +258,7 @@ class AlertWatch:
         try:
             message = msgspec.json.decode(queued, type=_QueuedMessage)
             name, tries = message.id, message.tries + 1
-            await self._channels[channel].deliver(name, now_s, message.body.encode())
+            await self.channels[channel].deliver(name, now_s, message.body.encode())
             outcome = DELIVERED
         except msgspec.MsgspecError as error:
             reason = f"not a message: {error}"
@@ -274,15 +266,15 @@ class AlertWatch:
             reason = str(error)
             wait_s = _TRIES_AFTER_S[min(tries, len(_TRIES_AFTER_S)) - 1]
             if now_s + wait_s < message.at_ms / 1000 + KEPT_S and not error.is_final:
-                self._count(channel, DELAYED)
+                self.count(channel, DELAYED)
                 _log.info("alert_delayed", channel=channel, message=name, tries=tries, next_in_s=wait_s, reason=reason)
                 later = msgspec.json.encode(msgspec.structs.replace(message, tries=tries))
-                await self._redis.eval(_PUT_BACK, 1, queue, queued, later, int((now_s + wait_s) * 1000))
+                await self.redis.eval(_PUT_BACK, 1, queue, queued, later, int((now_s + wait_s) * 1000))
                 return False
-        self._count(channel, outcome)
+        self.count(channel, outcome)
         if reason:
             _log.warning("alert_not_delivered", channel=channel, message=name, tries=tries, reason=reason)
-        await self._redis.execute_command("ZREM", queue, queued)
+        await self.redis.execute_command("ZREM", queue, queued)
         return True
 
 

@@ -6,8 +6,6 @@ redirects are not followed; every delivery ends within `timeout_s`; no error nam
 query, which may hold a token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,6 +1,6 @@
 """Helpers for raw ASGI: read a request's headers, and send a response that is not a stream.
 
-Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: the response to an exception tells
+Format: ASGI HTTP specification 2.3. Knows no routes. Invariant: the response to an exception tells
 the client nothing internal.
 """
 

@@ -67,7 +67,8 @@ class FilesEndpoint(ObjectEndpoint):
             )
         announced = call.headers.get("content-length", "")
         # what surrounds the file in the body is no part of it
-        bytes_max = max(1, int(announced) - 2 * len(boundary)) if _is_size(announced) else None
+        is_size = announced.isascii() and announced.isdecimal() and len(announced) < 16
+        bytes_max = max(1, int(announced) - 2 * len(boundary)) if is_size else None
         upload = await self._files.begin(call.identity.team.id, bytes_max)
         try:
             form, file = Form(boundary, _FIELD_BYTES_MAX), None
@@ -116,10 +117,6 @@ class FilesEndpoint(ObjectEndpoint):
 
 def _missing() -> BadRequest:
     return BadRequest("Missing required field: file", param=_FILE, code="missing_required_parameter")
-
-
-def _is_size(announced: str) -> bool:
-    return announced.isascii() and announced.isdecimal() and len(announced) < 16
 
 
 def _expires_after(fields: dict[str, str]) -> int | None:

@@ -74,7 +74,7 @@ class Front:
                 scope["path_params"] = {"model": model}
         if b"origin" in map(_NAME, scope["headers"]):
             # decision: any-origin
-            send = _readable_anywhere(send)
+            send = with_headers(send, lambda _: _SHARED)
         if scope["method"] == "OPTIONS":
             # a page may read the refusal, too
             await _say_options(scope, methods or ("GET", "POST"), send)
@@ -158,15 +158,8 @@ async def _say_options(scope: Scope, methods: Collection[str], send: Send) -> No
     await send({"type": "http.response.body", "body": b""})
 
 
-def _readable_anywhere(send: Send) -> Send:
-    """`send` with headers that let a page of any origin read the response.
-
-    A browser adds no credentials to such a request, so a page without a key gets no answer.
-    The admin plane, which uses cookies, does not get these headers.
-    """
-    return with_headers(send, lambda _: _SHARED)
-
-
+# A page of any origin may read the response. A browser adds no credentials to such a request, so a page
+# without a key gets no answer. The admin plane, which uses cookies, does not get these headers.
 _SHARED = ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*"))
 _KEPT_CLOSE = (
     (b"cache-control", b"no-store"),

@@ -50,7 +50,7 @@ class EmbedderBackend:
                 "(LangChain: check_embedding_ctx_length=False)",
                 code="unsupported_feature",
             )
-        write = _base64 if body.get("encoding_format") == "base64" else _floats
+        is_base64 = body.get("encoding_format") == "base64"
         data: list[msgspec.Raw] = []
         tokens = 0
         try:
@@ -61,7 +61,9 @@ class EmbedderBackend:
                 tokens += sum(batch.tokens)
                 # written a few at a time: all together would hold other requests up
                 for vector in batch.vectors:
-                    one = {"object": "embedding", "index": len(data), "embedding": write(vector)}
+                    floats = struct.unpack(f"<{len(vector) // 4}f", vector)
+                    written = base64.b64encode(vector).decode() if is_base64 else floats
+                    one = {"object": "embedding", "index": len(data), "embedding": written}
                     data.append(msgspec.Raw(msgspec.json.encode(one)))
         except CacheWorkerUnavailable as error:
             raise BackendUnavailable("The embedding model is not there", detail=str(error)) from None
@@ -78,12 +80,3 @@ class EmbedderBackend:
 
 def _rejected(message: str, param: str = "input", code: str | None = None) -> BackendRejected:
     return BackendRejected(message, status=400, body=error_body(message, "invalid_request_error", param, code))
-
-
-def _base64(vector: bytes) -> str:
-    return base64.b64encode(vector).decode()
-
-
-def _floats(vector: bytes) -> list[float]:
-    """Little-endian float32 bytes as a list of numbers."""
-    return list(struct.unpack(f"<{len(vector) // 4}f", vector))

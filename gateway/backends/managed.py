@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
@@ -167,41 +168,31 @@ def _taken(litellm: Any, model: str) -> frozenset[str]:
     return frozenset(litellm.get_supported_openai_params(model=name, custom_llm_provider=provider) or _IDLE)
 
 
+@dataclass(eq=False, repr=False)
 class ManagedBackend:
     """One deployment at a managed provider. `model` is litellm's name, like `anthropic/claude-...`."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        model: str,
-        capabilities: frozenset[str],
-        api_key: str = "",
-        base_url: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        unready: str = "",
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.name = name
-        self.capabilities = capabilities
-        self.api_key = api_key
-        self.running = 0
-        self._model = model
-        self._base_url = base_url
-        self._headers = dict(headers or {})
-        self._unready = unready
-        self._wall_clock = wall_clock
-        self._importing: asyncio.Task[Any] | None = None
+    name: str
+    _: KW_ONLY
+    model: str
+    capabilities: frozenset[str]
+    api_key: str = ""
+    base_url: str | None = None
+    headers: Mapping[str, str] | None = None
+    unready: str = ""
+    wall_clock: Callable[[], float] = time.time
+    running: int = 0
+    _importing: asyncio.Task[Any] | None = None
 
     async def start(self) -> None:
         """Begin the import of litellm; the deployment is ready after it."""
-        if self._importing is None and not self._unready:
+        if self._importing is None and not self.unready:
             self._importing = asyncio.create_task(asyncio.to_thread(_import), name="import-litellm")
             self._importing.add_done_callback(self._imported)
 
     def _imported(self, task: "asyncio.Task[Any]") -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._unready = f"litellm can't be used: {task.exception()}"
+            self.unready = f"litellm can't be used: {task.exception()}"
 
     async def aclose(self) -> None:
         if self._importing is not None:
@@ -213,7 +204,7 @@ class ManagedBackend:
 
     def load(self, prompt_tokens: int) -> base.Load:
         is_imported = self._importing is not None and self._importing.done()
-        reason = self._unready or ("" if is_imported else "litellm is being loaded")
+        reason = self.unready or ("" if is_imported else "litellm is being loaded")
         return base.Load(is_ready=not reason, reason=reason, running=self.running)
 
     async def library(self) -> Any:
@@ -221,8 +212,8 @@ class ManagedBackend:
         await self.start()
         if self._importing is not None:
             await asyncio.wait([self._importing])
-        if self._unready or self._importing is None:
-            raise base.BackendUnavailable(f"The deployment is not ready: {self._unready}")
+        if self.unready or self._importing is None:
+            raise base.BackendUnavailable(f"The deployment is not ready: {self.unready}")
         return self._importing.result()
 
     def arguments(self, request: base.BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
@@ -245,12 +236,12 @@ class ManagedBackend:
             arguments["stream_options"] = {"include_usage": True}
         if self.api_key:
             arguments["api_key"] = self.api_key
-        if self._base_url:
-            arguments["api_base"] = self._base_url
-        if self._headers:
-            arguments["extra_headers"] = self._headers
+        if self.base_url:
+            arguments["api_base"] = self.base_url
+        if self.headers:
+            arguments["extra_headers"] = dict(self.headers)
         if not request.kind.is_plain:
-            taken = _taken(litellm, request.model or self._model)
+            taken = _taken(litellm, request.model or self.model)
             for name in sorted(arguments.keys() & _IDLE.keys() - taken):
                 if arguments[name] != _IDLE[name]:
                     raise unfit(f"`{name}` is not supported by this model's API", name)
@@ -260,7 +251,7 @@ class ManagedBackend:
             }  # tools would import a package that is not there
         return {
             **arguments,
-            "model": request.model or self._model,
+            "model": request.model or self.model,
             "timeout": request.ttft_timeout_s + request.idle_timeout_s if is_stream else request.whole_timeout_s,
             "max_retries": 0,  # the gateway does the failover
             "num_retries": 0,
@@ -268,7 +259,7 @@ class ManagedBackend:
         }
 
     def _speaks_openai(self, litellm: Any) -> bool:
-        provider: str = litellm.get_llm_provider(self._model)[1]
+        provider: str = litellm.get_llm_provider(self.model)[1]
         return provider in ("openai", "azure", "openrouter") or provider in litellm.openai_compatible_providers
 
     def translated(self, error: Exception, litellm: Any, has_output: bool) -> base.BackendError:
@@ -289,7 +280,7 @@ class ManagedBackend:
         if not isinstance(status, int):
             return base.BackendUnavailable("The deployment failed", detail=detail)
         headers = getattr(error, "litellm_response_headers", None) or {}
-        after_s = retry_after_s(headers, self._wall_clock())
+        after_s = retry_after_s(headers, self.wall_clock())
         translated = refusal(UpstreamRefusal(status, _body(error, litellm), after_s, self.api_key))
         if not isinstance(translated, base.BackendRejected):
             translated.detail = detail

@@ -5,8 +5,6 @@ needs a lease is made only while its worker holds the lease; a batch ends once, 
 files; a team finds its own batches alone.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -179,13 +177,11 @@ class Batches:
         where = [] if team_id is None else [_batches.c.team_id == team_id]
         return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
 
-    @uncancelled
     async def left(self) -> tuple[int, int]:
         """The number of live batches, and of their read lines that have not ended."""
         done = sa.select(sa.func.coalesce(sa.func.sum(_chunks.c.completed + _chunks.c.failed), 0)).scalar_subquery()
         sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_batches.c.total), 0) - done)
-        async with self._database.reading() as connection:
-            count, lines = (await connection.execute(sums.where(_batches.c.status.in_(LIVE)))).one()
+        ((count, lines),) = await self._database.rows(sums.where(_batches.c.status.in_(LIVE)))
         return count, max(0, int(lines))
 
     @uncancelled
@@ -235,7 +231,7 @@ class Batches:
         """Lease a free chunk or batch, except of `busy_teams`; None if nothing is free."""
         now_s = self.clock()
         async with self._database.reading() as connection:
-            live = sa.select(_batches.c.id, _batches.c.team_id, _batches.c.status, _batches.c.leased_until_s)
+            live = sa.select(_batches.c.id, _batches.c.team_id, _batches.c.leased_until_s)
             batches = list(await connection.execute(live.where(_batches.c.status.in_(LIVE))))
             if not batches:
                 return None
@@ -245,7 +241,7 @@ class Batches:
                 row[0]: row[1] for row in await connection.execute(undone.group_by(_chunks.c.batch_id))
             }
         free_work: dict[int, list[tuple[str, int | None]]] = {}
-        for batch_id, team_id, _, leased_until_s in batches:
+        for batch_id, team_id, leased_until_s in batches:
             is_free = free_chunks[batch_id] is not None if batch_id in free_chunks else leased_until_s < now_s
             if is_free and team_id not in busy_teams:
                 free_work.setdefault(team_id, []).append((batch_id, free_chunks.get(batch_id)))
@@ -287,11 +283,9 @@ class Batches:
                 return None
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), None)
 
-    @uncancelled
     async def release(self, work: BatchLease) -> None:
         """End a lease, so that another worker can take it at once."""
-        async with self._database.writing() as connection:
-            await connection.execute(_held(work).values(leased_by="", leased_until_s=0.0))
+        await self._database.write(_held(work).values(leased_by="", leased_until_s=0.0))
 
     @uncancelled
     async def plan(self, work: BatchLease, chunks: Sequence[LineSpan]) -> None:
@@ -312,14 +306,12 @@ class Batches:
             for start in range(0, len(rows), 1_000):
                 await connection.execute(sa.insert(_chunks), rows[start : start + 1_000])
 
-    @uncancelled
     async def refuse(self, work: BatchLease, refusal: LineRefused) -> None:
         """End a batch with a refused or unreadable input."""
         is_expired = refusal.code == EXPIRED
         status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
-        async with self._database.writing() as connection:
-            ended = {"status": status, "ended_at_s": self.clock(), "errors": _errors(refusal)}
-            await connection.execute(_held(work).values(**ended))
+        ended = {"status": status, "ended_at_s": self.clock(), "errors": _errors(refusal)}
+        await self._database.write(_held(work).values(**ended))
 
     @uncancelled
     async def stop(self, work: BatchLease, refusal: LineRefused) -> Batch:
@@ -332,11 +324,9 @@ class Batches:
             await connection.execute(live.values(errors=_errors(refusal)))
             return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), work.batch)
 
-    @uncancelled
     async def chunk_done(self, work: BatchLease, counts: tuple[int, int]) -> None:
         """Record that every line of the chunk has ended."""
-        async with self._database.writing() as connection:
-            await connection.execute(_held(work).values(is_done=True, completed=counts[0], failed=counts[1]))
+        await self._database.write(_held(work).values(is_done=True, completed=counts[0], failed=counts[1]))
 
     @uncancelled
     async def chunks(self, work: BatchLease) -> list[LineSpan]:
@@ -381,12 +371,10 @@ class Batches:
             await connection.execute(sa.delete(_chunks).where(_chunks.c.batch_id == work.batch.id))
             return True
 
-    @uncancelled
     async def forget(self) -> None:
         """Delete batches that ended longer ago than twice the files' lifetime."""
         long_ago_s = self.clock() - 2 * self._settings.kept_days * 86_400
-        async with self._database.writing() as connection:
-            await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
+        await self._database.write(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
 
 
 def _errors(refusal: LineRefused) -> dict[str, Any]:

@@ -272,17 +272,14 @@ class Files:
         values = msgspec.structs.asdict(file) | {"is_ready": True}
         return await self.held.resize(connection, file.team_id, values, _files.c.id == file.id) is not None
 
-    @uncancelled
     async def get(self, team_id: int, file_id: str) -> File:
         """A team's file. Raises NotFound, also for another team's file."""
-        async with self._database.reading() as connection:
-            where = self._ready(team_id).where(_files.c.id == file_id)
-            row = (await connection.execute(where)).mappings().first() if _CONTENT.fullmatch(file_id) else None
-        if row is None:
+        where = self._ready(team_id).where(_files.c.id == file_id)
+        rows = await self._database.rows(where) if _CONTENT.fullmatch(file_id) else ()
+        if not rows:
             raise _no_file(file_id)
-        return _file(row)
+        return _file(rows[0])
 
-    @uncancelled
     async def page(
         self, team_id: int, after: str, limit: int, purpose: str = "", *, is_newest_first: bool = True
     ) -> list[File]:
@@ -293,8 +290,7 @@ class Files:
         if purpose:
             where = where.where(_files.c.purpose == purpose)
         ordered = where.order_by(_files.c.id.desc() if is_newest_first else _files.c.id).limit(limit + 1)
-        async with self._database.reading() as connection:
-            return [_file(row) for row in (await connection.execute(ordered)).mappings()]
+        return list(map(_file, await self._database.rows(ordered)))
 
     @uncancelled
     async def delete(self, team_id: int, file_id: str) -> None:
@@ -326,27 +322,19 @@ class Files:
         """
         names = await asyncio.to_thread(self._names)  # before the rows: a row is made before its content
         await self._forget(names)
-        needed = await self._kept()
+        needed = set(await self._database.scalars(sa.select(_files.c.id)))
         await asyncio.to_thread(self.unlink, [name for name in names if name not in needed])
 
-    @uncancelled
     async def _forget(self, names: dict[str, float]) -> None:
         """Delete the rows of expired files and dead uploads; `names` as in `_names`."""
         now_s = self.clock()
-        async with self._database.reading() as connection:
-            is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
-            arriving = list((await connection.execute(sa.select(_files.c.id).where(is_stale))).scalars())
-            late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
-            expired_ids = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
+        is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
+        arriving = await self._database.scalars(sa.select(_files.c.id).where(is_stale))
+        late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
+        expired_ids = await self._database.scalars(sa.select(_files.c.id).where(late))
         expired_ids += [file_id for file_id in arriving if names.get(file_id, 0.0) < now_s - _STALE_S]
         for start in range(0, len(expired_ids), 500):
             await self.held.purge(_files.c.id.in_(expired_ids[start : start + 500]), _UNNEEDED, most=500)
-
-    @uncancelled
-    async def _kept(self) -> set[str]:
-        """The ids of all rows."""
-        async with self._database.reading() as connection:
-            return set((await connection.execute(sa.select(_files.c.id))).scalars())
 
     def _names(self) -> dict[str, float]:
         """The names of contents and batches' folders, each with its last change in unix seconds."""
@@ -376,7 +364,7 @@ class Files:
 
 
 def _file(row: Any) -> File:
-    return File(**{name: row[name] for name in File.__struct_fields__})
+    return File(**{name: getattr(row, name) for name in File.__struct_fields__})
 
 
 def _no_file(file_id: str) -> NotFound:

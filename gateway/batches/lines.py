@@ -5,8 +5,6 @@ output. Every function blocks. Invariants: a line of any bytes is a request or a
 bounded memory; of several outcomes of one line the first counts; an incomplete outcome is ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -9,20 +9,20 @@ then the chunk is done; then the files and the end of the batch are one transact
 loses the lines that it ran: another worker runs them again, and the cache may have their answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, BinaryIO
 
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.accounts import Accounts, Identity
+from gateway.accounts import Identity
+from gateway.accounts.accounts import Accounts
 from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
 from gateway.batches.files import OUTPUT, Files, new_object_id
@@ -179,6 +179,7 @@ class _OutcomeQuota:
             await self._extend(-self._left)
 
 
+@dataclass(eq=False, repr=False)
 class BatchRunner:
     """Runs batches with `run` until cancelled, or step by step with `step`; call `stop` before
     closing.
@@ -188,29 +189,19 @@ class BatchRunner:
     why it has no response.
     """
 
-    def __init__(
-        self,
-        *,
-        batches: Batches,
-        files: Files,
-        pipeline: Pipeline,
-        accounts: Accounts,
-        settings: BatchSettings,
-        routes: Mapping[str, Mapping[str, Endpoint]],
-        on_line: Callable[[str], None],
-    ) -> None:
-        self._batches = batches
-        self._files = files
-        self._pipeline = pipeline
-        self._accounts = accounts
-        self.settings = settings
-        self._routes = routes
-        self._on_line = on_line
-        self.works: dict[asyncio.Task[None], int] = {}  # with the team of each
-        self._running = 0
-        self._is_stopping = False
-        self._paused: dict[int, float] = {}
-        self.woken = asyncio.Event()
+    _: KW_ONLY
+    batches: Batches
+    files: Files
+    pipeline: Pipeline
+    accounts: Accounts
+    settings: BatchSettings
+    routes: Mapping[str, Mapping[str, Endpoint]]
+    on_line: Callable[[str], None]
+    works: dict[asyncio.Task[None], int] = field(default_factory=dict)  # with the team of each
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _running: int = 0
+    _is_stopping: bool = False
+    _paused: dict[int, float] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Step until cancelled. Errors of the database pass through."""
@@ -232,7 +223,7 @@ class BatchRunner:
         if not self.settings.concurrency or len(self.works) >= _CHUNKS_MAX or self._is_stopping:
             return False
         teams = list(self.works.values())
-        work = await self._batches.claim(
+        work = await self.batches.claim(
             secrets.token_hex(8), {team_id for team_id in teams if teams.count(team_id) >= _CHUNKS_A_TEAM}
         )
         if work is None:
@@ -248,7 +239,7 @@ class BatchRunner:
 
     async def _do(self, work: BatchLease) -> None:
         """Do the leased work, and release the lease on every exit."""
-        lease = _HeldLease(self._batches, work)
+        lease = _HeldLease(self.batches, work)
         keeping = asyncio.create_task(lease.keep())
         try:
             if work.chunk is not None:
@@ -263,63 +254,63 @@ class BatchRunner:
         finally:
             keeping.cancel()
             with contextlib.suppress(Exception):  # the lease ends by itself
-                await self._batches.release(work)
+                await self.batches.release(work)
 
     async def _read_input(self, lease: _HeldLease) -> None:
         work, settings = lease.work, self.settings
-        path = self._files.path(work.batch.input_file_id)
+        path = self.files.path(work.batch.input_file_id)
         try:
             chunks = await asyncio.to_thread(scan, path, settings.lines_max, settings.line_bytes_max)
         except LineRefused as refusal:
-            await self._batches.refuse(work, refusal)
+            await self.batches.refuse(work, refusal)
         except OSError as error:
-            await self._batches.refuse(work, self._why_unread(lease, error))
+            await self.batches.refuse(work, self._why_unread(lease, error))
         else:
             try:
-                await self._batches.plan(work, chunks)
+                await self.batches.plan(work, chunks)
             except OverQuota as error:
-                await self._batches.refuse(work, LineRefused(str(error.error_code), error.message))
+                await self.batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
     def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
         """The reason to refuse an input. Raises the error if a retry may help."""
         if (refusal := lease.why_not()) is not None:
             return refusal
-        if isinstance(error, FileNotFoundError) and self._files.folder.is_dir():
+        if isinstance(error, FileNotFoundError) and self.files.folder.is_dir():
             return LineRefused(*_GONE)
         raise error
 
     async def _end(self, lease: _HeldLease) -> None:
         """Write the output and the errors, and end the batch."""
         batch, work = lease.batch, lease.work
-        chunks, folder = await self._batches.chunks(work), self._files.folder / batch.id
-        uploads = [await self._files.begin(batch.team_id, is_own=True) for _ in range(2)]
+        chunks, folder = await self.batches.chunks(work), self.files.folder / batch.id
+        uploads = [await self.files.begin(batch.team_id, is_own=True) for _ in range(2)]
         files, is_over = [], False
         try:
             counts = await asyncio.to_thread(assemble, folder, chunks, *uploads)
             for upload, kind in zip(uploads, ("output", "error"), strict=True):
                 name = f"{batch.id}_{kind}.jsonl"
                 files.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
-            is_expired = self._batches.clock() >= batch.expires_at_s
-            is_over = await self._batches.end(work, counts, is_expired=is_expired, output=files[0], errors=files[1])
+            is_expired = self.batches.clock() >= batch.expires_at_s
+            is_over = await self.batches.end(work, counts, is_expired=is_expired, output=files[0], errors=files[1])
         finally:
             for upload in uploads:
                 if not (is_over and upload.bytes):
                     await upload.drop()
         if is_over:
-            await asyncio.to_thread(self._files.unlink, [batch.id])
+            await asyncio.to_thread(self.files.unlink, [batch.id])
 
     # -- a chunk
 
     async def _run_chunk(self, lease: _HeldLease, chunk: LineSpan) -> None:
         """Run the lines of a chunk that have no outcome on disk."""
-        folder = self._files.folder / lease.batch.id
+        folder = self.files.folder / lease.batch.id
         ended = set[int]()
         # without their data, which may be large
         for line, is_ok in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
             ended.add(line)
             lease.ended[is_ok] += 1
         segment, slots = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
-        appending, room = asyncio.Lock(), _OutcomeQuota(self._files, lease.batch)
+        appending, room = asyncio.Lock(), _OutcomeQuota(self.files, lease.batch)
 
         async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
             try:
@@ -342,7 +333,7 @@ class BatchRunner:
             segment.close()
         await room.close()
         if not lease.is_lost and sum(lease.counts) == chunk.lines:
-            await self._batches.chunk_done(lease.work, lease.counts)
+            await self.batches.chunk_done(lease.work, lease.counts)
 
     async def _append(
         self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
@@ -365,7 +356,7 @@ class BatchRunner:
                 refusal, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
                 line_id = new_object_id("batch_req_", time.time())
                 outcome = LineOutcome(outcome.line, False, refused(line_id, outcome.line, refusal))
-                lease.batch = await self._batches.stop(lease.work, refusal)
+                lease.batch = await self.batches.stop(lease.work, refusal)
             except (OSError, SQLAlchemyError) as error:
                 _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_S)
@@ -380,7 +371,7 @@ class BatchRunner:
         """
         number, lines_left, refusal = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:
-            file: BinaryIO = await asyncio.to_thread(self._files.path(lease.batch.input_file_id).open, "rb")
+            file: BinaryIO = await asyncio.to_thread(self.files.path(lease.batch.input_file_id).open, "rb")
             with file:
                 file.seek(chunk.offset)
                 lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self.settings.line_bytes_max)
@@ -410,11 +401,11 @@ class BatchRunner:
                 raise LineRefused("duplicate_custom_id", "Another line before has this `custom_id`", line.custom_id)
             reply = await self._reply(lease, line, model)
         except LineRefused as refusal:
-            self._on_line(refusal.code)
+            self.on_line(refusal.code)
             return LineOutcome(number, False, refused(line_id, number, refusal))
         if reply is None:
             return None
-        self._on_line("ok" if reply.status == 200 else str(reply.status))
+        self.on_line("ok" if reply.status == 200 else str(reply.status))
         request_id = reply.headers.get("x-request-id", "")
         body = answered(line_id, line.custom_id, reply.status, request_id, reply.body)
         return LineOutcome(number, reply.status == 200, body)
@@ -427,7 +418,7 @@ class BatchRunner:
         while True:
             if not await self._room(lease, line, model):
                 return None
-            identity = await self._accounts.of_key(lease.batch.key_id)
+            identity = await self.accounts.of_key(lease.batch.key_id)
             if identity is None:
                 message = "The key that made the batch was revoked, or has expired"
                 raise LineRefused("invalid_api_key", message, line.custom_id)
@@ -459,7 +450,7 @@ class BatchRunner:
         while not (lease.is_lost or self._is_stopping):
             if (refusal := lease.why_not()) is not None:
                 raise LineRefused(refusal.code, refusal.message, line.custom_id)
-            other_generations = self._pipeline.generations - self._running
+            other_generations = self.pipeline.generations - self._running
             slots = self.settings.concurrency if other_generations <= 0 else max(1, self.settings.concurrency // 4)
             is_paused = self._paused.get(lease.batch.team_id, 0.0) > time.monotonic()
             if self._running < slots and not is_paused and not self._is_busy(model):
@@ -470,7 +461,7 @@ class BatchRunner:
     def _is_busy(self, model: str) -> bool:
         """Whether each deployment of a model has half its slots taken, or waiting requests."""
         try:
-            alias = self._pipeline.fleet.alias(model)
+            alias = self.pipeline.fleet.alias(model)
         except ApiError:
             return False
         return all(
@@ -500,5 +491,5 @@ class BatchRunner:
             "caller": Caller(identity, batch_id),
         }
         reply = _LineReply()
-        await self._routes[line.url]["POST"](scope, receive, reply.send)
+        await self.routes[line.url]["POST"](scope, receive, reply.send)
         return reply

@@ -64,9 +64,11 @@ class Slots:
             self.call()
 
     def join(self, ticket: Ticket, *, is_first: bool) -> bool:
-        """Put `ticket` at the end of its team's queue. Returns False if there is no room.
+        """Put `ticket` at the end of its team's queue.
 
-        `is_first` puts it first, also in a full queue: it was called before, but too late.
+        If the queues are full, the last ticket of the longest team's queue gives way; returns False if
+        this team's queue would then be as long. `is_first` puts it first, also in full queues: it was
+        called before, but too late.
         """
         queue_of_team = self._queues.get(ticket.team, ())
         if self.waiting >= self.waiting_max and not is_first:

@@ -1,6 +1,6 @@
 """Reads request bodies within limits of size, of time, and of what a team's unfinished ones hold.
 
-Formats: ASGI HTTP specification 2.5; gzip (RFC 1952). Knows no HTTP server and no endpoints.
+Formats: ASGI HTTP specification 2.3; gzip (RFC 1952). Knows no HTTP server and no endpoints.
 Invariants: no more of a body than its limit is held, whatever its announced length, and no more of
 its decompressed content; a body that does not come counts as a request, and ends.
 """

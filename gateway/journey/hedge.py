@@ -55,7 +55,12 @@ class Race:
                 _cancel(task)
             await asyncio.gather(*self._running.values(), return_exceptions=True)
             self._running = {}
-            self._generation.answered.serving.hedges.give_back(self._expected_microusd)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Give back what this race has taken of the share of hedges."""
+        self._generation.answered.serving.hedges.give_back(self._expected_microusd)
+        self._expected_microusd = 0
 
     def _is_open(self, first: UpstreamCall) -> bool:
         """Whether the first try has neither content nor an end."""
@@ -72,11 +77,11 @@ class Race:
             return
         if not answered.serving.hedges.take(expected, answered.serving.settings.hedge_cost_max):
             return
-        self._expected_microusd = expected
-        if not (await generation.holds.cover(answered, second) and self._is_open(first)):
-            return
-        call = await begin(self._flight, second, answered.why, is_alone=False)
+        self._expected_microusd, call = expected, None
+        if await generation.holds.cover(answered, second) and self._is_open(first):
+            call = await begin(self._flight, second, answered.why, is_alone=False)
         if call is None:
+            self._give_back()
             return
         self.beside = frozenset({second.name})
         self._enter(call)

@@ -14,7 +14,8 @@ from redis.exceptions import RedisError
 from cache import ExactCache, SemanticClient
 from cache.redis_link import RedisLink
 from cache.verdicts import Ruling, Source, VerdictStore
-from gateway.accounts import Accounts, Team
+from gateway.accounts import Team
+from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.semantic import Bounds
 from gateway.learning.comparisons import Findings, Judging

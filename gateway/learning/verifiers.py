@@ -25,7 +25,8 @@ from cache import CacheUnavailable, Entry, ExactCache, Trial
 from cache.entry import wording_id
 from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
-from gateway.accounts import Accounts, Identity, Team
+from gateway.accounts import Identity, Team
+from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.checks import BUSY
 from gateway.journey.flight import Flight

@@ -3,8 +3,6 @@
 Invariant: nothing is written without `--correct`, and then rows are added, never changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import getpass
@@ -17,10 +15,11 @@ from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.accounts import AuditRow, Ledger, LedgerRow
-from gateway.accounts.audit import LEDGER_CORRECTED
+from gateway.accounts import LedgerRow
+from gateway.accounts.audit import LEDGER_CORRECTED, AuditRow
 from gateway.accounts.database import Database
 from gateway.accounts.errors import AccountsError
+from gateway.accounts.ledger import Ledger
 from gateway.accounts.rollups import CORRECTION
 from gateway.reconcile.compare import Difference, Report, compare, corrections, id_part, models_of
 from gateway.reconcile.export import COUNTS, Billed, Export, ExportError, read_export

@@ -4,8 +4,6 @@ No SQL and no files. Invariants: the reasons of a difference add up to it, with 
 `unexplained`; nothing here writes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -20,9 +20,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from cache import SemanticClient
 from cache.redis_link import RedisLink
 from cache.worker import WorkerState, WorkerStatus
-from gateway.accounts import Accounts, LedgerWriter
+from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import name_of
-from gateway.accounts.ledger_writer import WriterStats
+from gateway.accounts.ledger_writer import LedgerWriter, WriterStats
 from gateway.deployments.alias import ABSENCES
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
@@ -77,10 +77,8 @@ class HealthMonitor:
             before = time.perf_counter()
             await asyncio.sleep(_LOOK_EVERY_S)
             self.lag_s = max(0.0, time.perf_counter() - before - _LOOK_EVERY_S)
-            looks = {
-                asyncio.ensure_future(look)
-                for look in (self._look_at_redis(), self._look_at_database(), self._look_at_cache())
-            }
+            self._cache = self.semantic.status
+            looks = {asyncio.ensure_future(look) for look in (self._look_at_redis(), self._look_at_database())}
             _, late = await asyncio.wait(looks, timeout=_LOOK_TIMEOUT_S)
             for look in late:
                 look.cancel()
@@ -120,9 +118,6 @@ class HealthMonitor:
             self._database_error = "" if await self.accounts.database.takes_writes() else "takes no writes"
         except SQLAlchemyError as error:
             self._database_error = name_of(error)
-
-    async def _look_at_cache(self) -> None:
-        self._cache = self.semantic.status
 
     def _look_at_descriptors(self) -> None:
         """Warn if few descriptors are left; the kernel gives the lowest free number."""

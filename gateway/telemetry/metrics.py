@@ -251,7 +251,7 @@ class Metrics:
                 if definition.kind is names.MetricKind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
                     continue
                 known = series.get(key)
-                series[key] = numbers if known is None else _merge(definition, known, numbers)
+                series[key] = numbers if known is None else tuple(map(_MERGES[definition.merge], known, numbers))
         return [_family(definition, series) for definition in names.DEFINITIONS]
 
     def close(self) -> None:
@@ -279,11 +279,6 @@ _MERGES: dict[names.Merge, Callable[[float, float], float]] = {
     names.Merge.MAX: max,
     names.Merge.MIN: min,
 }
-
-
-def _merge(definition: names.Definition, left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
-    merge = _MERGES[definition.merge]
-    return tuple(merge(a, b) for a, b in zip(left, right, strict=True))
 
 
 def _family(definition: names.Definition, series: dict[Key, tuple[float, ...]]) -> "Metric":

@@ -91,7 +91,7 @@ class SharedNumbers:
             self._runs[run.key] = run
             self._end = max(self._end, run.start + run.width)
         self._series_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._series_end_bytes = _whole_lines_bytes(path)
+        self._series_end_bytes = path.read_bytes().rfind(b"\n") + 1  # of whole lines
         os.ftruncate(self._series_fd, self._series_end_bytes)
         os.posix_fallocate(self._series_fd, 0, SERIES_BYTES)
         return mmap.mmap(lock_fd, CAPACITY * 8)
@@ -159,10 +159,6 @@ def _runs(path: Path) -> list[Run]:
         return []
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     return [msgspec.json.decode(line, type=Run) for line in lines]
-
-
-def _whole_lines_bytes(path: Path) -> int:
-    return path.read_bytes().rfind(b"\n") + 1
 
 
 def _is_locked(path: Path) -> bool:

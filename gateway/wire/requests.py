@@ -6,7 +6,7 @@ through unchanged.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -305,7 +305,31 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
             param = ".".join(part for part in (param, problem.split("`")[1]) if part)
             raise BadRequest(f"Unknown field: {param}", param=param, code="unknown_parameter") from None
         code = "invalid_type" if "got" in problem else "invalid_value"
+        if problem.startswith(_NO_MEMBER):
+            values = _allowed(msgspec.inspect.type_info(shape), _PATH_PARTS.findall(path))
+            problem = f"expected one of {', '.join(values)}, got {problem.removeprefix(_NO_MEMBER)}"
         raise BadRequest(f"Invalid {param or 'body'}: {problem}", param=param, code=code) from None
+
+
+_NO_MEMBER = "Invalid enum value "
+_PATH_PARTS = re.compile(r"\w+|\[\.{3}\]")  # `[...]` is any item
+
+
+def _allowed(kind: msgspec.inspect.Type, path: Sequence[str]) -> list[str]:
+    """What an enum or a literal at a path within a type may be; empty: another type is there."""
+    match kind:
+        case msgspec.inspect.UnionType(types=kinds):
+            return [value for one in kinds for value in _allowed(one, path)]
+        case msgspec.inspect.EnumType(cls=enum) if not path:
+            return [str(one.value) for one in enum]
+        case msgspec.inspect.LiteralType(values=values) if not path:
+            return list(map(str, values))
+        case msgspec.inspect.ListType(item_type=item) if path:
+            return _allowed(item, path[1:])
+        case msgspec.inspect.StructType(fields=fields) if path:
+            inner = next((field.type for field in fields if field.encode_name == path[0]), None)
+            return [] if inner is None else _allowed(inner, path[1:])
+    return []
 
 
 BOM = b"\xef\xbb\xbf"  # .NET sends it; RFC 8259, section 8.1 lets a parser ignore it

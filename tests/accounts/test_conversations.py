@@ -105,6 +105,18 @@ async def test_a_response_ends_once(store: Store) -> None:
     assert len(await store.talks.items(store.team_id, 1_000, id=_TALK)) == 3
 
 
+async def test_a_request_whose_lock_another_has_taken_adds_nothing(store: Store, accounts: Accounts) -> None:
+    """Its lock had lapsed: what it says would stand between the other's items."""
+    assert await store.talks.lock(store.team_id, _TALK, "req_1")
+    store.now_s += LEASE_S + 1
+    assert await store.talks.lock(store.team_id, _TALK, "req_2")
+    for request_id, is_added in (("req_1", False), ("req_2", True), ("req_3", True)):
+        async with accounts.database.writing() as connection:
+            items = [(request_id, b"{}")]
+            added = await store.talks.append(connection, store.team_id, _TALK, items, ended=request_id)
+            assert added is is_added
+
+
 async def test_a_renewal_under_way_locks_nothing_again(store: Store, accounts: Accounts) -> None:
     """A request that ends while its worker renews its lock leaves the conversation free for the next one."""
     assert await store.talks.lock(store.team_id, _TALK, "req_1")

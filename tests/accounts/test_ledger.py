@@ -101,6 +101,25 @@ async def test_pages_hold_every_row_once_newest_first(ledger: Ledger) -> None:
     assert len(found) > 14
 
 
+async def test_rows_of_a_user_or_a_tag(ledger: Ledger) -> None:
+    """A filter by user, by a tag's name and by its value; a value that spells another tag is no such tag."""
+    labels = (("ada", '{"env":"prod"}'), ("ada", '{"env":"a_b"}'), ("bob", r'{"note":"\"env\":\"prod\""}'), ("", ""))
+    rows = make_rows(len(labels))
+    await ledger.append(
+        [msgspec.structs.replace(row, user=u, tags=t) for row, (u, t) in zip(rows, labels, strict=True)]
+    )
+    for where, expected in (
+        (LedgerFilter(user="ada"), [0, 1]),
+        (LedgerFilter(tag="env"), [0, 1]),
+        (LedgerFilter(tag="env", tag_value="prod"), [0]),
+        (LedgerFilter(tag="env", tag_value="axb"), []),
+        (LedgerFilter(tag="env", tag_value="Prod"), []),
+        (LedgerFilter(tag="note", user="ada"), []),
+    ):
+        found = {row.id for row in (await ledger.rows(where)).rows}
+        assert found == {rows[index].id for index in expected}
+
+
 async def test_filters_join(ledger: Ledger) -> None:
     """Every field of a filter narrows."""
     rows = make_rows(200)

@@ -9,7 +9,8 @@ import pytest
 from httpx import ASGITransport, AsyncClient
 from redis.asyncio import Redis
 
-from gateway.accounts import Accounts, decode_row
+from gateway.accounts import decode_row
+from gateway.accounts.accounts import Accounts
 from gateway.admin.guard import COOKIE
 from gateway.batches.lines import LineRefused
 from gateway.deployments.deployment import Deployment

@@ -28,7 +28,10 @@ from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
 from cache.worker import WorkerState, WorkerStatus
 from cache.worker import messages as wire
-from gateway.accounts import Accounts, Audit, Ledger, LedgerRow
+from gateway.accounts import LedgerRow
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.audit import Audit
+from gateway.accounts.ledger import Ledger
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore

@@ -16,7 +16,7 @@ from openai import OpenAI
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from gateway.accounts import Accounts
+from gateway.accounts.accounts import Accounts
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import KEPT_S, QUEUE_MAX, VALUES_TOLD, AlertWatch, Channel
 from gateway.alerts.webhook import Webhook

@@ -327,8 +327,8 @@ def test_a_usage_of_another_shape_costs_no_answer(usage: Any) -> None:
         {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
         {"type": "message_stop"},
     ]
-    whole = MessageReader().whole(json.dumps({**message, "usage": usage}).encode())
-    for chunks in (whole, MessageReader().chunks(json.dumps(piece).encode() for piece in pieces)):
+    whole = MessageReader(0).whole(json.dumps({**message, "usage": usage}).encode())
+    for chunks in (whole, MessageReader(0).chunks(json.dumps(piece).encode() for piece in pieces)):
         assert any(TEXT in chunk.decode() for chunk in chunks)
         assert chunks[-1] == b"[DONE]"
         assert usage_of(json.dumps(json.loads(chunks[-2])["usage"]).encode()) is None

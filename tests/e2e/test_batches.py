@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.accounts import LedgerFilter
+from gateway.accounts.ledger import LedgerFilter
 from gateway.batches import work as work_module
 from gateway.batches.batches import Batches, BatchLease
 from gateway.batches.files import Files
@@ -272,7 +272,7 @@ async def test_a_file_is_not_deleted_under_a_batch(host: Host) -> None:
     class Late:
         """The database, in which a batch begins just before the first write."""
 
-        reading = staticmethod(database.reading)
+        reading, rows = staticmethod(database.reading), staticmethod(database.rows)
         is_sqlite = database.is_sqlite
 
         @asynccontextmanager

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.accounts import Ledger, LedgerFilter
 from gateway.accounts.accounts import Accounts
+from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 from gateway.telemetry.summary import StatsWindow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.accounts import Accounts
+from gateway.accounts.accounts import Accounts
 from tests.world import World
 
 

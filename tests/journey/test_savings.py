@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.accounts import HitsWriter, Ledger, LedgerFilter, LedgerRow
+from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
+from gateway.accounts.ledger import Ledger, LedgerFilter
+from gateway.accounts.ledger_writer import HitsWriter
 from gateway.telemetry.stats import Stats
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World, broken, deployment, unavailable

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.accounts import Audit, Ledger, LedgerFilter, LedgerRow
+from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
+from gateway.accounts.audit import Audit
+from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.cli import main
 from policies import Usage
 

@@ -216,7 +216,7 @@ def test_what_anthropic_bills_beside_its_count_is_counted(is_stream: bool) -> No
     searched: list[dict[str, Any]] = [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]
     searched += [{"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, {"type": "text", "text": "x"}]
     message = {"type": "message", "content": searched, "stop_reason": "end_turn", "usage": _COMPACTED}
-    reader = MessageReader()
+    reader = MessageReader(0)
     if is_stream:
         early = {"type": "message_start", "message": {**message, "usage": {"input_tokens": 10, "output_tokens": 1}}}
         events = [early]

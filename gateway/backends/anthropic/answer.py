@@ -7,7 +7,6 @@ for which a chat completion lacks a field. Knows no HTTP. Invariant: an unreadab
 unchanged or as invalid JSON, so that the stream reports it as broken.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,10 +30,10 @@ _WRONG = (*UNREADABLE, KeyError, TypeError, AttributeError)  # what reading an a
 
 
 class MessageReader:
-    """Reads one answer."""
+    """Reads one answer, begun at `created` (unix seconds)."""
 
-    def __init__(self) -> None:
-        self._head: dict[str, Any] = {"object": "chat.completion.chunk", "created": int(time.time())}
+    def __init__(self, created: int) -> None:
+        self._head: dict[str, Any] = {"object": "chat.completion.chunk", "created": created}
         self._usage: dict[str, Any] = {}
         self._kinds: dict[int, str] = {}  # of the blocks by their index
         self._calls: dict[int, int] = {}  # the numbers of calls by the index of their block

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,23 +31,19 @@ _COMES_BACK_S = 30.0  # a process that is away longer is taken to be gone
 _STARTS_FAILED_MAX = 3  # after so many, requests stop waiting for the engine
 
 
+@dataclass(eq=False, repr=False)
 class LocalBackend:
     """One deployment on a local engine. Answers name `model`, the alias, as their model."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        socket_path: Path,
-        model: str,
-        capabilities: frozenset[str],
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.capabilities = capabilities
-        self.engine = AsyncEngine(socket_path)
-        self.wall_clock = wall_clock
+    name: str
+    _: KW_ONLY
+    socket_path: Path
+    model: str
+    capabilities: frozenset[str]
+    wall_clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self.engine = AsyncEngine(self.socket_path)
         self.quarantine = Quarantine(time.monotonic)
         self._away_since: float | None = time.monotonic()
 

@@ -5,8 +5,6 @@ request is refused for ten minutes. Reads the requests' bodies and a clock. Inva
 crash the engine at most twice. Without a crash this class does nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class OpenAIBackend:
     """
 
     paths: Mapping[str, str] = {kind.path: kind.path for kind in KINDS}
-    reader: Callable[[], EventReader] | None = None
+    reader: Callable[[int], EventReader] | None = None
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class OpenAIBackend:
         self._connections_max = connections_max
         self._is_salted = is_salted
         self._tail_timeout_s = tail_timeout_s
+        self._wall_clock = wall_clock
         self._translate = Translator(api_key, wall_clock)
         self._media = "application/json"
         self._url, self._headers = urlsplit(base_url), dict(headers or {})
@@ -157,7 +158,7 @@ class OpenAIBackend:
             translate=self._translate,
             on_end=self._left,
             tail_timeout_s=self._tail_timeout_s,
-            reader=self.reader() if self.reader is not None else None,
+            reader=self.reader(int(self._wall_clock())) if self.reader is not None else None,
         )
 
     def load(self, prompt_tokens: int) -> Load:
