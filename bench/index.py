@@ -68,9 +68,6 @@ class Ready:
     def encode(self, texts: Sequence[str]) -> Encoded:
         return Encoded(np.repeat(self.next[None], len(texts), axis=0), np.ones(len(texts), dtype=np.int32))
 
-    def encode_tokens(self, text: str) -> None:
-        """It has none."""
-
 
 def made_vectors(count: int) -> NDArray[np.float32]:
     """Unit vectors (count, dims) in groups of paraphrases, through float16 as the store keeps them."""

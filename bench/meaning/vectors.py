@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.types import Embedder, EmbedderInfo, Encoded, Tokens
+from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 
 FOLDER = Path(".bench/vectors")
 _PORTION = 512
@@ -49,9 +49,6 @@ class Recall:
             np.array([tokens for _, tokens, _ in rows], dtype=np.int32),
             frozenset(at for at, (_, _, is_unread) in enumerate(rows) if is_unread),
         )
-
-    def encode_tokens(self, text: str) -> Tokens | None:
-        return self._embedder.encode_tokens(text)
 
     def save(self) -> None:
         """Write what the file of the first set does not have yet."""

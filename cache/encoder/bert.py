@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, Tokens, folder_key, unknown_id, unread_among
+from cache.encoder.types import KEY_BYTES, EmbedderInfo, Encoded, folder_key, unknown_id, unread_among
 
 # a pass is padded to one of these: a graph compiled for its size takes a millisecond less
 _SIZES = (16, 32, 64, 128)
@@ -137,17 +137,8 @@ class BertEmbedder:
             vectors[pack] = self._run([rows[index] for index in pack], counts[pack])
         return Encoded(vectors, counts, unread_among(rows, self._unknown))
 
-    def encode_tokens(self, text: str) -> Tokens | None:
-        """Return vectors of a text's tokens, or None if it does not fit the window. Thread-safe."""
-        row = self._tokenizer.encode(text)
-        if len(row.ids) > self.info.tokens_max:
-            return None
-        return row.offsets, self._run([row.ids], np.array([len(row.ids)], dtype=np.int32), is_by_token=True)
-
-    def _run(
-        self, rows: Sequence[list[int]], counts: NDArray[np.int32], *, is_by_token: bool = False
-    ) -> NDArray[np.float32]:
-        """Return a vector for each row of token ids or, with `is_by_token`, for each token."""
+    def _run(self, rows: Sequence[list[int]], counts: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return a vector for each row of token ids."""
         tokens = int(counts.sum())
         kind = next((size for size in _SIZES if tokens <= size), _ANY_SIZE)
         size = tokens if kind == _ANY_SIZE else kind
@@ -157,8 +148,8 @@ class BertEmbedder:
         owners = np.full(size, -1)  # what is padded sees itself alone
         owners[:tokens] = np.repeat(np.arange(len(rows)), counts)
         mask = np.where(owners[:, None] == owners, np.float32(0), np.float32(-np.inf))
-        pooled = np.eye(size, dtype=np.bool_) if is_by_token else owners == np.arange(size)[:, None]
-        if not (self._is_mean or is_by_token):
+        pooled = owners == np.arange(size)[:, None]
+        if not self._is_mean:
             pooled &= positions == 0
         # named: tensors only point at their arrays
         inputs = (ids, positions, mask, pooled.astype(np.float32))
@@ -168,7 +159,7 @@ class BertEmbedder:
             for index, values in enumerate(inputs):
                 request.set_input_tensor(index, self._tensor(values, shared_memory=True))
             request.infer()
-            vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: tokens if is_by_token else len(rows)]
+            vectors: NDArray[np.float32] = request.get_output_tensor(0).data[: len(rows)]
             unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 

@@ -28,7 +28,6 @@ from cache.encoder.types import (
     EmbedderInfo,
     Encoded,
     PrecisionUnavailable,
-    Tokens,
     folder_key,
     unknown_id,
     unread_among,
@@ -106,10 +105,6 @@ class SentenceEmbedder:
                     show_progress_bar=False,
                 )
         return Encoded(vectors, tokens, unread_among(rows, self._unknown))
-
-    def encode_tokens(self, text: str) -> Tokens | None:
-        """Return None: the library makes vectors of whole texts alone."""
-        return None
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._model.tokenizer
@@ -200,12 +195,6 @@ class Memo:
                 self._known.popitem(last=False)
         vectors = np.stack([entries[key][0] for key in keys]) if keys else np.zeros((0, self.info.dims), np.float32)
         return Encoded(vectors, np.array([entries[key][1] for key in keys], dtype=np.int32))
-
-    def encode_tokens(self, text: str) -> Tokens | None:
-        """Return vectors of a text's tokens, which are not kept, or None if the model cannot make
-        them.
-        """
-        return self._embedder.encode_tokens(text)
 
 
 def _text_key(partition: bytes, text: str) -> bytes:

@@ -56,12 +56,6 @@ class Encoded:
     unread: frozenset[int] = frozenset()
 
 
-Tokens = tuple[Sequence[tuple[int, int]], NDArray[np.float32]]
-"""The characters of a text for each of its tokens, empty for special tokens, and unit vectors of
-the tokens in that text.
-"""
-
-
 class PrecisionUnavailable(OSError):
     """This machine cannot run the model in that precision. The message has the reason and the
     remedy.
@@ -73,8 +67,6 @@ class Embedder(Protocol):
     def info(self) -> EmbedderInfo: ...
 
     def encode(self, texts: Sequence[str]) -> Encoded: ...
-
-    def encode_tokens(self, text: str) -> Tokens | None: ...
 
 
 def unknown_id(tokenizer: Any) -> int | None:

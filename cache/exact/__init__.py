@@ -4,18 +4,13 @@ Must not import a room that knows meaning (`decision`, `encoder`, `semantic`, `v
 `cache.py` first.
 """
 
-from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
-from cache.exact.pointers import Pointer, Verified
+from cache.exact.cache import CacheLimits, ExactCache, Lookup, LookupMiss
+from cache.exact.pointers import Verified
 
 __all__ = [
     "CacheLimits",
-    "CacheStats",
     "ExactCache",
     "Lookup",
     "LookupMiss",
-    "Pointer",
-    "PurgeResult",
-    "Sample",
-    "StoreResult",
     "Verified",
 ]

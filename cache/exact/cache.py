@@ -175,7 +175,7 @@ class ExactCache:
         entry = self._l1.lookup(fp.partition, fp.exact) if self.is_l1_on else None
         if entry is None or self._unfit(entry, fp, max_age_s) is not None:
             return None
-        self._touch(entry)
+        self.use(entry)
         return entry
 
     def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
@@ -266,10 +266,6 @@ class ExactCache:
         is_fit = self._unfit(entry, fp, max_age_s) is None and pointer.names(entry)
         return (entry, pointer) if is_fit else (None, None)
 
-    def use(self, entry: Entry) -> None:
-        """Count a use of an entry that was found by its words."""
-        self._touch(entry)
-
     async def point(self, fp: Fingerprint, entry: Entry, words_key: bytes, verified: Verified) -> None:
         """Let the words of `fp`, by `words_key`, find an entry, until it, its answer or its group
         change.
@@ -291,7 +287,7 @@ class ExactCache:
         entry = self._l1.lookup(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and entry.text is not None and self._unfit(entry, fp, max_age_s) is None:
             if is_served:
-                self._touch(entry)
+                self.use(entry)
             return Lookup(entry, None)
         purges_before = self._l1.purges
         try:
@@ -343,7 +339,7 @@ class ExactCache:
         # no purge came between the question and the answer
         if self.is_l1_on and purges_before == self._l1.purges:
             self._l1.store(entry)
-        self._touch(entry)
+        self.use(entry)
         return entry, None
 
     def _unfit(self, entry: Entry, fp: Fingerprint, max_age_s: float | None) -> LookupMiss | None:
@@ -497,7 +493,8 @@ class ExactCache:
 
     # --- uses
 
-    def _touch(self, entry: Entry) -> None:
+    def use(self, entry: Entry) -> None:
+        """Count a use of an entry."""
         uses = self._touches.setdefault(entry.partition, {})
         if self._touches_count < _TOUCHES_MAX or entry.exact in uses:
             self._touches_count += entry.exact not in uses

@@ -6,11 +6,10 @@ nothing heavy.
 """
 
 from cache.worker.client import SemanticClient
-from cache.worker.messages import AnswerText, Embedded, TextTooLong, WorkerState, WorkerStatus
+from cache.worker.messages import AnswerText, TextTooLong, WorkerState, WorkerStatus
 
 __all__ = [
     "AnswerText",
-    "Embedded",
     "SemanticClient",
     "TextTooLong",
     "WorkerState",

@@ -39,9 +39,6 @@ class FakeEmbedder:
         vectors[tokens > self.info.tokens_max] = 0
         return Encoded(vectors, tokens)
 
-    def encode_tokens(self, text: str) -> None:
-        """It has vectors of texts alone."""
-
     def _vector(self, text: str) -> Any:
         what = "" if self._is_constant else " ".join(sorted(set(text.casefold().split())))
         seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "big")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import cache.encoder.embedder as module
 from cache.encoder.bert import BertEmbedder, has_bfloat16, read_plan
@@ -73,23 +72,6 @@ def test_what_is_no_token_is_not_compared(embedder: Embedder, reference: Sentenc
         assert made.vectors[0] @ made.vectors[1] > 0.9999 < made.vectors[2] @ made.vectors[3]
         over = Memo(model).encode([(b"team", text) for text in texts]).tokens > model.info.tokens_max
         assert over.tolist() == [True, True, True, True, False, True]
-
-
-def test_tokens_have_vectors_of_their_places_in_a_text(embedder: Embedder, reference: SentenceEmbedder) -> None:
-    """Their mean is the text's vector, and one word in two texts has two; the library shows none."""
-    text = "a bank of the river, unbelievably"
-    made = embedder.encode_tokens(text)
-    assert made is not None
-    places, vectors = made
-    assert [text[start:end] for start, end in places[:4]] == ["", "a", "bank", "of"]
-    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
-    other = embedder.encode_tokens("a bank with money")
-    assert other is not None
-    assert 0.3 < vectors[2] @ other[1][2] < 0.99
-    mean = vectors.mean(axis=0)
-    assert mean @ embedder.encode([text]).vectors[0] / np.linalg.norm(mean) > 0.97
-    assert embedder.encode_tokens("word " * 300) is None
-    assert reference.encode_tokens(text) is None
 
 
 def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
@@ -237,24 +219,16 @@ def test_the_memo_embeds_a_text_once_and_forgets_the_oldest() -> None:
     assert fake.encoded == ["h"]  # of another partition: it is not known there
 
 
-def _first_token(embedder: Embedder, text: str) -> NDArray[np.float32]:
-    made = embedder.encode_tokens(text)
-    assert made is not None
-    first: NDArray[np.float32] = made[1][0]
-    return first
-
-
 def test_several_threads_get_what_one_gets(embedder: Embedder) -> None:
     """The worker's thread and the encoder's share an embedder and a memo that forgets while both use it."""
     texts = [f"text number {number}" for number in range(12)]
     right, memo = embedder.encode(texts).vectors, Memo(embedder, texts_max=3)
-    tokens = [_first_token(embedder, text) for text in texts]
 
     def differs(thread: int) -> float:
         places = [(thread + step) % len(texts) for step in range(40)]
         made = [memo.encode([(ACME, texts[place]), (ACME, texts[place - 1])]).vectors[0] for place in places]
-        firsts = [_first_token(embedder, texts[place]) - tokens[place] for place in places]
-        return float(np.abs([*firsts, *(np.stack(made) - right[places])]).max())
+        alone = [embedder.encode([texts[place]]).vectors[0] for place in places]
+        return float(np.abs([*(np.stack(made) - right[places]), *(np.stack(alone) - right[places])]).max())
 
     with ThreadPoolExecutor(4) as threads:
         assert max(threads.map(differs, range(4))) < 2e-6

@@ -20,8 +20,8 @@ from redis.asyncio import Redis
 from cache import CacheWorkerUnavailable, ExactCache, Hit, Miss, MissReason, Purge, SemanticClient
 from cache.query import Near
 from cache.verdicts import Ruling
-from cache.worker import AnswerText, Embedded, TextTooLong, WorkerState, WorkerStatus
-from cache.worker.messages import WIRE, AskLookup
+from cache.worker import AnswerText, TextTooLong, WorkerState, WorkerStatus
+from cache.worker.messages import WIRE, AskLookup, Embedded
 from ipc import CallFrame, ReplyFrame
 from tests.cache.fakes import ACME, OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis

@@ -32,7 +32,7 @@ _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "step": [*[_POINTER] * 8, _INT, _INT], "product": [_INT, *[_POINTER] * 3, _INT],
     "take_rows": [_INT, *[_POINTER] * 3, _INT], "pack": [_INT, *[_POINTER] * 4, _INT, _INT],
     "pack_pairs": [_POINTER, _POINTER, _INT, _INT], "add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
@@ -56,20 +56,16 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Kernels:
+class Kernels(ctypes.CDLL):
     """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see `kind_of`."""
 
-    def __init__(self, path: Path) -> None:
-        # decision: kernels-in-cpp
-        library = ctypes.CDLL(str(path))
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, f"sw_{name}")
-            function.argtypes, function.restype = arguments, None
-            setattr(self, name, function)
-
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError for a name that `__init__` did not set."""
-        raise AttributeError(name)
+        """The function `name`, without the prefix that all have in the library."""
+        # decision: kernels-in-cpp
+        function = self[f"sw_{name}"]
+        function.argtypes, function.restype = _ARGUMENTS[name], None
+        setattr(self, name, function)
+        return function
 
 
 def kind_of(dtype: torch.dtype) -> int | None:
@@ -83,7 +79,7 @@ def kernels() -> Kernels | None:
     path = _library()
     if os.environ.get("SAMEWAY_NATIVE") == "0" or not path.is_file():
         return None
-    return Kernels(path)
+    return Kernels(str(path))
 
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
