@@ -302,6 +302,15 @@ async def test_a_request_may_be_stricter(world: World, mode: str) -> None:
     assert world.backends["reader"].calls == []
 
 
+async def test_below_the_least_bound_nothing_is_asked(world: World) -> None:
+    """A request with a stricter bound than any that was measured gets no stored answer to another prompt."""
+    await stored(world)
+    says(world, "1")
+    assert (await world.ask(SECOND, cache={"error_max": 0.001})).cache == "miss"
+    assert world.backends["reader"].calls == []
+    assert (await world.ask(THIRD, cache={"error_max": 0.002})).cache == "semantic"
+
+
 async def test_observing_serves_nothing(open_a_world: Any) -> None:
     """The question is put beside the generation, and the record has what would be served and saved; a certain hit too."""
     world = await open_a_world(models=MODELS, cache={"verifier": "small", "verify": "observe"})
