@@ -56,11 +56,12 @@ def _score(kind: PolicyKind, expense: Expense) -> float:
 
 def is_affordable(cost: MicroUSD, spent: MicroUSD, baseline: MicroUSD, share: float, *, is_first_day: bool) -> bool:
     """Whether questions stay within `share` of `baseline`, what the requests would have cost, after
-    one more of `cost`. On the first day the share is five times as large, and fifty questions may
-    come before the first request is counted, so that learning comes first.
+    one more of `cost`; one that costs nothing does. On the first day the share is five times as
+    large, and fifty questions may come before the first request is counted, so that learning comes
+    first.
     """
-    if not share:
-        return False
+    if not share or not cost:
+        return share > 0
     allowed = share * baseline
     if is_first_day:
         allowed = _FIRST_DAY_TIMES * allowed + _FIRST_QUESTIONS * cost

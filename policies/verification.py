@@ -26,6 +26,11 @@ class Verification(NamedTuple):
     verifier: str | None
     is_served: bool
 
+    @property
+    def is_asked_first(self) -> bool:
+        """Whether the verifier may be asked before an answer is generated, or beside it."""
+        return self.verifier is not None and self.mode is not Verify.AFTER
+
 
 _MODES = tuple(Verify)
 

@@ -164,7 +164,7 @@ class SemanticLookup:
             error_max=bound.error_max,
             untightened=bound.untightened,
             context=fingerprint.context,
-            may_ask=verification.verifier is not None and verification.mode is not Verify.AFTER,
+            may_ask=verification.is_asked_first and bound.error_max >= BOUND_MIN,
         )
         result = await self._semantic.lookup(query)
         if not isinstance(result, Hit):

@@ -33,6 +33,7 @@ from gateway.journey.hedge import Race
 from gateway.journey.outcomes import Rejection
 from gateway.journey.queue import note_route, routed
 from gateway.journey.rescue import Rescue
+from gateway.journey.savings import VERIFY
 from gateway.wire.errors import ApiError, BudgetExceeded, Unavailable, Upstream, UpstreamDenied, last_to_reset
 from policies import Demand, Route
 
@@ -116,9 +117,9 @@ class Tries:
         while route.ranked:
             if await self._round(route):
                 return
-            if self._generation.turn.passage is not None:  # it may have been done
-                break
-            if self._failed is None or self._done_with.issuperset(self._serving.deployments):
+            turn = self._generation.turn
+            is_over = turn.passage is not None or turn.arrival.operation == VERIFY  # may be done; a request waits
+            if is_over or self._failed is None or self._done_with.issuperset(self._serving.deployments):
                 break
             latest, failure = self._failed
             pause_s = pause_before_retry(failure, len(self._generation.answered.tries))

@@ -58,8 +58,7 @@ class InternalRequests:
         """The reply to a body. `alias` is one of the gateway's own; the team of `payer` pays."""
         if self._pipeline is None:
             return OwnReply()
-        is_free = payer.key.models is None
-        identity = payer if is_free else dataclasses.replace(payer, key=dataclasses.replace(payer.key, models=None))
+        identity = dataclasses.replace(payer, key=dataclasses.replace(payer.key, models=None))
         arrival = arrive(VERIFY)
         replies: list[Reply] = []  # at most one, also where it fails before it begins
         own = {"no-cache": True, "no-store": True}

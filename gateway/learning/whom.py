@@ -25,6 +25,9 @@ from policies.asking import Expense
 NO_VERIFIER = "no deployment of this model can chat, and there is no local engine"
 _AT_ONCE = 32  # questions of one worker to one deployment
 _COPIES_MAX = 200
+# a verifier that hangs rests from then on, as one that fails does
+_IN_TIME = {"ttft_timeout_ms": 10_000, "whole_timeout_ms": 10_000}
+_ALONE = {"is_semantic": False, "fallbacks": [], "retry_first_ms": 0, "hedge_cost_max": 0.0}
 _NOTHING_TRIED = frozenset[str]()
 _log = get_logger()
 
@@ -94,13 +97,14 @@ class Whom:
             copies = [
                 dataclasses.replace(
                     deployment,
+                    settings=deployment.settings.model_copy(update=_IN_TIME),
                     health=Health(time.monotonic, self._random),
                     estimate=Estimate(time.monotonic),
                     slots=Slots(_AT_ONCE, 0),
                 )
                 for deployment in deployments
             ]
-            settings = alias.settings.model_copy(update={"is_semantic": False, "fallbacks": [], "hedge_cost_max": 0.0})
+            settings = alias.settings.model_copy(update=_ALONE)
             by_name = {copy.name: copy for copy in copies}
             known = self._copies[key] = dataclasses.replace(alias, settings=settings, deployments=by_name)
         return known

@@ -176,6 +176,15 @@ async def test_a_verifier_that_is_down_costs_a_miss_nothing(world: World) -> Non
     assert {outcome for _, _, outcome in world.questions} == {"failed"}
 
 
+async def test_a_verifier_that_fails_or_hangs_is_asked_once_a_request(world: World) -> None:
+    """A question is not put again to a deployment that failed, and one without an answer is a failure after ten seconds."""
+    await stored(world)
+    world.backends["reader"].plays(unavailable())
+    assert (await world.ask(SECOND)).cache == "miss"
+    (call,) = world.backends["reader"].calls
+    assert call.whole_timeout_s == call.ttft_timeout_s == 10.0
+
+
 async def test_a_client_that_leaves_ends_its_request_and_not_the_question(world: World) -> None:
     """Nothing is generated for it, and the word that is paid for is kept."""
     await stored(world)
@@ -310,6 +319,15 @@ async def test_a_request_may_be_stricter(world: World, mode: str) -> None:
     await stored(world)
     assert (await world.ask(SECOND, cache={"verify": mode})).cache == "miss"
     assert world.backends["reader"].calls == []
+
+
+async def test_below_the_least_bound_nothing_is_asked(world: World) -> None:
+    """A request with a stricter bound than any that was measured gets no stored answer to another prompt."""
+    await stored(world)
+    says(world, "1")
+    assert (await world.ask(SECOND, cache={"error_max": 0.001})).cache == "miss"
+    assert world.backends["reader"].calls == []
+    assert (await world.ask(THIRD, cache={"error_max": 0.002})).cache == "semantic"
 
 
 async def test_observing_serves_nothing(open_a_world: Any) -> None:

@@ -50,6 +50,7 @@ def test_questions_stay_within_their_share() -> None:
     """Of what the requests would have cost; on the first day more, and some before anything is counted."""
     assert is_affordable(10, 480, 10_000, 0.05, is_first_day=False)
     assert not is_affordable(10, 500, 10_000, 0.05, is_first_day=False)
+    assert is_affordable(0, 500, 0, 0.05, is_first_day=False)
     assert is_affordable(10, 2_500, 10_000, 0.05, is_first_day=True)
     assert is_affordable(10, 0, 0, 0.05, is_first_day=True)
     assert not is_affordable(10, 500, 0, 0.05, is_first_day=True)

@@ -199,6 +199,15 @@ def test_a_percentile_is_within_ten_percent(values_ms: list[float]) -> None:
         assert got == pytest.approx(exact, rel=0.1)
 
 
+async def test_a_question_that_fails_is_no_client_s_failure(redis: Redis) -> None:
+    """What the gateway asks for itself counts neither as failed nor as refused."""
+    stats = Stats(redis, Clock())
+    for status, error in ((200, ""), (502, "upstream_failed"), (499, "client_gone")):
+        stats.add(miss(route="verify", cache="bypass", status=status, error=error))
+    await stats.flush()
+    assert (await stats.query(StatsWindow.DAY)).total.by_kind == {"bypass": 3}
+
+
 async def test_latencies_of_hits_and_misses_are_told_apart(redis: Redis) -> None:
     """The summary and each point have the hits' and the misses' time to first token."""
     stats = Stats(redis, Clock())
