@@ -1,4 +1,4 @@
-"""A machine's device, number type, threads and memory for an engine, as measured.
+"""A machine's device, number type, threads and memory for an engine.
 
 Knows no model beyond its sizes in bytes.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from pathlib import Path
 
 import torch
 
 from local_engine.config import ModelError
+from local_engine.kernels.cpu import cpu_flags
 
 _KV_SIZE_MAX_BYTES_CPU = 1 << 30
 _CUDA_SHARE = 0.9
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, and of ARM
 
 
 def choose_device(name: str) -> torch.device:
@@ -35,29 +36,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere); on a CPU the type that
-    multiplies faster."""
+    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere) and on a CPU that multiplies
+    it, else float32."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
-    return min((torch.bfloat16, torch.float32), key=_matmul_s)
-
-
-def _matmul_s(dtype: torch.dtype) -> float:
-    """The CPU seconds of a decode-like and a prefill-like product, best of several: other processes
-    must not decide."""
-    weight = torch.ones(1024, 1024, dtype=dtype)
-    best = []
-    for rows in (2, 64):
-        x = torch.ones(rows, 1024, dtype=dtype)
-        times = []
-        for _ in range(6):
-            start = time.process_time()
-            torch.nn.functional.linear(x, weight)
-            times.append(time.process_time() - start)
-        best.append(min(times))
-    return sum(best)
+    return torch.float32 if _BFLOAT16_FLAGS.isdisjoint(cpu_flags()) else torch.bfloat16
 
 
 def choose_threads(threads: int | None) -> int:

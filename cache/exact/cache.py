@@ -93,19 +93,7 @@ class PurgeResult:
 
     count: int
     size_bytes: int
-    samples: tuple[Sample, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One entry, as an admin sees it before purging."""
-
-    id: str
-    partition: Partition
-    text: str | None
-    namespace: str
-    created_at: float
-    size_bytes: int
+    samples: tuple[EntryListing, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,12 +433,12 @@ class ExactCache:
         Raises CacheUnavailable: then a part may be gone, and purging again finishes the work.
         """
         count = size = 0
-        samples: list[Sample] = []
+        samples: list[EntryListing] = []
         with _needs_redis:
             partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
             for partition in partitions:
                 async for batch in self._matching(purge, partition):
-                    samples += [_sample(partition, stored) for stored in batch[: _SAMPLE_MAX - len(samples)]]
+                    samples += batch[: _SAMPLE_MAX - len(samples)]
                     if is_dry_run:
                         count, size = count + len(batch), size + sum(one.size_bytes for one in batch)
                     else:
@@ -519,15 +507,3 @@ def _earlier_links(chain: Sequence[bytes]) -> list[int]:
     """The depths (1 is the first turn) of the earlier links to look up, the longest first."""
     depths = list(range(len(chain) - 1, max(0, len(chain) - 1 - _LINKS_MAX), -1))
     return depths if not depths or depths[-1] == 1 else [*depths, 1]
-
-
-def _sample(partition: Partition, stored: EntryListing) -> Sample:
-    about = stored.about
-    return Sample(
-        id=stored.exact.hex(),
-        partition=partition,
-        text=about.text,
-        namespace=about.namespace,
-        created_at=about.created_at,
-        size_bytes=stored.size_bytes,
-    )

@@ -81,11 +81,20 @@ class StoreEffect(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EntryListing:
-    """One entry of a scan, without its chunks."""
+    """One entry, without its chunks."""
 
+    partition: Partition
     exact: bytes
     size_bytes: int
     about: About
+
+    @property
+    def id(self) -> str:
+        return self.exact.hex()
+
+    @property
+    def text(self) -> str | None:
+        return self.about.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +245,8 @@ class EntryStore:
         cursor, key = 0, _keys(partition)[1]
         while True:
             cursor, values = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", _SCAN_COUNT)
-            batch = []
-            for exact, value in values.items():
-                about = _decode_about(value)
-                if about is not None:
-                    batch.append(EntryListing(exact, int(value[:10]), about))
+            listings = [_listing(partition, exact, value) for exact, value in values.items()]
+            batch = [listing for listing in listings if listing is not None]
             if batch:
                 yield batch
             if cursor == 0:
@@ -249,12 +255,12 @@ class EntryStore:
     async def lookup_abouts(self, partition: Partition, exacts: Sequence[bytes]) -> list[About | None]:
         """The stored facts about these entries; None for missing ones."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[1], *exacts)
-        return [_decode_about(value) if value is not None else None for value in values]
+        listings = [_listing(partition, exact, value) for exact, value in zip(exacts, values, strict=True)]
+        return [None if listing is None else listing.about for listing in listings]
 
     async def lookup_about(self, partition: Partition, exact: bytes) -> EntryListing | None:
         value: bytes | None = await self._redis.execute_command("HGET", _keys(partition)[1], exact)
-        about = _decode_about(value) if value is not None else None
-        return EntryListing(exact, int(value[:10]), about) if value is not None and about is not None else None
+        return _listing(partition, exact, value)
 
     async def size(self, partition: Partition) -> PartitionSize:
         keys = _keys(partition)
@@ -361,9 +367,9 @@ def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def _decode_about(value: bytes) -> About | None:
+def _listing(partition: Partition, exact: bytes, value: bytes | None) -> EntryListing | None:
+    """The stored value about an entry, decoded; None for a missing or damaged one."""
     try:
-        int(value[:10])
-        return _read_about(value[10:])
+        return EntryListing(partition, exact, int(value[:10]), _read_about(value[10:])) if value is not None else None
     except (msgspec.DecodeError, ValueError):
         return None

@@ -82,7 +82,7 @@ async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
     result = await parts.exact.purge(selector, is_dry_run=body.dry_run)
     owners = await _owners(parts)
     samples = [
-        models.SampleOut.of(sample, created_at_s=sample.created_at, **owners.get(sample.partition, _DELETED))
+        models.SampleOut.of(sample, created_at_s=sample.about.created_at, **owners.get(sample.partition, _DELETED))
         for sample in result.samples
     ]
     return models.PurgeOut.of(result, dry_run=body.dry_run, samples=samples)

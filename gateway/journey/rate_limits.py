@@ -31,9 +31,7 @@ class _Known(msgspec.Struct):
     """An identity's limits, prepared once, and their last headers, by requests and tokens."""
 
     identity: Identity
-    scope: str
     limited: Limited
-    is_limited: bool
     shown: dict[tuple[bool, bool], Eager[Headers]] = {}
     shown_at_s: float = 0.0
 
@@ -71,7 +69,7 @@ class Limits:
         Returns a coroutine to await if Redis must be updated, else None.
         """
         known = self._of(identity)
-        if not known.is_limited:
+        if not known.limited.leases:
             return None
         correcting = self._shared.correct(known.limited, expected, tokens)
         return None if correcting is None else self._correct(correcting, identity, expected, tokens)
@@ -91,16 +89,14 @@ class Limits:
             if len(self._known) > _IDENTITIES_MAX:
                 self._known.clear()
             limits = [(limit.subject, limit.unit, limit.per_min) for limit in _limits_of(identity, 0, 0)]
-            scope = scope_of(identity.team.id)
-            known = self._known[identity.key.id] = _Known(
-                identity, scope, self._shared.limited(scope, limits), bool(limits)
-            )
+            limited = self._shared.limited(scope_of(identity.team.id), limits)
+            known = self._known[identity.key.id] = _Known(identity, limited)
         return known
 
     def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[Headers]:
         """Take from this worker's lease without waiting, or from Redis if that does not suffice."""
         known = self._of(identity)
-        if not known.is_limited:
+        if not known.limited.leases:
             return _UNLIMITED
         if self._shared.take_now(known.limited, requests, tokens):
             return self._shown(known, requests, tokens)
@@ -110,7 +106,7 @@ class Limits:
         try:
             verdict = await self._shared.take(known.limited, requests, tokens)
         except RedisError:
-            verdict = self._local.take(known.scope, _limits_of(known.identity, requests, tokens))
+            verdict = self._local.take(known.limited.scope, _limits_of(known.identity, requests, tokens))
         headers = _headers(verdict)
         if verdict.is_allowed:
             return headers

@@ -115,7 +115,8 @@ class GgufCheckpoint:
         heads = self.config.attention.heads if layer[2] == "attn_q" else self.config.attention.kv_heads
         if values.shape[0] % (2 * heads):
             raise ModelError(f"{file.path}: tensor {name!r} has {values.shape[0]} rows, which are not {heads} heads")
-        return rows_of(values, self._unpermuted(values.shape[0], heads))
+        # the converter has interleaved each head's halves: row 2i + h of a head was row h * dim/2 + i
+        return rows_of(values, torch.arange(values.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1))
 
     def _name(self, name: str) -> str:
         """Hugging Face's name for a tensor."""
@@ -124,12 +125,6 @@ class GgufCheckpoint:
             return _NAMES.get(name, name)
         index, part, kind = layer.groups()
         return f"model.layers.{index}.{self._names.get(part, part)}.{kind}"
-
-    @staticmethod
-    def _unpermuted(rows: int, heads: int) -> torch.Tensor:
-        """The rows' order that undoes the converter's interleaving of each head's halves: row 2i +
-        h of a head was row h * dim/2 + i."""
-        return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def _open_all(path: Path) -> list[GgufFile]:

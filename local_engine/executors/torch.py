@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from local_engine.attention import RowGroup, TorchKV
-from local_engine.executors.rows import Longs, step_input
+from local_engine.executors.rows import step_input
+from local_engine.kernels.copies import on_device
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import TokenChunk
 from local_engine.step_in_flight import StepInFlight
@@ -57,9 +58,10 @@ class TorchExecutor:
             held = chunk.sequence.blocks[:width]
             table[: len(held)] = held
         positions = np.array([range(chunk.start, chunk.end) for chunk in chunks], np.int64)
-        masks = self._masks(self._to_device(positions), width * size)
+        masks = self._masks(on_device(positions, self._device), width * size)
         queries = self._queries_per_head if rows > 1 else 1
-        return RowGroup(start, rows, self._to_device(blocks), tuple(mask.repeat(1, queries, 1) for mask in masks))
+        repeated = tuple(mask.repeat(1, queries, 1) for mask in masks)
+        return RowGroup(start, rows, on_device(blocks, self._device), repeated)
 
     def _masks(self, positions: torch.Tensor, tokens: int) -> list[torch.Tensor]:
         """Additive masks [sequences, rows, tokens] for the scores of queries at `positions`
@@ -72,7 +74,3 @@ class TorchExecutor:
             mask = torch.zeros(hidden.shape, dtype=self._decoder.dtype, device=self._device)
             masks.append(mask.masked_fill_(hidden, -torch.inf))
         return masks
-
-    def _to_device(self, array: Longs) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

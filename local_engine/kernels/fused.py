@@ -6,7 +6,7 @@ The torch form is the oracle. Knows rows, no weights' meaning.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import torch
 import torch.nn.functional as functional
@@ -14,19 +14,16 @@ import torch.nn.functional as functional
 from local_engine.kernels.cpu import Kernels, kind_of, native_for
 from local_engine.kernels.supports import supports
 
-if TYPE_CHECKING:
-    from local_engine.kernels.gpu.rows import TritonRows
-
-    RowKernels = Kernels | TritonRows
+RowKernels = Kernels | ModuleType  # of C++, or the module of Triton's forms
 
 
 def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
     """The kernels for this device and type; None if only torch supports them."""
     if not supports(device, "rows"):
         return native_for(device, dtype)
-    from local_engine.kernels.gpu.rows import TritonRows
+    from local_engine.kernels.gpu import rows
 
-    return TritonRows()
+    return rows
 
 
 def rms_norm(
@@ -50,7 +47,8 @@ def add_norm(
             x += more
         return rms_norm(x, weight, epsilon)
     if not isinstance(native, Kernels):
-        return native.add_norm(x, more, weight, epsilon)
+        normed: torch.Tensor = native.add_norm(x, more, weight, epsilon)
+        return normed
     out = torch.empty_like(x)
     rows, width = x.shape
     more_at = None if more is None else more.data_ptr()
@@ -65,7 +63,8 @@ def gate(native: RowKernels | None, gate_up: torch.Tensor, activation: str) -> t
         gated = functional.silu(gated) if activation == "silu" else functional.gelu(gated, approximate="tanh")
         return gated.mul_(up)
     if not isinstance(native, Kernels):
-        return native.gate(gate_up, activation)
+        activated: torch.Tensor = native.gate(gate_up, activation)
+        return activated
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)
     native.gate(kind_of(gate_up.dtype), gate_up.data_ptr(), out.data_ptr(), rows, width, activation == "gelu_tanh")

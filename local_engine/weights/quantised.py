@@ -166,11 +166,9 @@ class QuantisedProduct:
     """y = x W^T + b with W as codes of 4 or 8 bits on a GPU (kernels/gpu/product.py)."""
 
     def __init__(self, matrix: Quantised, device: torch.device) -> None:
-        """`matrix` has whole groups; raises ValueError for codes of another width."""
-        from local_engine.kernels.gpu.product import BITS, halves, product
+        """`matrix` has whole groups."""
+        from local_engine.kernels.gpu.product import halves, product
 
-        if matrix.bits not in BITS:
-            raise ValueError(f"codes of {matrix.bits} bits are not served")
         self.outputs = matrix.shape[0]
         self.bias: torch.Tensor | None = None
         self._bits, self.form = matrix.bits, f"{matrix.bits} bits"

@@ -144,4 +144,6 @@ def cpu_flags() -> frozenset[str]:
     """The processor's features, in the Linux kernel's terms; empty if /proc/cpuinfo lists none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+    return frozenset(
+        next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), ())
+    )

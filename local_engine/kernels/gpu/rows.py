@@ -189,10 +189,3 @@ def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if rows:
         _to_fp8[(rows,)](x.contiguous(), codes, scales, width, BLOCK=min(4096, triton.next_power_of_2(width)))
     return codes.to(torch.float8_e4m3fn), scales
-
-
-class TritonRows:
-    """`add_norm` and `gate`, with the interface through which the decoder chooses kernels."""
-
-    add_norm = staticmethod(add_norm)
-    gate = staticmethod(gate)
