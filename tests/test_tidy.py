@@ -53,8 +53,8 @@ ROOMS = {
 # fmt: off
 CODE_LINES_MAX = {
     "gateway": 2560, "gateway/accounts": 2660, "gateway/admin": 3290, "gateway/alerts": 450, "gateway/api": 3520,
-    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2910,
-    "gateway/learning": 1310, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
+    "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2880,
+    "gateway/learning": 1380, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
     "gateway/wire": 1650, "cache": 1060, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1260,
     "cache/semantic": 1110, "cache/verdicts": 600, "cache/worker": 560, "policies": 2230, "local_engine": 2280,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
@@ -64,7 +64,6 @@ CODE_LINES_MAX = {
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
-    "gateway/journey/checks.py": "the bench draws by it, too",
     "cache/moving.py": "a list of words for each language",
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
