@@ -326,8 +326,8 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learn = learning.learn
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learn)
     learning.connect(pipeline)
-    stack.push_async_callback(learning.aclose)
-    stack.push_async_callback(pipeline.drain)
+    for end in (learning.aclose, pipeline.drain, learning.checks.aclose):  # the last one first
+        stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)
     watch = HealthMonitor(

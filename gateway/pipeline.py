@@ -29,7 +29,7 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
 
     undecided              6: a verifier is asked, if that pays, by a request of the gateway's own: it
                            has its own hold and record. Yes: a semantic hit; else a miss
-    checked hit            10: the hit is served; a flight of the gateway's own generates 7 to 10 anew
+    checked hit            10: as any hit; beside it a request of the gateway's own asks the same anew
 
 Later outcomes have their places: a guard's word on the prompt is before 7, in `Looked`, one on the
 answer 9, in `Answered`; the budget of a session is stage 7, in `Holds`.
@@ -41,7 +41,6 @@ settled or released; a broken answer is never shown as a finished one.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -54,7 +53,6 @@ from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
 from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
-from gateway.journey.checks import BUSY, asked_again
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
 from gateway.journey.holds import Holds
@@ -64,7 +62,6 @@ from gateway.journey.record import Record
 from gateway.journey.recorded_answers import RecordedAnswers, may_be_awaited
 from gateway.journey.recording import ended_with, record_of
 from gateway.journey.semantic import AsksVerifier, SemanticLookup
-from gateway.journey.shared_stream import Reader
 from gateway.journey.storing import chunks_of
 from gateway.journey.tries import Fallbacks
 from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
@@ -119,7 +116,6 @@ class Pipeline:
         self._emit = emit
         self._learn = learn
         self._generating: set[asyncio.Task[Any]] = set()  # until they are recorded
-        self._checks: set[Reader] = set()  # of the generations that check hits
 
     @property
     def generations(self) -> int:
@@ -127,12 +123,8 @@ class Pipeline:
         return len(self._generating)
 
     async def drain(self) -> None:
-        """Wait until every generation is recorded; one that checks a hit is cancelled. The server has
-        stopped: no request adds one.
-        """
+        """Wait until every generation is recorded. The server has stopped: none is added."""
         while self._generating:
-            for reader in list(self._checks):
-                reader.close()
             await asyncio.wait(self._generating)
 
     async def authenticate(self, key: str | None) -> Identity:
@@ -312,29 +304,9 @@ class Pipeline:
                 model=turn.alias,
                 flight=flight,
             )
-            self._learned(flight, record)
+            if self._learn is not None and (looked.semantic.trial is not None or generation.checks is not None):
+                self._learn(flight, record)
             self._emit(record, turn, flight.chunks)
-
-    def _learned(self, flight: Flight, record: Record) -> None:
-        """Let what learns have a decision by meaning and what came of it; begin the check of a hit, if
-        one is drawn: a request of the gateway's own for a fresh answer, at the expense of its team.
-        """
-        generation = flight.generation
-        if self._learn is None or (generation.looked.semantic.trial is None and generation.checks is None):
-            return
-        self._learn(flight, record)
-        hit = self.semantic.checks.draw(generation, record) if self.generations <= BUSY else None
-        if hit is None:
-            return
-        looked, identity, alias = generation.looked, generation.identity, generation.alias
-        fresh_look = Looked(looked.fingerprint, words_key=looked.words_key, warm=looked.warm)
-        fresh_look = self.semantic.relaxed(fresh_look, identity.team, alias)
-        checking = self._flight(asked_again(generation.turn), identity, alias, fresh_look)
-        checking.generation.checks = hit
-        reader = checking.admit(checking.deadline, is_stream=False)
-        self._checks.add(reader)
-        checking.on_retire = partial(self._checks.discard, reader)
-        checking.take_off(self.generate(checking))
 
     # -- what led no flight ------------------------------------------------------------------------
 
@@ -360,8 +332,8 @@ class Pipeline:
             arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, model=model, reply=reply
         )
         is_hit_by_words = reply is not None and reply.flight is None and reply.looked.semantic.entry is not None
-        if is_hit_by_words and reply is not None and identity is not None:
-            self._learned(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
+        if is_hit_by_words and self._learn is not None and reply is not None and identity is not None:
+            self._learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
         self._emit(record, turn, ())
 
     def emit(self, record: Record) -> None:

@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2310, "gateway/accounts": 2480, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3520,
-    "gateway/backends": 2380, "gateway/batches": 1140, "gateway/deployments": 1260, "gateway/journey": 2930,
-    "gateway/learning": 1300, "gateway/reconcile": 610, "gateway/telemetry": 1850, "gateway/transport": 600,
+    "gateway": 2280, "gateway/accounts": 2480, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3520,
+    "gateway/backends": 2380, "gateway/batches": 1140, "gateway/deployments": 1260, "gateway/journey": 2890,
+    "gateway/learning": 1370, "gateway/reconcile": 610, "gateway/telemetry": 1850, "gateway/transport": 600,
     "gateway/wire": 1670, "cache": 1070, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
     "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2230, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
@@ -64,7 +64,6 @@ CODE_LINES_MAX = {
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
-    "gateway/journey/checks.py": "the bench draws by it, too",
     "cache/moving.py": "a list of words for each language",
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",

@@ -70,9 +70,11 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
+from gateway.journey.generation import Compared
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, RequestFacts
 from gateway.journey.semantic import Bounds, SemanticLookup
+from gateway.learning.checks import Checks
 from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.spending import Spending
 from gateway.learning.verifiers import Verifiers
@@ -557,7 +559,8 @@ class Lesson:
 
 
 class _Learner:
-    def __init__(self) -> None:
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
         self.lessons: list[Lesson] = []
 
     def recorded(self, flight: Any, record: Record) -> None:
@@ -565,6 +568,9 @@ class _Learner:
         entry = generation.stored.entry.id if generation.stored.outcome == "stored" else None
         trial = generation.looked.semantic.trial if checks is None else checks.trial
         self.lessons.append(Lesson(record.request.id, entry, trial, checks.record.request.id if checks else ""))
+        semantic = generation.looked.semantic
+        if semantic.entry is not None and trial is not None:
+            self.checks.hit(generation, Compared(record, trial, semantic.entry, semantic.verified_by))
 
 
 @dataclass
@@ -690,18 +696,19 @@ class World:
 
     def draws_checks(self, draw: Callable[[], float] = lambda: 0.0) -> None:
         """From now on hits by meaning are checked: each that may be, unless `draw` says otherwise."""
-        self._pipeline.semantic.checks.random = draw
+        self._learner.checks.random = draw
 
     async def quiet(self) -> None:
         """Until nothing is under way, and every verifier's word is kept."""
-        await until(lambda: self.generations == 0)
+        await until(lambda: self.generations + self._learner.checks.running == 0)
         if self._verifiers is not None:
             async with asyncio.timeout(WITHIN_S):
                 await self._verifiers.drain()
-            await until(lambda: self.generations == 0)
+                await self._pipeline.drain()
 
     async def stops(self) -> None:
         """As a worker that is to end: what clients wait for is finished."""
+        await self._learner.checks.aclose()
         await self._pipeline.drain()
 
     async def record(self, reply: Reply) -> Record:
@@ -1033,7 +1040,8 @@ async def open_world(server: RedisServer, folder: Path, **settings: Any) -> Asyn
 
 async def _build(settings: Settings, redis: Redis) -> World:
     """The parts of a worker, as the application puts them together."""
-    clock, learner, semantic, records = Clock(), _Learner(), ScriptedSemantic(), list[Record]()
+    clock, requests, semantic, records = Clock(), InternalRequests(), ScriptedSemantic(), list[Record]()
+    learner = _Learner(Checks(settings.cache.check_share, requests, lambda: 1.0))
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     accounts = Accounts(settings.sql_url, clock=clock.unix)
     await accounts.open()
@@ -1057,12 +1065,13 @@ async def _build(settings: Settings, redis: Redis) -> World:
     scripted: Any = semantic
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
-    lookup = SemanticLookup(settings, client, exact, Bounds(settings), random=lambda: 1.0, clock=clock.unix)
+    lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
     pipeline = Pipeline(
         settings, accounts, rates, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learner.recorded
     )
     questions: list[tuple[str, int, str]] = []
-    verifiers = _verifiers(settings, fleet, accounts, exact, link, questions)
+    requests.connect(pipeline)
+    verifiers = _verifiers(settings, fleet, accounts, exact, link, requests, questions)
     if verifiers is not None:
         verifiers.connect(pipeline)
     outcomes: list[tuple[str, int]] = []
@@ -1113,6 +1122,7 @@ def _verifiers(
     accounts: Accounts,
     exact: ExactCache,
     link: RedisLink,
+    requests: InternalRequests,
     questions: list[tuple[str, int, str]],
 ) -> Verifiers | None:
     """The verifiers that the settings name, if any."""
@@ -1124,7 +1134,7 @@ def _verifiers(
         accounts=accounts,
         exact=exact,
         verdicts=VerdictStore(link),
-        requests=InternalRequests(),
+        requests=requests,
         spending=Spending(Stats(link, time.time), settings.cache.verify_share),
         note=lambda payer, _, cost, outcome: questions.append((payer.name, cost, outcome)),
         count=lambda *_: None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bench.meaning.verifier import ANSWER_S, LATE_S, PRICE, QUESTION_S, Pace, PlayedVerifier
 from cache.query import Asked, Query, Trial
-from gateway.journey.checks import check_share
+from gateway.learning.checks import check_share
 from gateway.learning.exam import Exam
 from policies.asking import Calibration, ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
 from policies.routing import PolicyKind

@@ -25,9 +25,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     `hits` by meaning and `wrong` ones among them, of these `verified` and `verified_wrong` on the verifier's word; `checks`: hits
     that were checked. `halves`: requests, hits and wrong hits of the first and the second half, `failed` how many of them refute the
-    bound. `tenths`: hits in each tenth. `asked` requests had a question of the verifier, `asked_last` of the last tenth; `money`
-    is what all questions cost as a share of what all requests cost without a cache; `added_s` the mean time that they added to a
-    miss. `until_hit`: requests from the first possible hit to the first hit, None without one.
+    bound. `tenths`: hits in each tenth. `asked` requests had a question of the verifier, `asked_last` of the last tenth; `money` is
+    what all questions cost as a share of what all requests cost without a cache; `added_s` the mean time that they added to a miss.
+    `until_hit`: requests from the first possible hit to the first hit, None without one.
     """
 
     set: str

@@ -16,16 +16,15 @@ from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Turn
 
 
-class CheckedHit(msgspec.Struct, frozen=True, eq=False):
-    """A hit by meaning that a generation checks: its record, the answer that was served, and why.
-
-    The trial's `chance` is the share with which the check was drawn.
+class Compared(msgspec.Struct, frozen=True, eq=False):
+    """The request for which a fresh answer is compared with cached ones: its record and its decision. Of
+    a hit that is checked: the answer that was `served`, and the verifier that had allowed it.
     """
 
     record: Record
-    entry: Entry
     trial: Trial
-    verified_by: str
+    served: Entry | None = None
+    verified_by: str = ""
 
 
 class Generation(msgspec.Struct, eq=False):
@@ -38,7 +37,7 @@ class Generation(msgspec.Struct, eq=False):
     holds: Holds
     answered: Answered
     stored: Stored = Stored()
-    checks: CheckedHit | None = None
+    checks: Compared | None = None
 
     @property
     def source(self) -> str:

@@ -9,7 +9,6 @@ rule would refuse for now; where a verifier only observes, nothing found by mean
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from cache.exact import Verified
 from cache.query import BOUND_MIN, Undecided
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
-from gateway.journey.checks import Checks
 from gateway.journey.flight import Flight
 from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.storing import answer_text, chunks_of, shows
@@ -96,7 +94,7 @@ class AsksVerifier(Protocol):
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
-    `random` gives numbers in [0, 1) and draws the checks; `clock` gives unix seconds.
+    `clock` gives unix seconds.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class SemanticLookup:
         exact: ExactCache,
         bounds: Bounds,
         *,
-        random: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
@@ -116,7 +113,6 @@ class SemanticLookup:
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._clock = clock
         self.errors = ErrorAccount(settings.workers)
-        self.checks = Checks(settings.cache.check_share, random)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
         self._cut: dict[bytes, None] = {}  # compats of the latest answers that a limit cut

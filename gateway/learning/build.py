@@ -6,6 +6,7 @@ the same answers, and never better.
 """
 
 import contextlib
+import random
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from gateway.accounts import Team
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.semantic import Bounds
+from gateway.learning.checks import Checks
 from gateway.learning.comparisons import Findings, Judging
 from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.own_judges import OwnJudges
@@ -41,11 +43,13 @@ class Learning:
 
     verdicts: VerdictStore
     judging: Judging
+    checks: Checks
     reports: Reports
     truth: MeasuredErrors
     certificates: Certificates
     learn: Learn | None  # takes each flight that is over; None where the cache is exact only
     verifiers: Verifiers | None  # None where no verifier is named
+    _requests: InternalRequests
     _spending: Spending
     _stats: Stats
     _metrics: Metrics
@@ -53,7 +57,8 @@ class Learning:
     _semantic: SemanticClient
 
     def connect(self, pipeline: Pipeline) -> None:
-        """Ask verifiers by requests to `pipeline`, for its own undecided lookups."""
+        """Send the gateway's own requests to `pipeline`: checks, and questions about its undecided lookups."""
+        self._requests.connect(pipeline)
         if self.verifiers is not None:
             self.verifiers.connect(pipeline)
 
@@ -104,8 +109,10 @@ async def open_learning(
     cache, verdicts = settings.cache, VerdictStore(link)
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     spending = Spending(stats, cache.verify_share)
-    verifiers = _open_verifiers(settings, fleet, accounts, exact, verdicts, spending, stats, metrics)
+    requests = InternalRequests()
+    verifiers = _open_verifiers(settings, fleet, accounts, exact, verdicts, requests, spending, stats, metrics)
     findings = Findings(stats, metrics)
+    checks = Checks(cache.check_share, requests, random.random)
     judging = Judging(
         exact=exact,
         verdicts=verdicts,
@@ -113,6 +120,7 @@ async def open_learning(
         fallback=verifiers,
         reply_ttl_s=float(cache.feedback_ttl_s),
         findings=findings,
+        checks=checks,
         defer=link.defer,
     )
     reports = Reports(verdicts, exact, stats, findings.count)
@@ -120,11 +128,13 @@ async def open_learning(
     return Learning(
         verdicts=verdicts,
         judging=judging,
+        checks=checks,
         reports=reports,
         truth=truth,
         certificates=certificates,
         learn=judging.recorded if cache.is_semantic else None,
         verifiers=verifiers,
+        _requests=requests,
         _spending=spending,
         _stats=stats,
         _metrics=metrics,
@@ -139,6 +149,7 @@ def _open_verifiers(
     accounts: Accounts,
     exact: ExactCache,
     verdicts: VerdictStore,
+    requests: InternalRequests,
     spending: Spending,
     stats: Stats,
     metrics: Metrics,
@@ -161,7 +172,7 @@ def _open_verifiers(
         accounts=accounts,
         exact=exact,
         verdicts=verdicts,
-        requests=InternalRequests(),
+        requests=requests,
         spending=spending,
         note=note,
         count=count,

@@ -35,9 +35,10 @@ from cache.verdicts import (
 )
 from cache.worker import AnswerText
 from gateway.journey.flight import Flight
-from gateway.journey.generation import CheckedHit
+from gateway.journey.generation import Compared
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
+from gateway.learning.checks import Checks
 from gateway.learning.own_judges import OwnJudges
 from gateway.learning.verifier import NO_ANSWER, second_opinion
 from gateway.loggers import get_logger
@@ -86,22 +87,23 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class _JudgingJob:
-    """One comparison to make: the request, its fresh answer, and the decision about it. `entry` is
-    the fresh answer, where it was stored; `checks` has the hit that it checks; `was_asked`: a verifier's
-    word is the verdict.
+    """One comparison to make, with a fresh answer. `entry` is that answer, where it was stored;
+    `was_asked`: a verifier's word is the verdict.
     """
 
-    record: Record
+    about: Compared
     fingerprint: Fingerprint
-    trial: Trial
     chunks: Sequence[Chunk]
     entry: Entry | None
-    checks: CheckedHit | None
     was_asked: bool
 
     @property
+    def is_check(self) -> bool:
+        return self.about.served is not None
+
+    @property
     def source(self) -> Source:
-        return Source.MISS if self.checks is None else Source.AUDIT
+        return Source.AUDIT if self.is_check else Source.MISS
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,8 +111,8 @@ class Judging:
     """The comparisons of one worker.
 
     `judges` cost nothing; `fallback` is asked about what they can't decide, but after a miss that a
-    verifier was asked about. `findings` gets what was found. `defer` calls back when the replies that
-    it gathers for feedback are to leave.
+    verifier was asked about. `findings` gets what was found; `checks` gets each hit. `defer` calls back
+    when the replies that it gathers for feedback are to leave.
     """
 
     exact: ExactCache
@@ -119,6 +121,7 @@ class Judging:
     fallback: CostlyJudges | None = None
     reply_ttl_s: float
     findings: Findings
+    checks: Checks
     defer: Callable[[Callable[[], None]], object] = lambda leave: leave()
 
     def __post_init__(self) -> None:
@@ -138,25 +141,25 @@ class Judging:
         """Take a flight that is over, with its record."""
         generation = flight.generation
         answered, semantic, stored = generation.answered, generation.looked.semantic, generation.stored
-        checks, trial, is_refused = generation.checks, semantic.trial, 400 <= record.ended.status < _OF_THE_MOMENT
-        if checks is not None:
-            record, trial = checks.record, checks.trial
-        if trial is None:
+        about = generation.checks
+        if about is None and semantic.trial is not None:
+            about = Compared(record, semantic.trial, semantic.entry, semantic.verified_by)
+        if about is None:
             return
         if semantic.entry is not None:
             if semantic.verified_by:
                 self.findings.note(record, ("verified_hits",))
-            self._hit(flight, record, semantic.entry, trial)
+            self._hit(flight, record, semantic.entry, about.trial)
+            self.checks.hit(generation, about)
             return
         is_whole = answered.progress.is_complete and not (answered.seams or answered.fallbacks)
         # nobody can say what the rest of a cut answer would have been
         chunks = flight.chunks if is_whole and not answered.is_cut else ()
         entry = stored.entry if stored.outcome == "stored" else None
-        was_asked = checks is None and semantic.asking is not None
-        job = _JudgingJob(record, generation.looked.fingerprint, trial, chunks, entry, checks, was_asked)
-        if is_whole or is_refused:
-            self._put(job)
-        elif checks is not None:
+        was_asked = about.served is None and semantic.asking is not None
+        if is_whole or 400 <= record.ended.status < _OF_THE_MOMENT:
+            self._put(_JudgingJob(about, generation.looked.fingerprint, chunks, entry, was_asked))
+        elif about.served is not None:
             self.findings.count(Source.AUDIT, Ruling.UNKNOWN, "not made")
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
@@ -187,10 +190,10 @@ class Judging:
 
     def _note(self, job: _JudgingJob, judgement: Judgement) -> None:
         """Count a check that ended."""
-        if job.checks is not None:
-            is_verified = bool(job.checks.verified_by)
-            events = checked(job.trial.chance, _is_same(judgement), judgement.judge, is_verified=is_verified)
-            self.findings.note(job.record, events)
+        if job.is_check:
+            chance, is_verified = job.about.trial.chance, bool(job.about.verified_by)
+            events = checked(chance, _is_same(judgement), judgement.judge, is_verified=is_verified)
+            self.findings.note(job.about.record, events)
 
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -227,16 +230,15 @@ class Judging:
         except (RedisError, CacheUnavailable, OSError) as error:
             _log.info("verdict_lost", source=job.source, reason=f"{type(error).__name__}: {error}")
         except Exception:
-            _log.exception("judging_failed", source=job.source, request_id=job.record.request.id)
+            _log.exception("judging_failed", source=job.source, request_id=job.about.record.request.id)
 
     async def _compare(self, job: _JudgingJob) -> None:
         """Compare a fresh answer with those near it. The first comparison gives the verdict; the
         first equal answer gives the group.
         """
-        trial, fresh = job.trial, _qa_pair(job.fingerprint.text or "", job.chunks)
+        trial, fresh = job.about.trial, _qa_pair(job.fingerprint.text or "", job.chunks)
         entries = await self._entries(job, trial.ranked)
-        # a check: what was served, whatever has become of it
-        first = entries[0] if job.checks is None else job.checks.entry
+        first = job.about.served or entries[0]
         if first is None:
             return
         known = [first, *[entry for entry in entries[1:] if entry is not None]]
@@ -246,7 +248,7 @@ class Judging:
         rulings = await self._judged(job, fresh, known)
         judgement, judge = rulings[0], None
         if judgement.ruling is Ruling.UNKNOWN and self.fallback is not None and not job.was_asked:
-            judge = self.fallback.of(job.record, job.fingerprint.partition + job.fingerprint.compat)
+            judge = self.fallback.of(job.about.record, job.fingerprint.partition + job.fingerprint.compat)
             said = await _asked(judge, fresh, first)
             if said is not None and judge is not None and said.ruling is not Ruling.SAME and trial.p >= LIKELY:
                 peers = [_cached_pair(peer) for peer in await self._entries(job, trial.peers) if peer is not None]
@@ -258,7 +260,7 @@ class Judging:
                 free = await _asked(judge, fresh, other) or free
             equal = equal or (other if _is_same(free) else None)
         await self._take(job, judgement, first, equal)
-        if job.checks is not None and not trial.features and judgement.ruling is Ruling.DIFFERENT:
+        if job.is_check and not trial.features and judgement.ruling is Ruling.DIFFERENT:
             for entry in {one.exact: one for one in (job.entry, entries[0]) if one is not None}.values():
                 await self.exact.moves(entry)  # two answers to one prompt
 
@@ -266,40 +268,40 @@ class Judging:
         """Let a verdict on serving `first` have its effects. `equal` has the answer that equals the
         fresh one.
         """
-        request, is_right = job.record.request, _is_same(judgement)
+        about, is_right = job.about, _is_same(judgement)
         self.findings.count(job.source, judgement.ruling, judgement.judge)
-        if is_right is not None and self.fallback is not None and job.checks is not None and job.checks.verified_by:
-            self.fallback.check(job.record, job.trial.risk, is_wrong=not is_right)
+        if is_right is not None and self.fallback is not None and about.verified_by:
+            self.fallback.check(about.record, about.trial.risk, is_wrong=not is_right)
         self._note(job, judgement)
-        is_told = job.was_asked or not job.trial.features
-        if is_right is None and equal is None and job.checks is None and is_told:
+        is_told = job.was_asked or not about.trial.features
+        if is_right is None and equal is None and not job.is_check and is_told:
             return
         fresh = AnswerRef(job.entry.exact, job.entry.created_at) if job.entry is not None else AnswerRef(b"", 0.0)
         verdict = Verdict(
             source=job.source,
             compat=job.fingerprint.compat,
             is_right=is_right,
-            trial=job.trial,
+            trial=about.trial,
             at=time.time(),
             exact=fresh.exact,
             created_at=fresh.created_at,
             judge=judgement.judge,
             why=judgement.why,
-            alias=request.alias,
+            alias=about.record.request.alias,
         )
         out, joined = None, AnswerRef(equal.exact, equal.created_at) if equal is not None else None
-        if job.checks is not None and is_right is False:
+        if job.is_check and is_right is False:
             out = Suspension(
                 exact=first.exact,
                 source=job.source,
                 at=verdict.at,
                 judge=verdict.judge,
                 why=verdict.why,
-                request_id=request.id,
-                alias=request.alias,
+                request_id=about.record.request.id,
+                alias=verdict.alias,
             )
         scope = Scope.ANSWER if out is not None else Scope.NOTHING
-        ref, id = AnswerRef(first.exact, first.created_at), f"{request.id}:{job.source}"
+        ref, id = AnswerRef(first.exact, first.created_at), f"{about.record.request.id}:{job.source}"
         await self.verdicts.take(job.fingerprint.partition, id, verdict, ref, joined, scope, out)
 
     async def _entries(self, job: _JudgingJob, exacts: Sequence[bytes]) -> list[Entry | None]:

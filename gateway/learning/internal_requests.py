@@ -1,30 +1,35 @@
 """Requests that the gateway makes itself, through its own routes, at the expense of the team whose
-request they are about: questions to a verifier.
+request they are about: questions to a verifier, and fresh answers that check a hit.
 
 Each has its own hold on the team's budgets, and its cost is in the ledger and on the team's page
 like any other request's; where the money is spent there are none. The key's `models` do not bind
-them: the operator chose whom the gateway asks. Knows no verifier. Invariant: nothing of them is
-read from a cache or stored.
+questions: the operator chose whom the gateway asks. Knows no verifier. Invariant: nothing of them
+is read from a cache; no question's answer is stored.
 """
 
 import asyncio
 import dataclasses
+import time
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reply
+from gateway.journey.generation import Compared, Generation
 from gateway.journey.rate_limits import Headers
-from gateway.journey.savings import VERIFY
-from gateway.journey.turn import Ended, arrive, read_turn
+from gateway.journey.savings import CHECK, VERIFY
+from gateway.journey.turn import Ended, Turn, arrive, read_turn
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.transport.eager import Eager
 from gateway.wire.errors import ApiError
 from gateway.wire.fold import fold
 
+BUSY = 64
+"""The generations under way from which on none begins that no request waits for."""
 _UNCOUNTED: Eager[Headers] = Eager.done({})  # no request of a client, so none that its limits count
 _log = get_logger()
 
@@ -56,17 +61,37 @@ class InternalRequests:
 
     async def ask(self, body: dict[str, Any], payer: Identity, alias: Alias, within_s: float) -> OwnReply:
         """The reply to a body. `alias` is one of the gateway's own; the team of `payer` pays."""
+        identity = dataclasses.replace(payer, key=dataclasses.replace(payer.key, models=None))
+        own = {"no-cache": True, "no-store": True}
+        turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, arrive(VERIFY))
+        return await self._answered(turn, identity, alias, within_s)
+
+    async def check(self, hit: Generation, checks: Compared) -> None:
+        """Generate an answer to the request of a hit, past the cache and with all that its client asked for."""
+        turn, now = hit.turn, time.perf_counter()
+        deadline = None if turn.deadline is None else now + turn.deadline - turn.started
+        controls = replace(turn.controls, no_cache=True)
+        turn = replace(turn, arrival=arrive(CHECK), controls=controls, started=now, deadline=deadline)
+        await self._answered(turn, hit.identity, hit.alias, None, checks)
+
+    async def _answered(
+        self, turn: Turn, identity: Identity, alias: Alias, within_s: float | None, checks: Compared | None = None
+    ) -> OwnReply:
+        replies: list[Reply] = []  # at most one, also where it fails before it begins
+
+        def attend(reply: Reply) -> None:
+            assert reply.flight is not None
+            reply.flight.generation.checks = checks
+            replies.append(reply)
+
         if self._pipeline is None:
             return OwnReply()
-        identity = dataclasses.replace(payer, key=dataclasses.replace(payer.key, models=None))
-        arrival = arrive(VERIFY)
-        replies: list[Reply] = []  # at most one, also where it fails before it begins
-        own = {"no-cache": True, "no-store": True}
-        turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, arrival)
         try:
             async with asyncio.timeout(within_s):
-                reply = await self._pipeline.answer(turn, identity, replies.append, alias, _UNCOUNTED)
+                reply = await self._pipeline.answer(turn, identity, attend, alias, _UNCOUNTED)
                 assert reply.reader is not None
+                while turn.is_stream and await reply.reader.next():
+                    pass  # a stream that nobody reads is held up
                 return _reply(reply, fold(await reply.reader.whole()))
         except (ApiError, TimeoutError, msgspec.DecodeError) as error:
             _log.info("own_request_failed", reason=str(error) or type(error).__name__)
@@ -76,7 +101,7 @@ class InternalRequests:
                 assert reply.reader is not None
                 reply.reader.close()
             attended = replies[0] if replies else None
-            self._pipeline.finish(arrival, Ended(), identity=identity, turn=turn, reply=attended)
+            self._pipeline.finish(turn.arrival, Ended(), identity=identity, turn=turn, reply=attended)
 
 
 def _reply(reply: Reply, whole: bytes | None) -> OwnReply:

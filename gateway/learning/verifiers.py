@@ -28,7 +28,6 @@ from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, 
 from gateway.accounts import Identity, Team
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
-from gateway.journey.checks import BUSY
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.outcomes import Asking, SemanticResult
@@ -37,7 +36,7 @@ from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.learning.exam import Recent
-from gateway.learning.internal_requests import InternalRequests
+from gateway.learning.internal_requests import BUSY, InternalRequests
 from gateway.learning.spending import Spending
 from gateway.learning.verifier import (
     ANSWER_CHARS_MAX,
@@ -107,8 +106,7 @@ class Verifiers:
         self._running: set[asyncio.Task[Any]] = set()
 
     def connect(self, pipeline: Pipeline) -> None:
-        """Ask by requests to `pipeline`, about its undecided lookups."""
-        self._requests.connect(pipeline)
+        """Ask about the undecided lookups of `pipeline`."""
         self._lookup = pipeline.semantic
         pipeline.verifier = self
 

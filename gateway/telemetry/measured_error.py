@@ -1,6 +1,6 @@
 """How often answers by meaning are wrong: checks, one interval from them, and what follows from it.
 
-**Checks.** Of the hits a share s is drawn by chance (`gateway.journey.checks`), before anything is
+**Checks.** Of the hits a share s is drawn by chance (`gateway.learning.checks`), before anything is
 known of the answer. A drawn one is served, its request is generated beside it, and judges compare the
 two answers. A check counts when it ends, by its s: right, wrong, or open where no judge could tell.
 Workers and hosts add their counts in any order.

@@ -77,6 +77,11 @@ def kind(reply: httpx.Response) -> str:
     return reply.headers["x-sameway-cache"]
 
 
+def said_in(reply: httpx.Response) -> str:
+    text: str = reply.json()["choices"][0]["message"]["content"]
+    return text
+
+
 def report(gateway: Gateway, id: str, verdict: str, key: str = API_KEY, **more: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
     body = {"id": id, "verdict": verdict, **more}
@@ -166,24 +171,26 @@ def test_what_can_be_reported_and_by_whom(learner: Gateway, upstream: Upstream) 
 
 
 def test_hits_are_checked(checker: Gateway, upstream: Upstream) -> None:
-    """A right one is counted; a wrong one is generated, so that nobody gets it, is served no more, is on the list, and is in the
-    measured error."""
+    """A right one is counted; a wrong one is served no more, is on the list, and is in the measured error; the team pays."""
     upstream.labels({ASKED: "Paris", PARAPHRASE: "paris."})
     checker.chat(ASKED)
     first = checker.chat(PARAPHRASE, cache=NO_STORE)
-    assert (kind(first), first.json()["choices"][0]["message"]["content"]) == ("bypass", "paris.")
+    assert (kind(first), said_in(first)) == ("semantic", "Paris")
     wait_for(lambda: verdicts(checker, 'source="audit"', 'ruling="same"') == 1, 10)
     upstream.labels({PARAPHRASE: "It is 42."})
-    assert checker.chat(PARAPHRASE, cache=NO_STORE).json()["choices"][0]["message"]["content"] == "It is 42."
+    assert said_in(checker.chat(PARAPHRASE, cache=NO_STORE)) == "Paris"
     wait_for(lambda: verdicts(checker, 'source="audit"', 'ruling="different"') == 1, 10)
     wait_for(lambda: len(checker.admin("GET", "/cache/wrong")["wrong"]) == 1, 10)
     assert (
         checker.admin("POST", "/cache/try", json={"team_id": 1, "model": "mock", "prompt": PARAPHRASE})["reason"]
         == "suspended"
     )
+    wait_for(
+        lambda: {"chat", "check"} <= {row["kind"] for row in checker.admin("GET", "/ledger?team_id=1")["rows"]}, 10
+    )
     wait_for(lambda: metric(checker, "sameway_semantic_error_ratio") > 0, 15)
     (measured,) = checker.admin("GET", "/cache/certificate")["certificates"]
-    assert (measured["hits"], measured["checks"], measured["wrong"], measured["error_max"]) == (3, 2, 1, 0.01)
+    assert (measured["hits"], measured["checks"], measured["wrong"], measured["error_max"]) == (5, 2, 1, 0.01)
     assert measured["low"] <= measured["estimate"] <= measured["high"]
 
 
@@ -240,7 +247,7 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
         running.admin("POST", "/teams/1/budgets", json=hard)
         serve_three(running)
         running.chat(asked)
-        assert kind(running.chat(near, cache=NO_STORE)) == "bypass"
+        assert kind(running.chat(near, cache=NO_STORE)) == "semantic"
         wait_for(lambda: judged() == 1)
         dead = running.children("gateway worker")
         for process in dead:
@@ -252,7 +259,7 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
             return running.admin("GET", "/teams/1/budgets")["budgets"][0]
 
         wait_for(lambda: budget()["held_microusd"] == 0, 20, lambda: str(budget()))
-        wait_for(lambda: kind(running.chat(near, cache=NO_STORE)) == "bypass", 20)
+        wait_for(lambda: kind(running.chat(near, cache=NO_STORE)) == "semantic", 20)
         wait_for(lambda: verdicts(running, 'source="audit"', 'ruling="different"') == 1, 20)
         wait_for(lambda: len(running.admin("GET", "/cache/wrong")["wrong"]) == 1)
         wait_for(lambda: budget()["held_microusd"] == 0, 10, lambda: str(budget()))

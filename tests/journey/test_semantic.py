@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.journey.checks import check_share
+from gateway.learning.checks import check_share
 from gateway.settings import CacheSettings
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, World

@@ -20,11 +20,13 @@ from cache.verdicts.records import AnswerJudged, answer_name
 from cache.worker import AnswerText
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
-from gateway.journey.generation import CheckedHit, generation_of
+from gateway.journey.generation import Compared, generation_of
 from gateway.journey.outcomes import Asking, Looked, SemanticResult, Stored
 from gateway.journey.record import CacheFacts, Record, RequestFacts
 from gateway.journey.turn import Ended, arrive, read_turn
+from gateway.learning.checks import Checks
 from gateway.learning.comparisons import QUEUE_MAX, Judging
+from gateway.learning.internal_requests import InternalRequests
 from gateway.learning.verifier import NO_ANSWER
 from gateway.telemetry.measured_error import Cell, CheckCounts
 from gateway.wire.types import Chunk
@@ -111,7 +113,7 @@ def over(chance: float = 1.0, entry: Entry | None = None, verified_by: str = "")
     record = Record(request, cache=CacheFacts(similarity=0.9))
     if is_check:
         assert entry is not None
-        generation.checks = CheckedHit(record, entry, trial, verified_by)
+        generation.checks = Compared(record, trial, entry, verified_by)
         record = Record(msgspec.structs.replace(request, id=f"{request.id}c", operation="check"))
     progress = Progress("somewhere")
     progress.complete()
@@ -142,6 +144,7 @@ def judging(
         fallback=fallback,
         reply_ttl_s=60.0,
         findings=heard,
+        checks=Checks(0.0, InternalRequests(), lambda: 1.0),
         defer=defer,
     )
 

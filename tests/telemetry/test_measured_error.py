@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.accounts import Team
-from gateway.journey.checks import check_share
 from gateway.journey.semantic import Bounds
+from gateway.learning.checks import check_share
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
 from gateway.telemetry.measured_error import (
     Basis,
