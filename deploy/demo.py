@@ -279,6 +279,7 @@ def configuration(upstream: str) -> dict[str, Any]:
     down = deployment("failing-api", 0, 0, **api | {"base_url": "http://127.0.0.1:9/v1"}, priority=1)
     support = [deployment("large-api", 2.5, 10.0, **api), deployment("small-api", 0.6, 2.4, **api)]
     return {
+        "cache": {"check_share": 0},  # checks are drawn by chance, and the sums shown would vary
         "models": {
             "smollm2": {"deployments": [deployment("local", 0.1, 0.4, **local)]},
             "support": {"policy": "cheapest", "deployments": support},
