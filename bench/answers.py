@@ -121,10 +121,10 @@ class Product:
         self._random = random
         self._answers: dict[bytes, QAPair] = {}
         self._owners: dict[str, str] = {}
-        self._rulings: dict[tuple[str, str], Ruling] = {}
         self._errs: dict[frozenset[str], bool] | None = {} if is_steadfast else None
         self._judge = Verifier("model", self._reply) if model_noise is not None else None
         self._trial: Trial | None = None
+        self._said: dict[bytes, Judgement] = {}  # of the judges without a model, on the answers of a trial
         self.questions = 0
         self._prose = Answers()
         self._sketches: dict[bytes, Sketch] = {}
@@ -146,18 +146,16 @@ class Product:
     def is_same(self, fresh: bytes, cached: bytes) -> bool | None:
         one, other = self._answers[fresh], self._answers[cached]
         trial, self._trial = self._trial, None
-        ruling = self._rulings.get((one.answer, other.answer))
-        if ruling is None:
-            ruling = self._rulings[one.answer, other.answer] = equal(one.answer, other.answer).ruling
-        if ruling is Ruling.UNKNOWN:
-            ruling = self._prosaic(fresh, cached, is_first=trial is not None)
+        if trial is not None:  # all of a trial at once, as a gateway does
+            ranked = trial.ranked or (cached,)
+            self._said = {exact: equal(one.answer, self._answers[exact].answer) for exact in ranked}
+            left = [exact for exact in ranked if self._said[exact].ruling is Ruling.UNKNOWN]
+            prose = self._prose.judge(self._sketches[fresh], fresh, left)
+            self._said.update(zip(left, prose, strict=True))
+        ruling = self._said[cached].ruling
         if ruling is Ruling.UNKNOWN and self._judge is not None:
             ruling = self._asked(one, other, trial)
         return None if ruling is Ruling.UNKNOWN else ruling is Ruling.SAME
-
-    def _prosaic(self, fresh: bytes, cached: bytes, *, is_first: bool) -> Ruling:
-        candidates = [cached] if is_first else [b"", cached]  # it learns from the first of a comparison alone
-        return Ruling(self._prose.judge(self._sketches[fresh], fresh, candidates)[-1].ruling)
 
     def _asked(self, one: QAPair, other: QAPair, trial: Trial | None) -> Ruling:
         """What the judge model says; of the first comparison of a trial with a second opinion, as a gateway asks for it."""

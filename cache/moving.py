@@ -3,7 +3,7 @@
 A pure function of a prompt's last user text, in English, German, Spanish and French. It sees no
 question that moves without such a word ("What is the date?"): a verifier's word and regenerations
 that differ find those. Text in quotation marks is not looked at, nor is a question for the place or
-the way to look something up, whose answer stays.
+the way to look something up, or what follows if the sender does something today: such answers stay.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _MOMENT = re.compile(
     re.VERBOSE,
 )
 _WHERE = re.compile(
-    r"""(?:^¿?|[,;]\s*|\b(?:know|wissen|sagen|saber|savoir)\s+)(?:
+    r"""^(?:if|wenn|si)\ (?:i|we|ich|wir)\b | (?:^¿?|[,;]\s*|\b(?:know|wissen|sagen|saber|savoir)\s+)(?:
       where\ (?:can|do|could|would|should)\ (?:i|we|one)\ (?:see|find|look|check|read|get) | how\ (?:can|do|could)\ (?:i|we|one)
-      \ (?:see|find|look|check|read|know|tell) | what\ (?:does|do)\ .{1,60}\ (?:mean|include|stand\ for)
+      \ (?:see|find|look|check|read|know|tell)
+    | (?:when\ can|why\ can(?:['’]?t|not))\ (?:i|we|one)\ (?:see|find|check|read) | what\ (?:does|do)\ .{1,60}\ (?:mean|include|stand\ for)
     | wo\ (?:kann|finde|sehe)\ (?:ich|man) | wie\ (?:kann|finde|sehe|erfahre)\ (?:ich|man) | was\ bedeutet
     | dónde\ (?:puedo|se\ puede|veo|encuentro) | cómo\ (?:puedo|se\ puede|veo)\ (?:ver|saber|consultar) | qué\ significa
     | où\ (?:puis|peut|est-ce\ que\ je\ peux|trouver|voir) | comment\ (?:puis|savoir|voir) | que\ signifie

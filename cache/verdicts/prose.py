@@ -44,8 +44,7 @@ _KEPT, _LEAST = 800, 12  # scores; how many on either side of the cuts it takes 
 _NEAR = 0.45  # cosine of prompts from which on their answers' score counts
 _WORDINGS_BETWEEN = 0.15  # of two wordings, between the cuts, for each one above them
 _BETWEEN_MOST = 0.6  # of other answers, between the cuts, for each one as far below them
-# as far below the cuts, for each one above them, to begin and to go on: else too few other answers were seen
-_BELOW_LEAST, _BELOW_HELD = 0.12, 0.04
+_BELOW_LEAST = 0.04  # as far below the cuts, for each one above them: else too few other answers were seen
 _OWN_MOST = 0.7  # of the pairs above the cuts, those nearer to their own prompts than to each other's
 
 _BULLET = re.compile(r"(?:[-*•#>|]{1,6}|\d{1,3}[.)])[^\S\n]+")
@@ -167,7 +166,6 @@ class Answers:
         self._texts: Counter[bytes] = Counter()
         self._frequencies: Counter[int] = Counter()  # of words, by distinct texts
         self._scores: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        self._can_rule = False
 
     def add(self, name: bytes, vector: Vector, sketch: Sketch) -> None:
         """Take in an answer that is not here."""
@@ -185,13 +183,13 @@ class Answers:
             self._frequencies.subtract(set(np.frombuffer(hashes, "<u4").tolist()))
 
     def judge(self, fresh: Sketch, name: bytes, candidates: Sequence[bytes]) -> list[Judgement]:
-        """The rulings on a fresh answer, of that name, against each candidate. The first candidate is
-        the one to the nearest prompt: its score tells what scores mean here.
+        """The rulings on a fresh answer, of that name, against each candidate. The scores of near
+        prompts' answers tell what scores mean here.
         """
         if not fresh.lengths:
             return [_unknown("too short, too long or a refusal")] * len(candidates)
         mine, rulings = _View(fresh, self._weight), []
-        for rank, candidate in enumerate(candidates):
+        for candidate in candidates:
             theirs = self.kept.get(candidate, _NONE)
             if not theirs[0].lengths or candidate == name:
                 rulings.append(_unknown("not kept, or says nothing"))
@@ -199,7 +197,7 @@ class Answers:
             view = _View(theirs[0], self._weight)
             score, is_changed = mine.score(view)
             prompt = self.kept.get(name, _NONE)[1]
-            if not rank and prompt.size and prompt @ theirs[1] >= _NEAR:
+            if prompt.size and prompt @ theirs[1] >= _NEAR:
                 # above 0: nearer to their own prompts than to each other's
                 self._scores.append((score, float((mine.mean - view.mean) @ (prompt - theirs[1]))))
             can_be_same = score >= _SAME and not is_changed and not mine.has_other_numbers(view)
@@ -216,13 +214,11 @@ class Answers:
         above = [lean for score, lean in self._scores if score >= _SAME]
         below = sum(2 * _DIFFERENT - _SAME <= score < _DIFFERENT for score, _ in self._scores)
         between = sum(_DIFFERENT <= score < _SAME for score, _ in self._scores) - _WORDINGS_BETWEEN * len(above)
-        seen = _BELOW_HELD if self._can_rule else _BELOW_LEAST
-        self._can_rule = (
+        return (
             min(below, len(above)) >= _LEAST
-            and below >= max(seen * len(above), between / _BETWEEN_MOST)
+            and below >= max(_BELOW_LEAST * len(above), between / _BETWEEN_MOST)
             and sum(lean > 0 for lean in above) <= _OWN_MOST * sum(lean != 0 for lean in above)
         )
-        return self._can_rule
 
     def _weight(self, word: int) -> float:
         return math.log((len(self._texts) + 1.5) / (self._frequencies[word] + 0.5))

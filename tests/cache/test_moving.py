@@ -25,6 +25,8 @@ from tests.cache.fakes import Clock, ask, entry_for
         "¿Está abierto ahora?",
         "¿Cuántas entradas se han vendido hasta ahora?",
         "La ligne est-elle fermée en ce moment ?",
+        "If the lift is out of order today, which way is open?",
+        "Why is the museum closed today?",
         "Quel temps fait-il aujourd\u2019hui ?",
     ],
 )
@@ -43,6 +45,9 @@ def test_questions_that_are_placed_in_time_move(text: str) -> None:
         "What does the status mean that my order has now?",
         "Please send my bills by mail from now on. What do I need to do?",
         "My dough did not rise, what now?",
+        "If we book the hall today, when is the deposit due?",
+        "When can I see tomorrow's menu?",
+        "why can't i find today's photos in the album?",
         "Guten Morgen! Wie kündige ich den Vertrag?",
         "Wo kann ich sehen, welche Säulen gerade frei sind?",
         "¿Dónde puedo ver qué puestos están libres ahora?",
