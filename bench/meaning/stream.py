@@ -144,16 +144,17 @@ class Traffic:
         outcome = replace(
             outcome, questions=word.questions, candidates=len(labels) if word.questions else 0, waited_s=word.seconds
         )
+        yes = max((at for at, is_right in enumerate(word.rights) if is_right), default=0)
         records = [
-            self._verdict(request, _trial_of(trial, asked), asked, is_right, gate.flips)
-            for asked, is_right in zip(answer.candidates, word.rights, strict=False)
-            if is_right is not None
+            self._verdict(request, asked.trial(trial), asked, is_right, gate.flips)
+            for at, (asked, is_right) in enumerate(zip(answer.candidates, word.rights, strict=False))
+            if is_right is not None or at < yes
         ]
         if word.chosen is None:
             return _Decision(outcome, trial, records)
         asked = answer.candidates[word.chosen]
         outcome = replace(outcome, served=self._stored[asked.exact], is_verified=True)
-        return _Decision(outcome, _trial_of(trial, asked), records, asked, word.risk)
+        return _Decision(outcome, asked.trial(trial), records, asked, word.risk)
 
     def _drawn(self, request: Request, made: _Decision) -> _Decision:
         """A would-be hit after the draw: as it was, or generated for a check."""
@@ -171,7 +172,7 @@ class Traffic:
         return replace(made, outcome=outcome, trial=trial, records=())
 
     def _verdict(
-        self, request: Request, trial: Trial, asked: Asked, is_right: bool, flips: tuple[float, float]
+        self, request: Request, trial: Trial, asked: Asked, is_right: bool | None, flips: tuple[float, float]
     ) -> AnswerJudged:
         """What the verifier said of one candidate."""
         verdict = Verdict(
@@ -209,13 +210,6 @@ class Traffic:
         verdict = msgspec.structs.replace(judged.verdict, judge_chance=judging.asked, flips=flips, is_late=is_late)
         self.cache.fold([replace(judged, verdict=verdict)])
         return trial.ranked[0] if verdict.is_right is not None else None
-
-
-def _trial_of(trial: Trial | None, asked: Asked) -> Trial:
-    """The trial of one candidate, as a gateway makes it: the features are of the first alone."""
-    known = trial or Trial((), b"", 0.0, 1.0, b"")
-    features, p = (known.features, known.p) if known.ranked[:1] == (asked.exact,) else (b"", 0.0)
-    return Trial(ranked=(asked.exact,), features=features, p=p, chance=1.0, rule=known.rule)
 
 
 def stream(requests: Iterable[Request], traffic: Traffic) -> list[Outcome]:

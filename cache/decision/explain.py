@@ -53,7 +53,9 @@ def decide(
     else:
         named = [reason for reason in reasons if reason in _WITHHELD]
         answer = miss = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
-        candidates = tuple(_asked(seen[index], p) for index, p in decision.doubtful if not seen[index].is_suspended)
+        candidates = tuple(
+            _asked(seen[index], p, features) for index, p, features in decision.doubtful if not seen[index].is_suspended
+        )
         if query.may_ask and candidates and not named:
             answer = Undecided(candidates, miss)
     if not count:
@@ -61,10 +63,8 @@ def decide(
     return Neighbourhood(answer, tuple(nears[:count]), *_bar(query, state)), counters
 
 
-def _asked(neighbour: Neighbour, p: float) -> Asked:
-    return Asked(
-        neighbour.exact, neighbour.answer, neighbour.similarity, neighbour.text, p, differing=neighbour.differing
-    )
+def _asked(one: Neighbour, p: float, features: bytes) -> Asked:
+    return Asked(one.exact, one.answer, one.similarity, one.text, p, one.differing, features)
 
 
 def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: NamespaceState) -> int | None:
