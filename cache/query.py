@@ -134,8 +134,9 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
 class Asked(msgspec.Struct, frozen=True, array_like=True):
     """An entry whose answer may be right for the prompt. `text` is the prompt that it was stored for,
     `p` the probability that its answer is right. `differing` has the pieces of both contexts that
-    differ, each as (of the prompt, of the entry); one of them may be empty. `wording` is the nearest
-    wording of that answer, if it is nearer than the entry's own prompt.
+    differ, each as (of the prompt, of the entry); one of them may be empty. `features` are those that a
+    trial of this entry has. `wording` is the nearest wording of that answer, if it is nearer than the
+    entry's own prompt.
     """
 
     exact: bytes
@@ -144,7 +145,15 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     text: str
     p: float
     differing: tuple[tuple[str, str], ...] = ()
+    features: bytes = b""
     wording: bytes = b""
+
+    def trial(self, of_first: Trial | None) -> Trial:
+        """Its own trial, of a decision with this one."""
+        known = of_first or Trial((), b"", 0.0, 1.0, b"")
+        is_first = known.ranked[:1] == (self.exact,)
+        features, p = (known.features, known.p) if is_first else (self.features, 0.0)
+        return Trial(ranked=(self.exact,), features=features, p=p, chance=1.0, rule=known.rule)
 
 
 class Undecided(msgspec.Struct, frozen=True, array_like=True, tag="undecided"):

@@ -153,16 +153,17 @@ class Traffic:
         outcome = replace(
             outcome, questions=word.questions, candidates=len(labels) if word.questions else 0, waited_s=word.seconds
         )
+        yes = max((at for at, is_right in enumerate(word.rights) if is_right), default=0)
         records = [
-            self._verdict(request, _trial_of(trial, asked), asked, is_right)
-            for asked, is_right in zip(answer.candidates, word.rights, strict=False)
-            if is_right is not None
+            self._verdict(request, asked.trial(trial), asked, is_right)
+            for at, (asked, is_right) in enumerate(zip(answer.candidates, word.rights, strict=False))
+            if is_right is not None or at < yes
         ]
         if word.chosen is None:
             return _Decision(outcome, trial, records)
         asked = answer.candidates[word.chosen]
         outcome = replace(outcome, served=self._stored[asked.exact], is_verified=True)
-        return _Decision(outcome, _trial_of(trial, asked), records, asked, word.risk)
+        return _Decision(outcome, asked.trial(trial), records, asked, word.risk)
 
     def _drawn(self, request: Request, made: _Decision) -> _Decision:
         """A hit after the draw: as it was, or checked."""
@@ -177,7 +178,7 @@ class Traffic:
         trial = None if made.trial is None else msgspec.structs.replace(made.trial, chance=share)
         return replace(made, outcome=replace(made.outcome, is_checked=True), trial=trial, records=())
 
-    def _verdict(self, request: Request, trial: Trial, asked: Asked, is_right: bool) -> AnswerJudged:
+    def _verdict(self, request: Request, trial: Trial, asked: Asked, is_right: bool | None) -> AnswerJudged:
         """What the verifier said of one candidate."""
         verdict = Verdict(
             source=Source.VERIFIER,
@@ -204,13 +205,6 @@ class Traffic:
         is_told = judged.verdict.is_right is not None
         self.verdicts += is_told
         return trial.ranked[0] if is_told else None
-
-
-def _trial_of(trial: Trial | None, asked: Asked) -> Trial:
-    """The trial of one candidate, as a gateway makes it: the features are of the first alone."""
-    known = trial or Trial((), b"", 0.0, 1.0, b"")
-    features, p = (known.features, known.p) if known.ranked[:1] == (asked.exact,) else (b"", 0.0)
-    return Trial(ranked=(asked.exact,), features=features, p=p, chance=1.0, rule=known.rule)
 
 
 def stream(requests: Iterable[Request], traffic: Traffic) -> list[Outcome]:

@@ -26,11 +26,9 @@ _WORDINGS = 6  # of an answer, the nearest: more tell little
 _WORDS_MAX = 60  # a longer text is only compared as a set
 _UNSEEN = 30  # texts of other words that a namespace is assumed to have had before its first
 _DOUBT = 4.0  # verdicts that a kind needs to count half
-_FREED_GROUPS, _FREED_WRONG = (
-    2,
-    0.5,
-)  # right verdicts on so many answers free a kind, and the wrong ones to each right one
-_ADDED_GROUPS, _ADDED_WRONG = 5, 0.05  # the same of an addition
+# right verdicts on so many answers free a kind, with so many wrong ones at most to each right one
+_FREED_GROUPS, _FREED_WRONG = 2, 0.5
+_ADDED_GROUPS, _ADDED_WRONG = 3, 0.25  # the same of an addition
 
 
 @dataclass(frozen=True, slots=True)

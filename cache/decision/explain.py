@@ -55,7 +55,9 @@ def decide(
     else:
         named = [reason for reason in reasons if reason in _WITHHELD]
         answer = miss = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
-        candidates = tuple(_asked(seen[index], p) for index, p in decision.doubtful if not seen[index].is_suspended)
+        candidates = tuple(
+            _asked(seen[index], p, features) for index, p, features in decision.doubtful if not seen[index].is_suspended
+        )
         if query.may_ask and candidates and not named:
             answer = Undecided(candidates, miss)
     if not count:
@@ -63,7 +65,7 @@ def decide(
     return Neighbourhood(answer, tuple(nears[:count]), *_bar(query, state)), counters
 
 
-def _asked(neighbour: Neighbour, p: float) -> Asked:
+def _asked(neighbour: Neighbour, p: float, features: bytes) -> Asked:
     return Asked(
         exact=neighbour.exact,
         group=neighbour.answer,
@@ -71,6 +73,7 @@ def _asked(neighbour: Neighbour, p: float) -> Asked:
         text=neighbour.stored or neighbour.text,
         p=p,
         differing=neighbour.differing,
+        features=features,
         wording=neighbour.wording,
     )
 

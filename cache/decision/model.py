@@ -8,7 +8,7 @@ served has p = sigmoid(m - sd); what is asked about has the mean.
 
 One inequality bounds the error. T is the least p for which, over the latest requests,
 
-    served risk + k * (sum of (1 - p) / chance over the comparisons with p >= T) <= error_max * requests
+    k * (served risk + sum of (1 - p) over the comparisons with p >= T) <= error_max * requests
 
 where k is how many times as many of the nearly sure comparisons were wrong as their p said.
 
@@ -42,6 +42,7 @@ _STEPS = 12
 _REGION = 4.0  # variance of what a region without verdicts may deviate by, in logits
 THRESHOLD_MIN = 0.7
 _NEARLY_SURE = 0.9  # comparisons from this p on say how well p is calibrated where it matters
+_EXCESS_MIN = 0.8  # p is one standard deviation down, so fewer are wrong than it says
 COUNT = len(FEATURES)
 
 
@@ -193,7 +194,7 @@ class LearnedModel:
             del self._rows[: ROWS_MAX // 8]
         if self.verdicts >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
             self._fitted_at = self.verdicts
-            rows, self.excess = list(self._rows), max(1.0, (self._wrong + 1) / (self._expected + 1))
+            rows, self.excess = list(self._rows), max(_EXCESS_MIN, (self._wrong + 2) / (self._expected + 2))
             self._run(partial(self._refit, rows, self.excess))
 
     def threshold(self, error_max: float) -> float:
@@ -207,13 +208,13 @@ class LearnedModel:
         features = features.reshape(len(rows), -1)
         weights = np.array([row.weight for row in rows])
         model = self.logistic.fitted(features, np.array([row.label for row in rows]), weights)
-        latest, weights = features[-_REQUESTS:], weights[-_REQUESTS:]
+        latest = features[-_REQUESTS:]
         served, risk = latest[:, -2].sum(), latest[:, -1].sum()
         is_open = np.array([row.trial.p > 0 for row in rows[-_REQUESTS:]])
         p = model.lower(latest)
         order = np.argsort(-p, kind="stable")
         order = order[is_open[order]]
-        spent = (risk + np.cumsum((weights * (1 - p))[order])) * excess / (len(p) + served)
+        spent = (risk + np.cumsum((1 - p)[order])) * excess / (len(p) + served)
         self.logistic, self._curve = model, (p[order], spent)
 
 

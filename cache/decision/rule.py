@@ -29,7 +29,8 @@ _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
 _NEAR = 0.5  # the least cosine of a hit: what is farther is another question, whatever was learned
 _REWORDED, _STEADY = 3, 8  # right verdicts on an answer
-_CERTAIN = 0.35  # of the bound, for certain hits beside a verifier
+_CERTAIN = 0.2  # of the bound, for certain hits beside a verifier
+_FURTHER = -1, 0.0  # of a further answer to a request: it is no request of its own
 _SAME = 0.99  # that the same question but for words that mean nothing has the same answer
 
 
@@ -62,13 +63,13 @@ class NamespaceState:
 class Decision:
     """`served` is the place of the neighbour whose answer may be served; `reasons` has, for each,
     why not (None: it may). `doubtful` has the places of the answers that a verifier may be asked about,
-    one of each group, the likeliest first, each with the probability that it is right.
+    one of each group, the likeliest first, each with the probability that it is right and its features.
     """
 
     served: int | None
     reasons: tuple[MissReason | None, ...]
     trial: Trial | None = None
-    doubtful: tuple[tuple[int, float], ...] = ()
+    doubtful: tuple[tuple[int, float, bytes], ...] = ()
 
 
 class Rule(Protocol):
@@ -137,7 +138,7 @@ class VerifiedRule:
         # a comparison of what the exact check stops teaches nothing
         counters = state.counters if first.candidate.vetoed else NamespaceCounters(state.counters.hits)
         doubtful = [
-            (one.candidate.index, one.mean)
+            (one.candidate.index, one.mean, _row(one, *_FURTHER))
             for one in cases
             if one.candidate.vetoed is None and one.mean >= _ASKED_P and one.witness.similarity >= _ASKED_FROM
         ]
@@ -217,15 +218,18 @@ def _reasons(prompt: str, neighbours: Sequence[Neighbour], cases: Sequence[Case]
     return tuple(reasons)
 
 
+def _row(case: Case, served: int, risked: float) -> bytes:
+    return np.append(case.features, (served, risked)).astype("<f4").tobytes()
+
+
 def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: NamespaceCounters, excess: float) -> Trial:
     first, is_open = cases[0], cases[0].reason in (None, MissReason.UNSURE)
     group = [near.exact for near in neighbours if near.answer == first.candidate.group]
     alike = [exact for exact in dict.fromkeys(group) if exact != first.witness.exact]
     since = (0, 0.0) if first.reason is None else (counters.served, counters.risked)
-    row = np.append(first.features, since).astype("<f4").tobytes()
     return Trial(
         ranked=tuple(one.witness.exact for one in cases[:_COMPARED]),
-        features=row if first.candidate.vetoed is None else b"",
+        features=_row(first, *since) if first.candidate.vetoed is None else b"",
         p=first.p if is_open else 0.0,
         chance=1.0,
         rule=b"",

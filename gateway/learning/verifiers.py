@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from cache import CacheUnavailable, Entry, ExactCache, Trial
+from cache import CacheUnavailable, Entry, ExactCache
 from cache.entry import wording_id
 from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
@@ -266,7 +266,7 @@ class Verifiers:
             miss_reason="",
             nearest="",
             question=(fingerprint.text or "") if self._settings.log_prompts else "",
-            trial=_trial(semantic, candidate).with_risk(risk),
+            trial=candidate.trial(semantic.trial).with_risk(risk),
             verified_by=semantic.asking.verifier,
         )
 
@@ -303,12 +303,14 @@ class Verifiers:
                 )
             is_right = None if choice.number is None else number == choice.number
             if choice.number is not None and choice.number >= 0 and not is_right:
-                continue  # it chose another one, and said nothing of this
+                if number > choice.number:
+                    continue  # it chose a likelier one, and said nothing of this
+                is_right = None  # passed over: as likely as not another wording of the chosen answer
             verdict = Verdict(
                 source=Source.VERIFIER,
                 compat=generation.looked.fingerprint.compat,
                 is_right=is_right,
-                trial=_trial(semantic, candidate),
+                trial=candidate.trial(semantic.trial),
                 at=at,
                 judge=name,
                 why=choice.why,
@@ -420,14 +422,6 @@ class _AfterMiss:
 def _namespace(generation: Generation) -> bytes:
     fingerprint = generation.looked.fingerprint
     return fingerprint.partition + fingerprint.compat
-
-
-def _trial(semantic: SemanticResult, candidate: Asked) -> Trial:
-    """The trial of one candidate, from that of the decision: its features and p are of the first alone."""
-    known = semantic.trial or Trial((), b"", 0.0, 1.0, b"")
-    is_first = known.ranked[:1] == (candidate.exact,)
-    features, p = (known.features, known.p) if is_first else (b"", 0.0)
-    return Trial(ranked=(candidate.exact,), features=features, p=p, chance=1.0, rule=known.rule)
 
 
 def _verdict(choice: Choice, *, is_right: bool) -> str:

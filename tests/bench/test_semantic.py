@@ -95,7 +95,7 @@ class Asking(measure.Cosine):
     ) -> tuple[Decision, NamespaceCounters]:
         decision, counters = super().decide(query, neighbours, state)
         trial = Trial((neighbours[0].exact,), b"", 0.9, 1.0, b"")
-        doubtful = tuple((at, 0.9) for at in range(min(2, len(neighbours)))) if query.may_ask else ()
+        doubtful = tuple((at, 0.9, b"") for at in range(min(2, len(neighbours)))) if query.may_ask else ()
         return Decision(None, decision.reasons, trial, doubtful), counters
 
 

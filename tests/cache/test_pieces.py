@@ -74,7 +74,7 @@ class Told(Yes):
         trial = Trial((neighbours[0].exact,), b"", 0.9, 1.0, b"")
         if neighbours[0].is_context_vouched:
             return Decision(0, (None,) * len(neighbours), trial), state.counters
-        doubtful = ((0, 0.9),)
+        doubtful = ((0, 0.9, b""),)
         return Decision(None, (MissReason.DOCUMENTS,) * len(neighbours), trial, doubtful), state.counters
 
 

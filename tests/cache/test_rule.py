@@ -23,7 +23,7 @@ from cache.decision.model import LearnedModel, Prior, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
-from cache.query import Neighbourhood, Trial
+from cache.query import Asked, Neighbourhood, Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.semantic.state import NamespaceStates
 from cache.verdicts.records import AnswerJudged, Source, Verdict
@@ -101,17 +101,17 @@ def test_another_wording_of_the_answer_vouches_for_what_it_has_or_lacks() -> Non
 
 
 def test_only_right_verdicts_on_several_answers_free_a_kind() -> None:
-    """Two for a word, five for an addition; a wrong one takes it back, and more of them never free it."""
+    """Two for a word, three for an addition; wrong ones take it back, and repeated right ones never free it."""
     freed, word, added = Freed(), WordDifference("kindly", True), WordDifference("kindly", True, "+")
     for place in range(5):
         assert freed.has(word) is (place >= 2)
-        assert not freed.has(added)
+        assert freed.has(added) is (place >= 3)
         for one in (word, added):
             freed.learn([one.kind], True, b"%d" % place)
-    assert freed.has(added)
     for _ in range(3):
+        assert freed.has(added)
         freed.learn([word.kind, added.kind], False, b"1")
-        assert not freed.has(added)
+    assert not freed.has(added)
     repeated = WordDifference("please", True)
     for _ in range(50):
         freed.learn([repeated.kind], True, b"one answer")
@@ -394,7 +394,7 @@ def undecided(asked: str, known: Sequence[Neighbour], state: NamespaceState | No
     decision, _ = VerifiedRule(PRIOR).decide(
         msgspec.structs.replace(query(asked), may_ask=True), known, state or NamespaceState()
     )
-    return [place for place, _ in decision.doubtful]
+    return [place for place, *_ in decision.doubtful]
 
 
 def test_a_verifier_may_be_asked_about_what_no_exact_check_stops() -> None:
@@ -404,6 +404,25 @@ def test_a_verifier_may_be_asked_about_what_no_exact_check_stops() -> None:
     assert undecided("open box of kind a please", some) == []
     assert undecided("open 3 boxes", [near(0.9, "open 4 boxes", b"g")]) == []
     assert undecided("open the box", [near(0.3, "close the lid", b"g")]) == []
+
+
+def test_each_answer_that_is_asked_about_has_a_row_of_its_own() -> None:
+    """A verdict on a further one teaches as one on the first, and is no request in the inequality."""
+    some = [near(0.9, "open box of kind a", b"a"), near(0.85, "open box of kind b", b"b")]
+    asked = msgspec.structs.replace(query("open box of kind z"), may_ask=True)
+    decision, _ = VerifiedRule(PRIOR).decide(asked, some, NamespaceState())
+    place, p, features = decision.doubtful[1]
+    further = Asked(some[place].exact, b"b", 0.85, some[place].text, p, features=features).trial(decision.trial)
+    assert decision.trial is not None
+    assert further.p == 0.0
+    assert further.features[:-8] != decision.trial.features[:-8]
+    of_requests, of_answers = LearnedModel(prior()), LearnedModel(prior())
+    for row in rows(400, 1):
+        for model, request in ((of_requests, 0.0), (of_answers, np.frombuffer(further.features, "<f4")[-2])):
+            model.learn(row)
+            numbers = np.append(row.features[:-2], (request, 0.0)).astype("<f4").tobytes()
+            model.learn(replace(row, trial=msgspec.structs.replace(row.trial, features=numbers, p=0.0)))
+    assert of_requests.threshold(0.01) < of_answers.threshold(0.01) < 1.0
 
 
 def test_another_context_is_asked_about_and_never_certain() -> None:
