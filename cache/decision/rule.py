@@ -226,7 +226,8 @@ def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: Nam
     first, is_open = cases[0], cases[0].reason in (None, MissReason.UNSURE)
     group = [near.exact for near in neighbours if near.answer == first.candidate.group]
     alike = [exact for exact in dict.fromkeys(group) if exact != first.witness.exact]
-    since = (0, 0.0) if first.reason is None else (counters.served, counters.risked)
+    # a hit that is checked counts once, with those that are served
+    since = (-1, first.p - 1.0) if first.reason is None else (counters.served, counters.risked)
     return Trial(
         ranked=tuple(one.witness.exact for one in cases[:_COMPARED]),
         features=_row(first, *since) if first.candidate.vetoed is None else b"",
