@@ -57,7 +57,7 @@ class Bound:
 class Bounds:
     """The error bounds of one worker, tightened if the measured error passed them.
 
-    docs/semantic-cache.md, "From the setting to the threshold", has the steps after this one.
+    docs/semantic-cache.md, "The bound", has the steps after this one.
     """
 
     def __init__(self, settings: Settings) -> None:

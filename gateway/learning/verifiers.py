@@ -34,7 +34,7 @@ from gateway.journey.outcomes import Asking, SemanticResult
 from gateway.journey.queue import ranking
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import answer_text, chunks_of
+from gateway.journey.storing import answer_text, chunks_of, shows
 from gateway.learning.exam import Recent
 from gateway.learning.internal_requests import BUSY, InternalRequests
 from gateway.learning.spending import Spending
@@ -185,7 +185,9 @@ class Verifiers:
         return self._requests.generations() - len(self._running) > BUSY
 
     async def _read(self, generation: Generation, semantic: SemanticResult) -> list[tuple[Asked, Entry]]:
-        """The candidates whose answers are still there, in one round trip. Raises RedisError."""
+        """The candidates whose answers are still there and can be read, in one round trip. What a verifier
+        does not see of an answer has no word of the other context alone. Raises RedisError.
+        """
         assert semantic.undecided is not None
         fingerprint, max_age_s = generation.looked.fingerprint, generation.turn.controls.max_age_s
         candidates, now = semantic.undecided.candidates, time.time()
@@ -197,6 +199,7 @@ class Verifiers:
             for candidate, entry in zip(candidates, entries, strict=True)
             if entry is not None and entry.chunks_bytes <= _ANSWER_BYTES_MAX
             if max_age_s is None or entry.age_s(now) <= max_age_s
+            if not shows(entry, fingerprint, _unread(candidate, entry))
         ]
 
     async def _decide(
@@ -438,6 +441,11 @@ def _stored(candidate: Asked, entry: Entry) -> StoredAnswer:
     except msgspec.DecodeError:
         answer = ""
     return StoredAnswer(candidate.text, answer[: ANSWER_CHARS_MAX + 1], candidate.differing)
+
+
+def _unread(candidate: Asked, entry: Entry) -> Sequence[tuple[str, str]]:
+    """The differences of the contexts, where a verifier sees the answer's beginning alone."""
+    return candidate.differing if len(_stored(candidate, entry).answer) > ANSWER_CHARS_MAX else ()
 
 
 def _demand(chars: int) -> Demand:

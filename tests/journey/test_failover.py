@@ -148,7 +148,7 @@ async def test_a_stream_that_has_begun_ends_and_the_whole_beside_it_does_not(wor
     streamed = world.begin(model="pair", stream=True)
     await streamed.sees("half ")
     whole = world.begin(model="pair")
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)  # it has joined the flight
     go.set()
     stream, answer = await streamed.reply(), await whole.reply()
     assert (stream.content, stream.error["code"], stream.is_done) == ("half ", "upstream_broken", False)

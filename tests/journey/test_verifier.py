@@ -13,6 +13,7 @@ import pytest
 
 from cache.verdicts import QAPair, Ruling
 from gateway.learning.verifier import NO_ANSWER
+from gateway.wire.types import Chunk
 from tests.services import RedisServer
 from tests.world import Finish, Reply, Tokens, World, deployment, open_world, unavailable, until
 
@@ -135,6 +136,25 @@ async def test_entries_that_are_gone_are_not_shown(world: World) -> None:
     assert (await world.ask("a fourth wording")).cache == "miss"
     reply = await world.ask("a fifth wording", headers={"cache-control": "max-age=0"})
     assert (reply.cache, len(seen(world))) == ("miss", 1)
+
+
+async def test_what_a_verifier_can_not_see_of_an_answer_is_not_asked_about(world: World) -> None:
+    """An answer that calls a tool; and one in whose unread rest stands a word of the other context."""
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "refund", "arguments": "{}"}}
+    delta = {"role": "assistant", "tool_calls": [call]}
+    chunk = json.dumps({"id": "c", "choices": [{"index": 0, "delta": delta, "finish_reason": "tool_calls"}]}).encode()
+    world.backends["large"].plays_once(Chunk(chunk, has_content=True, finish_reasons=("tool_calls",)), Tokens())
+    tools = [{"type": "function", "function": {"name": "refund", "parameters": {"type": "object", "properties": {}}}}]
+    await stored(world, tools=tools)
+    assert (await world.ask(SECOND, tools=tools)).cache == "miss"
+    differing = (("I am Bob.", "I am Anna."),)
+    for rest, source in (("Goodbye, Anna.", "miss"), ("See you.", "semantic")):
+        world.backends["large"].plays_once("A sentence. " * 150 + rest, Finish(), Tokens())
+        entry = (await world.record(await world.ask(f"{FIRST}: {rest}"))).cache.entry
+        world.semantic.doubts((entry, f"{FIRST}: {rest}"), differing=differing)
+        says(world, "1")
+        assert (await world.ask(f"{SECOND}: {rest[:7]}")).cache == source
+    assert len(seen(world)) == 1
 
 
 @pytest.mark.parametrize(
