@@ -55,7 +55,7 @@ CODE_LINES_MAX = {
     "gateway": 2560, "gateway/accounts": 2660, "gateway/admin": 3290, "gateway/alerts": 450, "gateway/api": 3520,
     "gateway/backends": 2390, "gateway/batches": 1170, "gateway/deployments": 1260, "gateway/journey": 2910,
     "gateway/learning": 1310, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
-    "gateway/wire": 1650, "cache": 1060, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1260,
+    "gateway/wire": 1650, "cache": 1070, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1260,
     "cache/semantic": 1110, "cache/verdicts": 600, "cache/worker": 560, "policies": 2230, "local_engine": 2280,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,

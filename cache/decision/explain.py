@@ -63,8 +63,8 @@ def decide(
     return Neighbourhood(answer, tuple(nears[:count]), *_bar(query, state)), counters
 
 
-def _asked(one: Neighbour, p: float, features: bytes) -> Asked:
-    return Asked(one.exact, one.answer, one.similarity, one.text, p, one.differing, features)
+def _asked(near: Neighbour, p: float, features: bytes) -> Asked:
+    return Asked(near.exact, near.answer, near.similarity, near.text, p, differing=near.differing, features=features)
 
 
 def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: NamespaceState) -> int | None:
