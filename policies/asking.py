@@ -25,6 +25,7 @@ from policies.routing import PolicyKind, score
 FIRST_REQUESTS = 100
 """A namespace's account starts with the errors of so many requests, and has no more at any time."""
 _PAID = 0.6  # of the bound; the rest is for what chance adds to an expectation
+_CONFIRMED = 2.0  # bounds that a yes may risk without a second question
 _SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
 _EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 6.0  # of the bins; the answers that p weighs
 _NAMESPACES_MAX = 20_000
@@ -82,6 +83,11 @@ def risk_of(p: float, false_yes: float) -> float:
     """
     wrong = (1.0 - p) * false_yes
     return wrong / (wrong + p) if wrong + p > 0 else 1.0
+
+
+def needs_a_second(risk: float, error_max: float) -> bool:
+    """Whether a yes with this risk is confirmed by a second question, whatever the account has."""
+    return risk > _CONFIRMED * error_max
 
 
 def false_yes_again(false_yes: float) -> float:

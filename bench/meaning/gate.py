@@ -15,7 +15,16 @@ from bench.meaning.verifier import ANSWER_S, LATE_S, PRICE, QUESTION_S, Pace, Pl
 from cache.query import Asked, Query, Trial
 from gateway.learning.checks import check_share
 from gateway.learning.exam import Exam
-from policies.asking import Calibration, ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
+from policies.asking import (
+    Calibration,
+    ErrorAccount,
+    Expense,
+    any_right,
+    false_yes_again,
+    needs_a_second,
+    pays,
+    risk_of,
+)
 from policies.routing import PolicyKind
 
 _ANSWER_MICROUSD = 1_000
@@ -98,7 +107,7 @@ class Gate:
             chosen = left[place]
             said[chosen] = True
             risk = risk_of(ps[chosen], self._exam.false_yes)
-            if not self._has_room(query, risk):
+            if needs_a_second(risk, self._error_max) or not self._has_room(query, risk):
                 questions = 2
                 said[chosen] = verifier.confirm(label, labels[chosen])
                 risk = risk_of(ps[chosen], false_yes_again(self._exam.false_yes))

@@ -53,7 +53,16 @@ from gateway.pipeline import Pipeline
 from gateway.settings import AUTO, Settings
 from gateway.wire.fold import fold
 from policies import Demand
-from policies.asking import Calibration, ErrorAccount, Expense, any_right, false_yes_again, pays, risk_of
+from policies.asking import (
+    Calibration,
+    ErrorAccount,
+    Expense,
+    any_right,
+    false_yes_again,
+    needs_a_second,
+    pays,
+    risk_of,
+)
 from policies.verification import Verify
 
 _WITHIN_S = 30.0  # for a word that no request waits for
@@ -240,13 +249,13 @@ class Verifiers:
         shown: Sequence[StoredAnswer],
         p: float,
     ) -> tuple[Choice, float | None]:
-        """The choice, after a second question where the account has no room for the risk of one yes;
+        """The choice, after a second question where one yes risks much, or more than the account has;
         and the risk that is left, None where it may not be served.
         """
         assert choice.number is not None
         fingerprint, false_yes = generation.looked.fingerprint, plan.askable.exam.false_yes
         risk = risk_of(p, false_yes)
-        if not self._has_room(generation, semantic, risk):
+        if needs_a_second(risk, semantic.error_max) or not self._has_room(generation, semantic, risk):
             is_right = await verifier.confirm(fingerprint.text or "", shown[choice.number])
             if not is_right:
                 return Choice(None if is_right is None else -1, "not confirmed", (choice.number,)), None
