@@ -154,7 +154,7 @@ class VerifiedRule:
 
     def _threshold(self, query: Query, model: LearnedModel) -> float | None:
         """The least p to serve at; None where the bound allows no wrong answer at all. Where a verifier
-        may be asked, it has half of the bound.
+        may be asked, it has a fifth of the bound.
         """
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
         return (

@@ -110,9 +110,9 @@ def test_a_verifier_is_asked_before_an_answer_is_served(unsure: Path) -> None:
     """Every possible hit is served on the word of one that does not err, and each question is counted, in money and time."""
     (row,) = rows_of(unsure, "--verifier", "0")
     assert (row["hits"], row["verified"], row["wrong"]) == (20, 20, 0)
-    assert row["asked"] == row["questions"] > 20
+    assert row["questions"] > row["asked"] > 20
     assert row["money"] == row["questions"] / 16 / 40
-    assert 0.0 < row["added_s"] <= 0.4
+    assert 0.0 < row["added_s"] <= 0.8
     assert sum(row["tenths"]) == row["hits"] > 10
 
 
