@@ -326,7 +326,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learn = learning.learn
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learn)
     learning.connect(pipeline)
-    for end in (learning.aclose, pipeline.drain, learning.checks.aclose):  # the last one first
+    for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets)

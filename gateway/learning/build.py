@@ -62,6 +62,12 @@ class Learning:
         if self.verifiers is not None:
             self.verifiers.connect(pipeline)
 
+    async def stop(self) -> None:
+        """Begin no more checks, and end the gateway's own requests, for which no client waits any more."""
+        await self.checks.aclose()
+        if self.verifiers is not None:
+            await self.verifiers.aclose()
+
     async def aclose(self) -> None:
         """Finish what runs; drop what waits."""
         await self.judging.aclose()

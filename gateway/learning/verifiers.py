@@ -414,9 +414,9 @@ class Verifiers:
             await asyncio.wait(self._running)
 
     async def aclose(self) -> None:
-        """Give questions two seconds to end, and cancel the others."""
+        """Give questions as long as a request may wait for one, and cancel the others."""
         if self._running:
-            _, late = await asyncio.wait(self._running, timeout=2.0)
+            _, late = await asyncio.wait(self._running, timeout=self._settings.cache.verify_ms / 1000.0)
             for task in late:
                 task.cancel()
 
