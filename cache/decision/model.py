@@ -42,7 +42,7 @@ _STEPS = 12
 _REGION = 4.0  # variance of what a region without verdicts may deviate by, in logits
 THRESHOLD_MIN = 0.7
 _NEARLY_SURE = 0.9  # comparisons from this p on say how well p is calibrated where it matters
-_EXCESS_MIN = 0.8  # p is one standard deviation down, so fewer are wrong than it says
+_EXCESS_MIN = 1.0  # the comparisons may say that p is too high, not that it is too low
 COUNT = len(FEATURES)
 
 
