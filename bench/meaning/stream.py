@@ -19,10 +19,11 @@ from bench.answers import Judging
 from bench.labelled import Comparisons, Request
 from bench.meaning.gate import Gate, risk_in
 from bench.meaning.vectors import Recall
-from cache import Hit, MissReason, Trial
+from cache import CacheLimits, Hit, MissReason, Trial
 from cache.decision.rule import Rule
 from cache.entry import wording_id
 from cache.events import EntriesDropped
+from cache.moving import moves
 from cache.query import Asked, Undecided
 from cache.semantic.cache import SemanticCache
 from cache.verdicts.records import AnswerJudged, Source, Verdict
@@ -117,7 +118,10 @@ class Traffic:
         self._stored[request.exact] = request
         if self.judging is not None:
             self.judging.generate(request.exact, request.query.text, request.label)
-        self.cache.fold([self._comparisons.add(request.added(self.clock.now - 1.0))])
+        added = request.added(self.clock.now - 1.0)
+        if moves(request.query.text):
+            added = replace(added, expires_at=added.created_at + CacheLimits().moving_ttl_s)
+        self.cache.fold([self._comparisons.add(added)])
         while not self.cache.is_settled:
             self.cache.settle()
 
