@@ -23,7 +23,7 @@ from policies.prices import MicroUSD
 from policies.routing import PolicyKind, score
 
 FIRST_REQUESTS = 100
-"""A namespace's account starts with the errors of so many requests, and has no more at any time."""
+"""A namespace's account starts with what so many requests pay, and has no more at any time."""
 _PAID = 0.6  # of the bound; the rest is for what chance adds to an expectation
 _CONFIRMED = 2.0  # bounds that a yes may risk without a second question
 _SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
@@ -129,7 +129,7 @@ class ErrorAccount:
     """
 
     def __init__(self, workers: int = 1) -> None:
-        self._first = FIRST_REQUESTS / workers
+        self._first = _PAID * FIRST_REQUESTS / workers
         self._left: OrderedDict[bytes, float] = OrderedDict()
 
     def pay(self, namespace: bytes, error_max: float) -> None:
