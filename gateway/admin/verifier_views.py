@@ -26,9 +26,14 @@ async def cache_verifier(parts: WorkerParts) -> models.VerifierOut:
     rows = [_row(parts, alias, chosen.get(alias), summary) for alias in aliases]
     page = await parts.stats.routes(_is_example, limit=_EXAMPLES)
     return models.VerifierOut(
-        models=[row for row in rows if row.deployment or row.asked_requests or row.would_hits or row.verify != "off"],
+        models=[row for row in rows if row.asked_requests or row.would_hits or _is_verified(parts, row)],
         examples=[await _example(parts, record) for record in page.records],
     )
+
+
+def _is_verified(parts: WorkerParts, row: models.VerifierModelOut) -> bool:
+    """Whether a model of the configuration has a verifier; a refused request may have named any other."""
+    return row.model in parts.settings.models and row.verify != "off"
 
 
 def _row(parts: WorkerParts, alias: str, chosen: Assigned | None, summary: Summary) -> models.VerifierModelOut:

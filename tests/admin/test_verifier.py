@@ -54,6 +54,7 @@ async def _observed(redis: Redis, folder: Path, *, log_prompts: bool = True) -> 
                 )
             )
         world.stats.add(hit(**now, **{**yes, "verdict": "remembered", "verify_ms": None}))
+        world.stats.add(miss(**now, alias="a name that no model has"))
         for alias in ("small", "big", "big"):
             world.stats.add_question(team.id, alias, 80)
         await world.stats.flush()
