@@ -47,10 +47,10 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     `ranked` has the entries to compare a fresh answer with, the likeliest first, each of another
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
     veto decided. `chance` is the probability that the two answers are compared: that of a check of a
-    would-be hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
+    hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
     group. `is_cold`: no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
     digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
-    `excess` is how many times as often as p says such an answer is wrong, to whoever serves it.
+    `excess` is how many times as many such answers were wrong as their p had said.
     """
 
     ranked: tuple[bytes, ...]

@@ -128,12 +128,11 @@ class Freed:
         self._counts: dict[int, tuple[float, float, frozenset[bytes]]] = {}
         self._all = (1.0, 1.0)
 
-    def learn(self, kinds: Iterable[int], is_right: bool, group: bytes, sign: int = 1) -> None:
-        """Count one verdict, or take it back with a `sign` of -1."""
+    def learn(self, kinds: Iterable[int], is_right: bool, group: bytes) -> None:
+        """Count one verdict."""
         counted = [kind for kind in kinds if kind]
-        blame = sign * float(not is_right) / max(1, len(counted))
-        right = sign * float(is_right)
-        self._all = (self._all[0] + right, self._all[1] + sign * float(not is_right))
+        blame, right = float(not is_right) / max(1, len(counted)), float(is_right)
+        self._all = (self._all[0] + right, self._all[1] + float(not is_right))
         for kind in counted:
             before = self._counts.get(kind, (0.0, 0.0, frozenset()))
             groups = before[2] | {group} if is_right and len(before[2]) < _ADDED_GROUPS else before[2]

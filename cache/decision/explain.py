@@ -88,14 +88,8 @@ def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: Nam
 def _trial(trial: Trial | None, known: Sequence[Neighbour], rule_name: bytes) -> Trial | None:
     if trial is None:
         return None
-    # generated for certain
     first = next(one for one in known if one.exact == trial.ranked[0])
-    return msgspec.structs.replace(
-        trial,
-        chance=1.0 if first.is_suspended else trial.chance,
-        rule=rule_name,
-        differing=digests(first.differing),
-    )
+    return msgspec.structs.replace(trial, rule=rule_name, differing=digests(first.differing))
 
 
 def _near(neighbour: Neighbour, reason: MissReason | None) -> Near:

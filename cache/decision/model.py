@@ -64,7 +64,7 @@ class Row:
     judge could tell.
 
     The trial's features end with the number of hits since the row before, and the errors to expect
-    of them. Its `chance` is that of the comparison: 1 on a miss, that of a check on a would-be hit.
+    of them. Its `chance` is that of the comparison: 1 on a miss, that of a check of a hit.
     """
 
     trial: Trial

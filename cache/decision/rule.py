@@ -36,7 +36,7 @@ _SAME = 0.99  # that the same question but for words that mean nothing has the s
 
 @dataclass(frozen=True, slots=True)
 class NamespaceCounters:
-    """Counts of a namespace's decisions: all would-be hits, and since the last request that was
+    """Counts of a namespace's decisions: all hits, and since the last request that was
     compared, how many were served and the errors to expect of them.
     """
 

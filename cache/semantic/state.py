@@ -43,7 +43,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _GroupTallies:
-    """Right and wrong verdicts by group, how many would-be hits the checks stand for, and, by what both
+    """Right and wrong verdicts by group, how many hits the checks stand for, and, by what both
     sides of a differing piece share, the verdicts beside it and what the sides have apart. `wordings`
     counts the signs that an answer is right for a wording.
     """

@@ -385,7 +385,7 @@ class Verifiers:
         return await verifier.judge(fresh, cached) if askable.exam.counts else none
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
-        """Take in what a check found of a would-be hit on a verifier's word, which had this risk."""
+        """Take in what a check found of a hit on a verifier's word, which had this risk."""
         verifier = self._settings.verification(record.request.alias).verifier
         exam = self.whom.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
         if exam is not None:
