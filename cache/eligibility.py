@@ -35,14 +35,14 @@ class Outcome(msgspec.Struct, frozen=True):
     `finish_reasons` has one word for each choice; `size_bytes` is an entry's size.
     `is_length_asked`: the length at which it ends is the caller's own. `is_servable`: a lookup
     could find the entry. `is_rescued`: two deployments made it. `moves`: the answer depends on the
-    moment, and such answers are not stored.
+    moment, and such answers are not stored. `lack` says why it says nothing, if it does not.
     """
 
     is_complete: bool
     finish_reasons: tuple[str, ...]
     size_bytes: int
     is_fallback: bool = False
-    has_content: bool = True
+    lack: Refusal | None = None
     is_length_asked: bool = False
     is_servable: bool = True
     is_rescued: bool = False
@@ -61,6 +61,8 @@ class Refusal(StrEnum):
     TRUNCATED = "truncated"
     UNFINISHED = "unfinished"
     EMPTY = "empty"
+    BLANK = "blank"  # white space alone
+    THOUGHTS = "thoughts"  # reasoning alone
     TTL = "ttl"
     MOVES = "moves"  # depends on the moment, and `moving_ttl_s` is 0
     TOO_LARGE = "too_large"
@@ -108,8 +110,8 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         return Refusal.TRUNCATED
     if not reasons or not _FINISHED.issuperset(reasons):
         return Refusal.UNFINISHED
-    if not outcome.has_content:
-        return Refusal.EMPTY
+    if outcome.lack is not None:
+        return outcome.lack
     if controls.ttl_s is not None and controls.ttl_s <= 0:
         return Refusal.TTL
     if outcome.moves:

@@ -7,7 +7,7 @@ and one record; a stream that fails after its first chunk ends with an error eve
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -244,16 +244,6 @@ class EventRenderer(Renderer):
 def event_of(name: str, fields: dict[str, Any]) -> bytes:
     """Encode a server-sent event with its name and its fields."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
-
-
-def call_index(call: Mapping[str, Any], known_indexes: Collection[int], last_id: Any) -> int:
-    """The index of a call in a chunk. Without an index, an id other than `last_id` begins another
-    call.
-    """
-    index: int | None = call.get("index")
-    if index is not None:
-        return index
-    return max(0, max(known_indexes, default=-1) + (call.get("id") not in (None, "", last_id)))
 
 
 class _CompletionRenderer(Renderer):

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, call_index, event_of
+from gateway.api.chat import EventRenderer, event_of
 from gateway.journey.storing import chunks_of
 from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
+from gateway.wire.reader import said
 from gateway.wire.types import Chunk
 from gateway.wire.usage import usage_of
 from policies import Usage
@@ -26,6 +27,7 @@ _STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
+_OWN_STOPS = frozenset({"pause_turn", "model_context_window_exceeded"})  # which a chat completion lacks
 _CODES = {"insufficient_quota": "billing_error", "upstream_overloaded": "overloaded_error"}
 _ERRORS = {
     401: "authentication_error",
@@ -145,7 +147,7 @@ class MessageRenderer(EventRenderer):
     # --- one chunk
 
     def _take(self, payload: bytes) -> None:
-        """Add one chunk. The backend has checked its types, except inside tool calls."""
+        """Add one chunk, which the backend's reader has checked."""
         piece: dict[str, Any] = msgspec.json.decode(payload)
         if not self._is_begun:
             self._is_begun = True
@@ -159,22 +161,22 @@ class MessageRenderer(EventRenderer):
             self._usage = _usage(read(payload).usage or Usage(0, 0))
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
-            self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
+            texts = list(said(delta))
+            self._say("thinking", "".join(text for kind, text in texts if kind == "thought"))
             self._say_natively(delta)
-            self._say("text", delta.get("content"))
-            if delta.get("refusal"):
-                self._is_refused = True
-                self._say("text", delta["refusal"])
+            self._say("text", "".join(text for kind, text in texts if kind != "thought"))
+            self._is_refused = self._is_refused or any(kind == "refusal" for kind, _ in texts)
             for call in delta.get("tool_calls") or ():
                 self._call(call)
             if (finish := choice.get("finish_reason")) is not None:
-                self._stop = choice.get("native_finish_reason") or _STOPS.get(finish, "end_turn")
+                native = choice.get("native_finish_reason")
+                self._stop = native if native in _OWN_STOPS else _STOPS.get(finish, finish)
                 matched = choice.get("stop_reason")  # vLLM's and SGLang's: the string that ended it
                 if finish == "stop" and isinstance(matched, str):
                     self._stop, self._stop_sequence = "stop_sequence", matched
 
-    def _say(self, kind: str, text: Any) -> None:
-        if not isinstance(text, str) or not text:
+    def _say(self, kind: str, text: str) -> None:
+        if not text:
             return
         self._last(kind)
         self._grow(len(self._blocks) - 1, text)
@@ -199,15 +201,13 @@ class MessageRenderer(EventRenderer):
 
     def _call(self, call: dict[str, Any]) -> None:
         """Begin a call, or extend its arguments."""
-        id, function = call.get("id"), call.get("function") if isinstance(call.get("function"), dict) else {}
+        index, function = call["index"], call.get("function") or {}
         positions = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
-        index = call_index(call, positions, self._blocks[-1].fields.get("id") if self._blocks else None)
         if index not in positions:
-            fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
-            self._begin(_ContentBlock({**fields, "name": (function or {}).get("name") or ""}, call=index))
+            fields = {"type": "tool_use", "id": call["id"], "name": function.get("name") or ""}
+            self._begin(_ContentBlock(fields, call=index))
             positions[index] = len(self._blocks) - 1
-        arguments = (function or {}).get("arguments")
-        if isinstance(arguments, str) and arguments:
+        if arguments := function.get("arguments"):
             self._grow(positions[index], arguments)
 
     # --- blocks

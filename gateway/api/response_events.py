@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, call_index, event_of
+from gateway.api.chat import EventRenderer, event_of
 from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
 from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
+from gateway.wire.reader import OPENAIS_ENDS, said
 from gateway.wire.sse import Splitter
 from gateway.wire.types import Chunk
 from policies import Usage
@@ -43,6 +44,7 @@ _REFUSAL = _TextKind(_MESSAGE, "content", {"type": "refusal", "refusal": ""}, "c
 # a summary, because clients of this API show only the summary of a model's reasoning
 _THOUGHT, _SUMMARY = {"type": "reasoning", "summary": []}, {"type": "summary_text", "text": ""}
 _REASONING = _TextKind(_THOUGHT, "summary", _SUMMARY, "reasoning_summary_part", "reasoning_summary_text")
+_KINDS = {"thought": _REASONING, "text": _TEXT, "refusal": _REFUSAL}
 
 _IDS = {
     "message": "msg",
@@ -168,7 +170,7 @@ class ResponseRenderer(EventRenderer):
             self._number += 1
 
     def _take(self, payload: bytes) -> None:
-        """Add one chunk. The backend has checked its types, except inside tool calls."""
+        """Add one chunk, which the backend's reader has checked."""
         piece: dict[str, Any] = msgspec.json.decode(payload)
         if self._number == 0 or self._is_queued:
             self._response["model"] = piece.get("model") or self._response["model"]
@@ -181,24 +183,23 @@ class ResponseRenderer(EventRenderer):
             self._response["usage"] = _usage(payload)
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            self._say(_REASONING, thought)
+            texts = list(said(delta))
             # a response has log probabilities of text only
-            if not thought and not delta.get("tool_calls"):
+            if not delta.get("tool_calls") and not any(kind == "thought" for kind, _ in texts):
                 logprobs = choice.get("logprobs")
                 tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
                 self._tokens += tokens if isinstance(tokens, list) else ()
-            self._say(_TEXT, delta.get("content"))
-            self._say(_REFUSAL, delta.get("refusal"))
+            for kind, text in texts:
+                self._say(_KINDS[kind], text)
             for call in delta.get("tool_calls") or ():
                 self._call(call)
-            if (reason := _INCOMPLETE.get(choice.get("finish_reason"))) is not None:
+            end = choice.get("finish_reason")
+            if end in _INCOMPLETE or (end and end not in OPENAIS_ENDS):
+                reason = _INCOMPLETE.get(end, end)
                 self._response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
 
-    def _say(self, kind: _TextKind, text: Any) -> None:
+    def _say(self, kind: _TextKind, text: str) -> None:
         """Append to the growing text; begin a new item if the last item is of another kind."""
-        if not isinstance(text, str) or not text:
-            return
         if self._kind is not kind:
             self._close_text()
             self._kind = kind
@@ -234,25 +235,20 @@ class ResponseRenderer(EventRenderer):
         """Begin a call, or extend its arguments. Several calls may grow at once: `end` finishes
         them.
         """
-        id = _text(call.get("id"))
-        call = {**call, "id": id}
-        kind, field = ("custom", "input") if isinstance(call.get("custom"), dict) else ("function", "arguments")
-        body = call.get(kind)
-        index = call_index(call, self._calls, self._output[-1].get("call_id") if self._output else None)
-        body = body if isinstance(body, dict) else {}
+        kind, field = ("custom", "input") if call.get("custom") else ("function", "arguments")
+        index, body = call["index"], call.get(kind) or {}
         if index not in self._calls:
             self._close_text()
-            fields: dict[str, Any] = {"call_id": id or f"call_{self._key}_{index}"}
+            fields: dict[str, Any] = {"call_id": call["id"]}
             if self._has_shell and body.get("name") == "local_shell":
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
                 fields |= {"type": "function_call" if kind == "function" else "custom_tool_call"}
-                fields |= {**_names(_text(body.get("name")), self._response["tools"]), field: ""}
+                fields |= {**_names(body.get("name") or "", self._response["tools"]), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
         position, pieces = self._calls[index]
-        text = body.get(field)
-        if isinstance(text, str) and text:
+        if text := body.get(field):
             pieces.append(text)
             if (growing := _GROWING.get(self._output[position]["type"])) is not None:
                 self._tell(f"{growing[1]}.delta", **self._place(position), delta=text)
@@ -361,11 +357,6 @@ def _without_secrets(tools: Any) -> Any:
 
 _SECRETS = ("authorization", "headers")
 _NUMBERS = re.compile(rb'"sequence_number":\s*(\d{1,9})')
-
-
-def _text(value: Any) -> str:
-    """A name or an id as text; a deployment may send another JSON type."""
-    return value if isinstance(value, str) else "" if value is None else msgspec.json.encode(value).decode()
 
 
 def in_namespace(space: str | None, name: str) -> str:

@@ -162,6 +162,7 @@ class BackendError(Exception):
         status: int | None = None,
         body: bytes | None = None,
         retry_after_s: float | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -169,6 +170,7 @@ class BackendError(Exception):
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
+        self.is_final = is_final  # it would answer the same again
 
 
 class BackendUnavailable(BackendError):

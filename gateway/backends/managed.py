@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -31,8 +31,9 @@ from cache.event_loop import is_own_want
 from gateway.backends import base
 from gateway.backends.refusals import UpstreamRefusal, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
-from gateway.wire.chunks import FinishTracker, parse, to_chunk, with_pairs
+from gateway.wire.chunks import FinishTracker, to_chunk, with_pairs
 from gateway.wire.plain import chunk_of
+from gateway.wire.reader import PieceReader, Read
 from gateway.wire.types import EMBEDDING, RERANK, Chunk
 from gateway.wire.usage import count_of
 from policies.durations import duration_s
@@ -294,6 +295,7 @@ class ManagedStream:
         self._backend = backend
         self._request = request
         self._is_stream = request.is_stream and request.choices == 1
+        self._answer = PieceReader(request.request_id.removeprefix("req_"))
         self._finishes = FinishTracker(request.choices)
         self._litellm: Any = None  # set once the provider has the request
         self._source: Any = None  # litellm's stream
@@ -314,16 +316,18 @@ class ManagedStream:
         try:
             if self._litellm is None:
                 await self._begin()
-            chunk = await self._next()
+            chunks: list[Chunk] | None = []
+            while chunks == []:
+                chunks = await self._next()
         except BaseException:
             await self.aclose()
             raise
-        if chunk is None:
+        if chunks is None:
             self._is_finished = True
             await self.aclose()
             raise StopAsyncIteration
         self._has_output = True
-        return [chunk]
+        return chunks
 
     async def aclose(self) -> None:
         """Close the provider's connection, or stop waiting for it."""
@@ -351,19 +355,21 @@ class ManagedStream:
         elif self._request.kind.is_plain:
             self._whole = chunk_of(_encoded(reply.model_dump(exclude_none=True)))
         else:
-            self._whole = _whole(reply, self._finishes)
+            self._whole = _whole(reply, self._answer, self._finishes)
 
-    async def _next(self) -> Chunk | None:
-        """The next chunk; None after the finish."""
+    async def _next(self) -> list[Chunk] | None:
+        """The next chunks, if any; None after the finish."""
         if not self._is_stream:
             whole, self._whole = self._whole, None
-            return whole
+            return None if whole is None else [whole]
         source = self._source
         piece = await self._bounded(anext(source, None))
         if piece is not None:
             if _has_invented_finish(piece, source):
                 raise base.BackendBroken("The deployment's answer ended before its finish")
-            return _chunk(piece, self._finishes, source.custom_llm_provider)
+            return _chunks(self._answer.read(_payload(piece, source.custom_llm_provider)), self._finishes)
+        if left := self._answer.rest():
+            return _chunks(left, self._finishes)
         if not self._finishes.is_complete:
             raise base.BackendBroken("The deployment's answer ended before its finish")
         return None
@@ -412,7 +418,7 @@ def _has_invented_finish(piece: Any, source: Any) -> bool:
     return source.received_finish_reason is None and source.intermittent_finish_reason is None
 
 
-def _chunk(piece: Any, finishes: FinishTracker, provider: str) -> Chunk:
+def _payload(piece: Any, provider: str) -> bytes:
     fields = piece.model_dump(exclude_none=True)
     if provider != "openrouter":  # the others' streams report no cost: it would be litellm's own estimate
         fields.get("usage", {}).pop("cost", None)
@@ -422,13 +428,18 @@ def _chunk(piece: Any, finishes: FinishTracker, provider: str) -> Chunk:
         choice.setdefault("finish_reason", None)
     if "usage" in fields and not any(c["delta"] or c["finish_reason"] for c in fields["choices"]):
         fields["choices"] = []
-    data = _encoded(fields)
-    answer = parse(data)
-    finishes.add(answer)
-    return to_chunk(data, answer)
+    return _encoded(fields)
 
 
-def _whole(reply: Any, finishes: FinishTracker) -> Chunk:
+def _chunks(pieces: Iterable[Read], finishes: FinishTracker) -> list[Chunk]:
+    chunks = []
+    for data, answer in pieces:
+        finishes.add(answer)
+        chunks.append(to_chunk(data, answer))
+    return chunks
+
+
+def _whole(reply: Any, reader: PieceReader, finishes: FinishTracker) -> Chunk:
     fields = reply.model_dump(exclude_none=True)
     for choice in fields["choices"]:
         _tidy(choice)
@@ -436,8 +447,7 @@ def _whole(reply: Any, finishes: FinishTracker) -> Chunk:
         _tidy(message)
         message.setdefault("content", None)
         choice.setdefault("logprobs", None)
-    data = _encoded(fields)
-    answer = parse(data)
+    data, answer = reader.whole(_encoded(fields))
     finishes.add(answer)
     if not finishes.is_finished:
         raise base.BackendBroken("The deployment's answer ended before its finish")

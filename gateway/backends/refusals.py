@@ -16,6 +16,7 @@ import msgspec
 
 from gateway.backends import base
 from gateway.backends.base import Mark
+from gateway.wire.chunks import UNREADABLE, decoded
 from gateway.wire.errors import ApiError, Upstream, UpstreamDenied, error_object, retry_after
 
 RETRY_AFTER_MAX_S = 3600.0
@@ -39,14 +40,26 @@ _MARKS_BY_STATUS = {401: Mark.KEY, 402: Mark.CREDIT} | dict.fromkeys((404, 405, 
 _PERMISSION = frozenset({"permission_error", "permission_denied"})
 _MASKED = re.compile(r"(?<![\w.-])[\w.-]++\*{3,}[\w-]*|(?<![\w.*-])\*{4,}+[\w-]+")
 _TOO_LONG = frozenset({"context_length_exceeded", "context_window_exceeded", "exceed_context_size_error"})
-# the words of servers that send no code: vLLM, SGLang, Anthropic, Gemini, llama.cpp, TGI. They may be
-# a client's, so they decide for its request alone: another deployment is asked
+_TOO_LONG |= {"model_max_prompt_tokens_exceeded", "tokens_limit_reached", "string_above_max_length"}
+# How servers without such a code say that a request is longer than their context: what is too long, and
+# that it is. The sentences of each, with sources, are in `tests/dialects/too_long.json`. They may be a
+# client's words, so they decide for its request alone: another deployment is asked.
+_SIZE = r"(?:context(?: (?:length|limit|size|window))?|(?:prompt|input|sequence) (?:length|limit|size)|model length|token limit)"
 _TOO_LONG_WORDS = re.compile(
-    r"maximum context length|context (?:length|window|size) (?:is |was )?(?:exceed|of only)|prompt is too long"
-    r"|exceeds? (?:the )?(?:model'?s? )?(?:maximum |available )?context (?:length|window|size)"
-    r"|exceeds the maximum number of tokens allowed",
+    "|".join(
+        (
+            rf"(?:exceed(?:s|ed)?|(?:longer|greater|larger) than) (?:[\w']+ ){{0,4}}?(?:allowed )?{_SIZE}",
+            rf"{_SIZE} (?:is |was |has been )?(?:exceed|overflow|of only)|configured context size",
+            r"max(?:imum)? (?:context|prompt|input|sequence) length",
+            r"(?:prompt|inputs?|messages|request) (?:\([^)]*\) )?(?:is |are )?too (?:long|large)|too many (?:input )?tokens",
+            r"(?:token count|number of tokens)\b.{0,60} (?:exceeds|supports up to)|inputs`? .{0,40}must (?:be <|have less)",
+            r"body too large .{0,80}tokens|exceeds max length|range of input length|reduce the length of|超长",
+        )
+    ),
     re.I,
 )
+# a quota of tokens by time is no context: another deployment, or this one later, has room
+_QUOTA_WORDS = re.compile(r"(?:per|a|each) (?:minute|min|day|hour|second)\b|\(?[TR]P[MDH]\b|rate.?limit|quota", re.I)
 # the beginnings of servers' messages with a size, where no client's word can be: OpenAI and vLLM,
 # Anthropic, Gemini, SGLang
 _CONTEXT = re.compile(
@@ -55,26 +68,29 @@ _CONTEXT = re.compile(
     r"|The input \(\d+ tokens\) is longer than the model's context length) \(?(\d[\d,]*)",
     re.I,
 )
+# the statuses of codes and types, by these in lower case without marks, and without "error" or "exception"
 _STATUS_BY_WORD = {
-    "rate_limit_exceeded": 429,
-    "rate_limit_error": 429,
-    "rate_limit": 429,
-    "overloaded_error": 529,
-    "authentication_error": 401,
-    "permission_error": 403,
-    "permission_denied": 403,
-    "not_found_error": 404,
-    "invalid_request_error": 400,
-    "invalid_request": 400,
-    "badrequesterror": 400,
-    "context_length_exceeded": 400,
-    "server_error": 500,
-    "api_error": 500,
-    "internal_server_error": 500,
-    "internalservererror": 500,
-    "service_unavailable": 503,
-    "timeout": 504,
+    **dict.fromkeys(("ratelimitexceeded", "ratelimit", "resourceexhausted", "throttling", "toomanyrequests"), 429),
+    **dict.fromkeys(("overloaded",), 529),
+    **dict.fromkeys(("authentication", "unauthenticated", "unauthorized"), 401),
+    **dict.fromkeys(("permission", "permissiondenied", "forbidden", "accessdenied"), 403),
+    **dict.fromkeys(("notfound", "resourcenotfound"), 404),
+    **dict.fromkeys(("invalidrequest", "badrequest", "invalidargument", "invalidparameter", "validation"), 400),
+    **dict.fromkeys(("contextlengthexceeded", "exceedcontextsize", "failedprecondition", "requesttoolarge"), 400),
+    **dict.fromkeys(("server", "api", "internalserver", "internal"), 500),
+    **dict.fromkeys(("serviceunavailable", "unavailable"), 503),
+    **dict.fromkeys(("timeout", "deadlineexceeded"), 504),
 }
+_MARKS_OF_WORDS = re.compile(r"[^a-z]|(?:error|exception)$")
+# of an error object: OpenAI's fields, and by which other names servers have them
+_FIELDS = {"type": "type", "param": "param", "code": "code", "status": "status", "n_ctx": "n_ctx"}
+_FIELDS |= {"error_type": "type", "error_code": "code", "status_code": "code", "errorCode": "code"}
+_INNER = ("error", "errors", "base_resp", "message", "detail", "fault")  # where an error is inside another
+_WORDS = (
+    *("message", "msg", "error", "errors", "error_message", "errorMessage", "detail", "details", "description"),
+    *("status_msg", "base_resp", "fault", "faultstring", "title"),
+)
+_TITLE = re.compile(r"<title[^>]*>([^<]*)</title", re.I)
 
 
 class UpstreamRefusal(msgspec.Struct, frozen=True):
@@ -104,16 +120,21 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
         message = "The deployment is overloaded"
         return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
+    body = _client_body(refused, error)
+    message = str(msgspec.json.decode(body)["error"]["message"])
+    is_quota = "rate_limit_exceeded" in codes or _QUOTA_WORDS.search(message) is not None
+    if not _TOO_LONG.isdisjoint(codes) or (_TOO_LONG_WORDS.search(message) and not is_quota):
+        status, size = (400 if status >= 500 else status), _context_tokens(error, message)
+        return base.BackendTooLong(message, detail=detail, status=status, body=body, context_tokens=size)
     if status in _REJECTED:
-        body = _client_body(refused, error)
-        message = str(msgspec.json.decode(body)["error"]["message"])
-        if not _TOO_LONG.isdisjoint(codes) or _TOO_LONG_WORDS.search(message):
-            context_tokens = _context_tokens(error, message)
-            return base.BackendTooLong(message, detail=detail, status=status, body=body, context_tokens=context_tokens)
-        return base.BackendRejected(message, detail=detail, status=status, body=body)
+        # a request of more tokens than a minute allows fits another deployment
+        kind = base.BackendUnfit if is_quota else base.BackendRejected
+        return kind(message, detail=detail, status=status, body=body)
     how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
     words_too = _told(refused, error) if refused.is_in_band else ""
-    return base.BackendUnavailable(f"The deployment failed {how}{words_too}", detail=detail, status=status)
+    is_final = refused.is_in_band or status < 400  # an answer, if no good one: asked again, it would be the same
+    message = f"The deployment failed {how}{words_too}"
+    return base.BackendUnavailable(message, detail=detail, status=status, is_final=is_final)
 
 
 def _context_tokens(error: dict[str, Any], message: str) -> int | None:
@@ -148,21 +169,26 @@ def _told(refused: UpstreamRefusal, error: dict[str, Any]) -> str:
     return f": {scrubbed(' '.join(message.split())[:_DETAIL_CHARACTERS], refused.secret)}"
 
 
-def in_band(error: Any, secret: str = "") -> base.BackendError:
-    """The error for an error object inside a 200; its code or type gives the missing status."""
-    fields = error if isinstance(error, dict) else {"message": str(error)}
-    status = 500
-    for key in ("code", "status", "type"):
-        cause = fields.get(key)
-        if isinstance(cause, int) and 400 <= cause <= 599:
-            status = cause
-            break
-        if isinstance(cause, str):
-            known = int(cause) if cause.isdecimal() and len(cause) == 3 else _STATUS_BY_WORD.get(cause.lower(), 0)
-            if known >= 400:
-                status = known
-                break
-    return refusal(UpstreamRefusal(status, msgspec.json.encode({"error": fields}), secret=secret, is_in_band=True))
+def in_band(data: bytes, secret: str = "") -> base.BackendError | None:
+    """The error that `data`, inside a 200, tells of; its code or type gives the missing status.
+
+    None if it tells of none: it has neither words nor a code.
+    """
+    error = error_fields(data)
+    if not error.get("message") and error.get("code") in (None, 0, "0", 200):
+        return None
+    causes = (_status_of(error.get(name)) for name in ("code", "status", "type"))
+    status = next(filter(None, causes), 500)
+    body = msgspec.json.encode({"error": error})
+    return refusal(UpstreamRefusal(status, body, secret=secret, is_in_band=True))
+
+
+def _status_of(cause: Any) -> int:
+    """The HTTP status that a code or type means; 0 if it means none."""
+    if isinstance(cause, str) and not cause.isdecimal():
+        return _STATUS_BY_WORD.get(_MARKS_OF_WORDS.sub("", cause.lower()), 0)
+    number = int(cause) if isinstance(cause, int | str) and len(str(cause)) == 3 else 0
+    return number if 400 <= number <= 599 else 0
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
@@ -200,26 +226,45 @@ def _excerpt(body: bytes) -> str:
 
 
 def error_fields(body: bytes) -> dict[str, Any]:
-    """The error object in `body`, at any of the known places; {} without one."""
+    """The error that `body` tells of, as OpenAI's error object; {} if it tells of none.
+
+    It may be anywhere in an object or a list, a text, or the title of a page.
+    """
+    body = body.strip()
     try:
-        answer = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    if isinstance(answer, list) and answer:  # Gemini wraps its errors in a list
-        answer = answer[0]
-    if not isinstance(answer, dict):
-        return {}
-    error = answer.get("error")
-    if isinstance(error, dict):
-        return error
-    if isinstance(error, str):
-        return {"message": error}
-    if isinstance(answer.get("message"), str):  # vLLM: {"object": "error", "message", "type", ...}
-        return answer
-    if "detail" in answer:  # FastAPI
-        detail = answer["detail"]
-        return {"message": detail if isinstance(detail, str) else msgspec.json.encode(detail).decode()}
-    return {}
+        answer = decoded(body[6:] if body[:6].lower() == b"error:" else body)  # llama.cpp's, in a stream
+        fields, message = _typed(answer), _words(answer)
+    except UNREADABLE:
+        text = body[: 4 * _DETAIL_CHARACTERS].decode("utf-8", "replace")
+        titles = _TITLE.findall(text) if text.startswith("<") else [text]
+        fields, message = {}, " ".join(" ".join(titles).split())[:_DETAIL_CHARACTERS]
+    return fields | ({"message": message} if message.strip() else {})
+
+
+def _typed(value: Any) -> dict[str, Any]:
+    """The fields of an error beside its words; the outer ones come first."""
+    fields: dict[str, Any] = {}
+    while isinstance(value, dict | list) and value:
+        if isinstance(value, list):  # Gemini wraps its errors in one
+            value = value[0]
+            continue
+        found = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
+        if isinstance(place := value.get("loc"), list) and place:  # FastAPI's: its type is no error's
+            found = {"param": str(place[-1])}
+        fields = found | fields
+        value = next((inner for name in _INNER if isinstance(inner := value.get(name), dict | list) and inner), None)
+    return fields
+
+
+def _words(value: Any) -> str:
+    """What an error says: a text, the words of an object, or those of each in a list."""
+    if isinstance(value, list):
+        return "; ".join(filter(None, map(_words, value)))
+    if not isinstance(value, dict):
+        return value if isinstance(value, str) else ""
+    words = next((words for name in _WORDS if (words := _words(value.get(name))).strip()), "")
+    place = value.get("loc")
+    return f"{'.'.join(map(str, place))}: {words}" if words and isinstance(place, list) and place else words
 
 
 def _client_body(refused: UpstreamRefusal, error: dict[str, Any]) -> bytes:

@@ -29,6 +29,7 @@ from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
 from gateway.transport.eager import Eager
+from gateway.wire.reader import lack_of
 
 _FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
 PATIENCE_TIMES = 2.0
@@ -212,10 +213,19 @@ def _outcome_of(generation: Generation, *, is_servable: bool) -> Outcome:
         is_servable=is_servable,
         is_rescued=bool(answered.seams),
         size_bytes=progress.size_bytes,
-        has_content=progress.has_content,
+        lack=_lack(generation),
         is_length_asked=generation.holds.cut_at is None
         and (turn.kind.output_tokens_default is not None or (answered.is_cut and _ends_as_asked(generation))),
     )
+
+
+def _lack(generation: Generation) -> Refusal | None:
+    """Why an answer says nothing that is worth keeping; None if it says something."""
+    progress = generation.answered.progress
+    if generation.turn.kind.is_plain:
+        return None if progress.has_content else Refusal.EMPTY
+    lack = lack_of(progress.chunks)
+    return Refusal(lack) if lack else None
 
 
 def _ends_as_asked(generation: Generation) -> bool:

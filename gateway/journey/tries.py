@@ -174,9 +174,10 @@ class Tries:
             if failure is None:
                 return True
             is_permanent = isinstance(failure, BackendDenied | BackendUnfit)
+            is_over = is_permanent or failure.is_final
             if isinstance(failure, BackendDenied):
                 self._denials[best.name] = failure.message
-            if is_permanent or generation.answered.progress.has_begun:
+            if is_over or generation.answered.progress.has_begun:
                 self._done_with |= {best.name} | self._raced
             if is_first or self._failed is None or not is_permanent:
                 self._failed = deployment, failure
@@ -188,9 +189,9 @@ class Tries:
     def _pause_for_first(self, failure: BackendError, waited_s: float) -> float | None:
         """Seconds until the first choice is asked again; None where the next one is asked."""
         answered = self._generation.answered
-        is_final = isinstance(failure, BackendDenied | BackendRejected | BackendTimeout) or answered.progress.has_begun
+        is_final = isinstance(failure, BackendDenied | BackendRejected | BackendTimeout) or failure.is_final
         tries = len(answered.tries)
-        if is_final or tries > _RETRIES_OF_FIRST_MAX:
+        if is_final or answered.progress.has_begun or tries > _RETRIES_OF_FIRST_MAX:
             return None
         pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_S * 2**tries
         pause_s = 1.01 * pause_s + 0.01  # a deployment that named a time rests until it

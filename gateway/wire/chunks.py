@@ -23,15 +23,28 @@ from gateway.wire.usage import usage_of
 # -- reading, once and lightly ---------------------------------------------------------------------
 
 
+NO_USAGE = msgspec.Raw(b"null")
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
 class _ToolCall(msgspec.Struct, gc=False):
     index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
 
 
 class _Delta(msgspec.Struct, gc=False):
-    content: Any = None
+    content: str | list[Any] | None = None
     refusal: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
+    reasoning_text: Any = None
+    reasoning_details: Any = None
+    thinking: Any = None
     tool_calls: list[_ToolCall] | None = None
     function_call: Any = None
     audio: Any = None
@@ -42,6 +55,9 @@ class _Delta(msgspec.Struct, gc=False):
             self.tool_calls
             or self.reasoning_content
             or self.reasoning
+            or self.reasoning_text
+            or self.reasoning_details
+            or self.thinking
             or self.refusal
             or self.function_call
             or self.audio
@@ -54,9 +70,7 @@ class _ReadChoice(msgspec.Struct, gc=False):
     message: _Delta | None = None
     text: Any = None  # of a completion, which has neither
     finish_reason: str | None = None
-
-
-_NO_USAGE = msgspec.Raw(b"null")
+    usage: msgspec.Raw = NO_USAGE  # Kimi's place
 
 
 class ParsedAnswer(msgspec.Struct, gc=False):
@@ -66,9 +80,10 @@ class ParsedAnswer(msgspec.Struct, gc=False):
     """
 
     choices: list[_ReadChoice] | None = None
-    usage: msgspec.Raw = _NO_USAGE
+    usage: msgspec.Raw = NO_USAGE
     error: Any = None
     object: Any = None
+    x_groq: Any = None
 
 
 _decode_answer = msgspec.json.Decoder(ParsedAnswer).decode
@@ -123,7 +138,7 @@ def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
         if mended_data == data:
             raise
         return mended_data, parse(mended_data)
-    if answer.usage != _NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
+    if answer.usage != NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
         data = _without_odd_numbers(data)
         answer = parse(data)
     return data, answer
@@ -136,7 +151,7 @@ def _without_odd_numbers(data: bytes) -> bytes:
 def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts from its partial parse."""
     choices = answer.choices or ()
-    has_usage, has_content = answer.usage != _NO_USAGE, False
+    has_usage, has_content = answer.usage != NO_USAGE, False
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
@@ -160,8 +175,8 @@ def read(data: bytes, is_whole: bool = False) -> Chunk:
     return to_chunk(data, parse(data), is_whole)
 
 
-# these report a failure, not a finish: OpenRouter sends "error", vLLM and SGLang "abort"
-_FAILED_REASONS = frozenset({"error", "abort"})
+# these report a failure, not a finish: of OpenRouter, of vLLM and SGLang, of Zhipu, of DeepSeek
+_FAILED_REASONS = frozenset({"error", "abort", "network_error", "insufficient_system_resource"})
 
 
 class FinishTracker(msgspec.Struct):
@@ -189,7 +204,7 @@ class FinishTracker(msgspec.Struct):
             return False
         choice = choices[0]
         text = choice.text if choice.delta is None else choice.delta.content
-        return bool(text) and answer.usage == _NO_USAGE and answer.error is None
+        return bool(text) and answer.usage == NO_USAGE and answer.error is None
 
     @property
     def is_complete(self) -> bool:

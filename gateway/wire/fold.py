@@ -153,8 +153,12 @@ def _merged(old: Any, new: Any, key: str) -> Any:
         return text
     if isinstance(old, list) and isinstance(new, list):
         if key == "tool_calls":
+            known = {call.get("index"): call for call in old}
             for call in new:
-                _merge_call(old, call)
+                if (begun := known.get(call.get("index"))) is not None:
+                    _merged(begun, call, "")
+                else:
+                    old.append(call)
         else:
             old.extend(new)
         return old
@@ -165,21 +169,6 @@ def _as_parts(text: str | _Text) -> list[dict[str, Any]]:
     """Text as a list of parts: Mistral's reasoning models mix both forms in one stream."""
     joined = "".join(text)
     return [{"type": "text", "text": joined}] if joined else []
-
-
-def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
-    """Continue the call with the same index; without an index, the last call, unless the id
-    differs.
-    """
-    index = new.get("index")
-    for call in calls:
-        if index is not None and call.get("index") == index:
-            _merged(call, new, "")
-            return
-    if index is None and calls and new.get("id") in (None, "", calls[-1].get("id")):
-        _merged(calls[-1], new, "")
-    else:
-        calls.append(new)
 
 
 def _settled_choice(choice: dict[str, Any]) -> dict[str, Any]:

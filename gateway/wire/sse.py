@@ -1,7 +1,7 @@
 """Server-sent events: frames for clients, and a splitter for upstream streams.
 
 Format: WHATWG HTML, section 9.2.6 "Interpreting an event stream". Knows no JSON and no OpenAI. The
-splitter keeps only `data` and drops event names, ids, retry hints and comments. Invariant: the
+splitter keeps only `data`, and beside it what is no field of an event. Invariant: the
 payloads do not depend on where the bytes are split.
 """
 
@@ -16,6 +16,8 @@ PAYLOAD_BYTES_MAX = 64 << 20
 
 _LF, _CR = b"\n\r"  # as numbers: a search for a byte costs a fifth of one for bytes
 _BOM = b"\xef\xbb\xbf"
+_FIELDS = frozenset({b"", b"event", b"id", b"retry"})  # beside `data`; without a name: a comment
+_STRAY_BYTES_MAX = 64 << 10
 
 
 class PayloadTooLarge(Exception):
@@ -43,6 +45,15 @@ def _have_lines(payloads: Sequence[bytes]) -> bool:
     return True in map(contains, payloads, repeat(_LF))
 
 
+def events_in(body: bytes) -> list[bytes]:
+    """The data of events in a body of another type: of an event stream, or one JSON a line; else nothing."""
+    if body.lstrip().startswith((b"data:", b"event:", b":")):
+        splitter = Splitter()
+        return [*splitter.feed(body), *filter(None, [splitter.end()])]
+    lines = [line.strip() for line in body.splitlines() if line.strip()]
+    return lines if len(lines) > 1 and all(line.startswith(b"{") for line in lines) else []
+
+
 class Splitter(msgspec.Struct):
     """Cuts a stream of bytes into the `data` payloads of its events.
 
@@ -54,6 +65,7 @@ class Splitter(msgspec.Struct):
     The lines of one event are joined by LF. Line ends are LF, CRLF or CR; the buffer is bounded.
     """
 
+    stray: bytes = b""  # the beginning of what is no field of an event, such as a server's own error
     _parts: list[bytes] = []
     _buffered_bytes: int = 0
     _ends_in_cr: bool = False
@@ -123,4 +135,6 @@ class Splitter(msgspec.Struct):
             name, _, value = line.partition(b":")
             if name == b"data":
                 lines.append(value.removeprefix(b" "))
+            elif name not in _FIELDS:
+                self.stray += (line + b"\n")[: _STRAY_BYTES_MAX - len(self.stray)]
         return b"\n".join(lines) if lines else None

@@ -1,7 +1,7 @@
 """Reads the tokens of an answer as its provider reports them.
 
 Sources: OpenAI's API reference ("The chat completion object", `usage`), DeepSeek's and OpenRouter's
-(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), Anthropic's ("Compaction", `iterations`),
+(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), Moonshot's (`cached_tokens`), Anthropic's ("Compaction", `iterations`),
 litellm's form of Anthropic's and Bedrock's (`cache_creation_input_tokens`,
 `cache_creation_token_details`, `server_tool_use`), and Gemini's OpenAI-compatible endpoint, which
 counts thoughts in `total_tokens` alone. Knows no prices. Invariants: an unreadable usage counts as
@@ -65,6 +65,7 @@ class _Reported(msgspec.Struct, gc=False):
     completion_tokens_details: _Outputs | None = None
     cache_read_input_tokens: _Count = None
     prompt_cache_hit_tokens: _Count = None
+    cached_tokens: _Count = None
     cache_creation_input_tokens: _Count = None
     cache_creation: _Lives | None = None
     server_tool_use: _Tools | None = None
@@ -101,7 +102,8 @@ def usage_of(raw: bytes) -> Usage | None:
     inputs, outputs = reported.prompt_tokens_details or _NO_INPUTS, reported.completion_tokens_details or _NO_OUTPUTS
     lives = inputs.cache_creation_token_details or reported.cache_creation or _NO_LIVES
     tools = reported.server_tool_use or _NO_TOOLS
-    cached = inputs.cached_tokens or reported.cache_read_input_tokens or reported.prompt_cache_hit_tokens or 0
+    cached = inputs.cached_tokens or reported.cache_read_input_tokens or reported.prompt_cache_hit_tokens
+    cached = cached or reported.cached_tokens or 0
     written_1h = lives.ephemeral_1h_input_tokens or 0
     written = inputs.cache_write_tokens or inputs.cache_creation_tokens or reported.cache_creation_input_tokens or 0
     written = max(written, (lives.ephemeral_5m_input_tokens or 0) + written_1h)

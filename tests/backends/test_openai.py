@@ -306,7 +306,7 @@ def test_a_long_error_is_scrubbed_at_once() -> None:
             "status=413;body=html",
             413,
             {
-                "message": "The deployment rejected the request with HTTP 413",
+                "message": "502 Bad Gateway",
                 "type": "invalid_request_error",
                 "param": None,
                 "code": None,
@@ -376,8 +376,8 @@ async def test_the_key_is_in_no_error(upstream: Upstream) -> None:
         ("error=first;error_code=invalid_request_error", BackendRejected, 0),
         ("error=first;error_code=something_else", BackendUnavailable, 0),
         ("error=middle;error_code=502", BackendUnavailable, 4),
-        ("is_whole=1;body=html", BackendBroken, 0),
-        ("is_whole=1;body=text", BackendBroken, 0),
+        ("is_whole=1;body=html", BackendUnavailable, 0),
+        ("is_whole=1;body=text", BackendUnavailable, 0),
         ("is_whole=1;body=empty", BackendBroken, 0),
         ("is_whole=1;malformed=1", BackendBroken, 0),
     ],
@@ -466,7 +466,7 @@ async def test_a_prompt_without_an_answer_makes_a_broken_answer(is_whole: bool) 
         ("hang=headers", BackendTimeout),
         ("hang=middle", BackendTimeout),
         ("malformed=1", BackendBroken),
-        ("body=html", BackendBroken),
+        ("body=html", BackendUnavailable),
         ("body=empty", BackendBroken),
         ("has_finish=0", BackendBroken),
         ("error=first", BackendUnavailable),
@@ -676,13 +676,12 @@ def spoken(text: str, **fields: Any) -> bytes:
     return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-CALL = {"tool_calls": [{"index": 0, "id": "call", "function": {"name": "look", "arguments": "{}"}}]}
 USED = {"prompt_tokens": 1, "completion_tokens": 2}
 # each may stand anywhere in a stream of text; whoever took it for more of the same text would tell something else
 INTRUDERS = {
     "another choice": spoken("b", index=1),
     "usage": spoken("a", usage=USED),
-    "a call": spoken("a", delta=CALL),
+    "a sound": spoken("a", delta={"audio": {"data": "AA=="}}),
     "reasoning": spoken("a", delta={"reasoning_content": "hm"}),
     "log probabilities": spoken("a", logprobs={"content": [{"token": "a", "logprob": -1.0, "bytes": None}]}),
     "no text": spoken(""),

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, read, unfold
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, read, to_chunk, unfold
 from gateway.wire.fold import fold, text_bytes
+from gateway.wire.reader import PieceReader
 from gateway.wire.types import Chunk
 from policies import Usage
 
@@ -337,16 +338,23 @@ def message_of(chunks: list[Chunk]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "role"}
 
 
+def read_by(chunks: list[Chunk]) -> list[Chunk]:
+    """The chunks that the reader makes of a server's."""
+    reader = PieceReader()
+    pieces = [piece for chunk in chunks for piece in reader.read(chunk.data)]
+    return [to_chunk(*piece) for piece in [*pieces, *reader.rest()]]
+
+
 def test_the_habits_of_servers_fold_well() -> None:
     """Repeated ids and names, calls without an index, empty heads, parts mixed with text, a `text` beside the delta: as seen."""
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
     repeated = {"index": 0, "id": "", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     whole_call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     assert message_of(
-        stream({"role": "assistant", "content": None, "tool_calls": [call]}, {"tool_calls": [repeated]})
+        read_by(stream({"role": "assistant", "content": None, "tool_calls": [call]}, {"tool_calls": [repeated]}))
     ) == {"content": None, "tool_calls": [whole_call]}
     second = {**whole_call, "id": "call_2"}
-    assert message_of(stream({"tool_calls": [whole_call]}, {"tool_calls": [second]}))["tool_calls"] == [
+    assert message_of(read_by(stream({"tool_calls": [whole_call]}, {"tool_calls": [second]})))["tool_calls"] == [
         whole_call,
         second,
     ]

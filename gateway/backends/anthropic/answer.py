@@ -13,17 +13,9 @@ from typing import Any
 import msgspec
 
 from gateway.wire.chunks import UNREADABLE, decoded
+from gateway.wire.reader import end_of
 from gateway.wire.usage import from_anthropic
 
-_FINISHES = {
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "pause_turn": "stop",
-    "max_tokens": "length",
-    "model_context_window_exceeded": "length",
-    "tool_use": "tool_calls",
-    "refusal": "content_filter",
-}
 _OWN = frozenset({"pause_turn", "model_context_window_exceeded"})  # reasons that a chat completion lacks
 _DONE = b"[DONE]"
 _WRONG = (*UNREADABLE, KeyError, TypeError, AttributeError)  # what reading an answer of another shape raises
@@ -58,6 +50,8 @@ class MessageReader:
             return [body]
 
     def _read(self, payload: bytes) -> Sequence[bytes]:
+        if payload == _DONE:  # a server with OpenAI's end
+            return [*self.end(), _DONE]
         try:
             event = decoded(payload)
             return [payload] if event["type"] == "error" else self._take(event)
@@ -82,14 +76,19 @@ class MessageReader:
                 self._count(event.get("usage"))
                 return self._finish(event["delta"])
             case "message_stop":
-                usage = from_anthropic(self._usage, self._rounds)
-                return [msgspec.json.encode({**self._head, "choices": [], "usage": usage}), _DONE]
+                return [*self.end(), _DONE]
         return []  # a ping, or an event of a later version
 
+    def end(self) -> list[bytes]:
+        """The counted tokens, once; a server may end its stream without saying so."""
+        usage, self._usage = self._usage, {}
+        counted = {**self._head, "choices": [], "usage": from_anthropic(usage, self._rounds)}
+        return [msgspec.json.encode(counted)] if usage else []
+
     def _count(self, usage: Any) -> None:
-        """Take the latest counts; a usage that is not an object is ignored."""
-        if isinstance(usage, dict):
-            self._usage |= {name: value for name, value in usage.items() if value is not None}
+        """Take the latest counts; a usage that is not an object is ignored, and a zero after a count."""
+        for name, value in usage.items() if isinstance(usage, dict) else ():
+            self._usage[name] = value or self._usage.get(name, value)
 
     def _begin(self, index: int, block: dict[str, Any]) -> list[bytes]:
         kind = self._kinds[index] = block["type"]
@@ -161,7 +160,7 @@ class MessageReader:
         choice_fields: dict[str, Any] = {"native_finish_reason": reason} if reason in _OWN else {}
         if reason == "stop_sequence":
             choice_fields["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
-        return [self._chunk({}, _FINISHES.get(reason, "stop"), **choice_fields)]
+        return [self._chunk({}, end_of(reason), **choice_fields)]
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None, *, head: Any = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}

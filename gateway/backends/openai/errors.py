@@ -5,9 +5,6 @@ Knows no stream and no pool. Invariant: no message or detail contains the deploy
 
 import time
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
 
 from gateway.backends.base import (
     BackendBroken,
@@ -49,11 +46,13 @@ class Translator:
             error.mark = None
         return error
 
-    def in_band(self, error: Any, payload: bytes) -> BackendError:
-        """The error for an error object inside a 200; if `error` is None, all of `payload` is that
-        object.
-        """
-        return in_band(error or msgspec.json.decode(payload), self._api_key)
+    def in_band(self, data: bytes) -> BackendError | None:
+        """The error that `data` inside a 200 tells of; None if it tells of none."""
+        return in_band(data, self._api_key)
+
+    def unsaid(self) -> BackendError:
+        """The error for an error inside a 200 that has no words."""
+        return BackendUnavailable("The deployment failed in its answer", is_final=True)
 
     def unsent(self, error: TransportError) -> BackendError:
         """The error for a request that got no response head."""
@@ -73,9 +72,14 @@ class Translator:
         return BackendBroken("The deployment's answer broke off", detail=self._text(error))
 
     def not_json(self, subject: str, payload: bytes, error: Exception) -> BackendError:
-        """The error for an "answer" or "stream" (`subject`) that cannot be decoded."""
+        """The error for an "answer" or "stream" (`subject`) that cannot be decoded: its cause, if its
+        words tell that.
+        """
+        told = in_band(payload, self._api_key)
+        if told is not None and (payload.lstrip()[:1] != b"{" or not isinstance(told, BackendUnavailable)):
+            return told
         excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
-        return BackendBroken(f"The deployment's {subject} is not JSON", detail=f"{error}: {excerpt}")
+        return BackendBroken(f"The deployment's {subject} is not JSON", detail=f"{error}: {excerpt}", is_final=True)
 
     def _text(self, error: BaseException) -> str:
         return scrubbed(f"{type(error).__name__}: {error}", self._api_key)

@@ -32,8 +32,9 @@ from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, NotAsked, TransportError
 from gateway.wire import plain
-from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk
-from gateway.wire.sse import PayloadTooLarge, Splitter
+from gateway.wire.chunks import NO_USAGE, DeltaTemplate, FinishTracker, ParsedAnswer, decoded, mended, to_chunk
+from gateway.wire.reader import PieceReader, Read
+from gateway.wire.sse import PayloadTooLarge, Splitter, events_in
 from gateway.wire.types import Chunk
 from policies import Usage
 from policies.durations import duration_s
@@ -41,6 +42,9 @@ from policies.durations import duration_s
 _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
 _WHOLE_BYTES_PER_S = 500.0
+_DONE = b"[DONE]"
+_BODIES = (b"{", b"[", b"<")  # with which JSON and pages begin, and no field of an event
+_BEFORE_BODIES = b"\xef\xbb\xbf \t\r\n"
 _DRIP_SILENCES = 10.0
 _LATE_SHARE = 0.1
 _LAST_EVENTS = (".done", ".completed", "message_stop")
@@ -62,13 +66,16 @@ _NEW, _WAITING, _STREAMING, _TAIL, _OVER = State  # an attribute of an enum cost
 
 
 class EventReader(Protocol):
-    """Translates one answer of a server with another shape into the data of OpenAI's events."""
+    """Translates one answer of a server with another API into the data of OpenAI's events."""
 
     def chunks(self, payloads: Sequence[bytes]) -> list[bytes]:
         """The data of OpenAI's events for the data of the server's events."""
 
     def whole(self, body: bytes) -> list[bytes]:
         """The data of OpenAI's events for a whole answer; `body` alone if it holds no answer."""
+
+    def end(self) -> list[bytes]:
+        """The data that is left at the end of the server's events."""
 
 
 class OpenAIStream(msgspec.Struct, eq=False):
@@ -89,7 +96,10 @@ class OpenAIStream(msgspec.Struct, eq=False):
     _passing: _Passing | None = None  # of a plain answer that is no JSON
     _state: State = _NEW
     _ready: list[Chunk] = []
+    _answer: PieceReader = msgspec.field(default_factory=PieceReader)
     _finishes: FinishTracker = msgspec.field(default_factory=FinishTracker)
+    _told: bytes = b""  # a piece that is no part of an answer: it may say why none comes
+    _is_body: bool | None = None  # whether the bytes are one body, and no events; None before the first
     _splitter: Splitter = msgspec.field(default_factory=Splitter)
     _template: DeltaTemplate | None = None
     _templates_left: int = DeltaTemplate.PER_ANSWER_MAX
@@ -133,6 +143,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
         request = self.request
+        self._answer = PieceReader(request.request_id.removeprefix("req_"))
         self._finishes = FinishTracker(request.choices, request.prompts)
         exchange = self._exchange = self.admit(request)
         if exchange.pieces is not None:
@@ -149,7 +160,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 (self._error and fresh(self._error)) or (not is_own and self._late()) or self.translate.unsent(error)
             ) from None
         passage = request.passage
-        if exchange.status != 200 and (passage is None or exchange.status // 100 != 2):
+        if exchange.status // 100 != 2 or (exchange.status == 204 and passage is None):
             refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
             raise self.translate.refused(exchange, refused, is_passage=passage is not None)
         kind = exchange.headers.get(b"content-type", b"").lower()
@@ -209,21 +220,34 @@ class OpenAIStream(msgspec.Struct, eq=False):
         if self.reader is not None and (events := self.reader.whole(body)) != [body]:
             self._take_events(events)
             return
+        is_plain = self.request.kind.is_plain
         try:
-            body, answer = mended(body)
+            body, answer = mended(body) if is_plain else self._answer.whole(body)
         except msgspec.DecodeError as error:
-            raise self.translate.not_json("answer", body, error) from None
-        if answer.error or answer.object == "error":
-            raise self.translate.in_band(answer.error, body)
-        if self.request.kind.is_plain:
+            if is_plain or not (events := events_in(body)):
+                raise self.translate.not_json("answer", body, error) from None
+            self._take_all(events)
+            if self._state is not _OVER:
+                self._at_end()
+            return
+        if (failure := self._failure(body, answer)) is not None:
+            raise failure
+        if is_plain:
             self._ready.append(plain.chunk_of(body))
             self._finish()
             return
         self._finishes.add(answer)
         if self._finishes.failed_reason or not self._finishes.is_finished:
-            raise _unfinished(self._finishes)
+            self._told = body
+            raise self._unfinished()
         self._ready.append(to_chunk(body, answer, is_whole=True))
         self._finish()
+
+    def _failure(self, data: bytes, answer: ParsedAnswer) -> BackendError | None:
+        """The error that a piece or a whole answer tells of, if it does."""
+        if answer.object == "error" or (answer.error and not answer.choices):
+            return self.translate.in_band(data) or self.translate.unsaid()
+        return self.translate.in_band(msgspec.json.encode({"error": answer.error})) if answer.error else None
 
     async def _fill(self) -> None:
         """Read until a chunk, an error or the end; takes all events of each read."""
@@ -245,7 +269,12 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 if data and self._passing is not None:
                     self._take_passing(self._passing, data)
                 elif data:
-                    self._take_all(self._splitter.feed(data))
+                    if self._is_body is None and (first := data.lstrip(_BEFORE_BODIES)[:1]):
+                        self._is_body = first in _BODIES
+                    if self._is_body:  # whatever its type says
+                        self._take_whole(data + await self._body(exchange, _WHOLE_BYTES_MAX))
+                    else:
+                        self._take_all(self._splitter.feed(data))
                 else:
                     self._at_end()
             except TransportError as error:
@@ -269,7 +298,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 continue
             if event.error or event.type in ("error", "response.failed"):
                 told = event.response.get("error") if isinstance(event.response, dict) else event.error
-                self._fail(self.translate.in_band(told, payload))
+                told_in = msgspec.json.encode({"error": told}) if told else payload
+                self._fail(self.translate.in_band(told_in) or self.translate.unsaid())
                 return
             has_content = has_content or event.type not in _FIRST_OF_RESPONSES
         self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
@@ -282,6 +312,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         """Take events in OpenAI's shape; a run of events that differ only in text becomes one
         chunk.
         """
+        if _DONE in payloads[:-1]:  # some servers count the tokens after it
+            payloads = [*(payload for payload in payloads if payload != _DONE), _DONE]
         position = 0
         while position < len(payloads):
             if self._template is not None:
@@ -299,34 +331,52 @@ class OpenAIStream(msgspec.Struct, eq=False):
 
     def _take(self, payload: bytes) -> bool:
         """Take one event; returns False if the stream is over."""
-        if payload == b"[DONE]":
+        if payload == _DONE:
+            if not self._hand_on(self._answer.rest()):
+                return False
             if self._finishes.is_finished:
                 self._finish()
             else:
-                self._fail(_unfinished(self._finishes))
+                self._fail(self._unfinished())
             return False
         if not payload:
             return True
         try:
-            payload, answer = mended(payload)
+            pieces = self._answer.read(payload)
         except msgspec.DecodeError as error:
             self._fail(self.translate.not_json("stream", payload, error))
             return False
-        if self._finishes.is_going_on(answer):
-            self._ready.append(Chunk(payload, has_content=True))
-            if self._templates_left:
-                self._templates_left -= 1
-                self._template = DeltaTemplate.of(payload)
-            return True
-        if answer.error or answer.object == "error":
-            self._fail(self.translate.in_band(answer.error, payload))
-            return False
-        self._finishes.add(answer)
-        if self._finishes.failed_reason is not None:
-            self._fail(_unfinished(self._finishes))
-            return False
-        self._ready.append(to_chunk(payload, answer))
+        return self._hand_on(pieces)
+
+    def _hand_on(self, pieces: Sequence[Read]) -> bool:
+        """Hand on what the reader made of the events; returns False if the stream is over."""
+        for payload, answer in pieces:
+            if self._finishes.is_going_on(answer):
+                self._ready.append(Chunk(payload, has_content=True))
+                if self._templates_left:
+                    self._templates_left -= 1
+                    self._template = DeltaTemplate.of(payload)
+                continue
+            if (failure := self._failure(payload, answer)) is not None:
+                self._fail(failure)
+                return False
+            if not answer.choices and answer.usage == NO_USAGE:
+                self._told = payload
+            self._finishes.add(answer)
+            if self._finishes.failed_reason is not None:
+                self._fail(self._unfinished())
+                return False
+            self._ready.append(to_chunk(payload, answer))
         return True
+
+    def _unfinished(self) -> BackendError:
+        """The error of an answer that ended before its finish: what the server said of it, if it did."""
+        if self._finishes.failed_reason:
+            detail = f"finish_reason {self._finishes.failed_reason!r}"
+            return BackendBroken("The deployment gave its answer up", detail=detail)
+        told = (self.translate.in_band(data) for data in (self._told, self._splitter.stray) if data)
+        cut = BackendBroken("The deployment's answer ended before its finish")
+        return next((error for error in told if error is not None), cut)
 
     def _at_end(self) -> None:
         """Handle the body's end: the answer is complete if its choices have finished, also without
@@ -336,17 +386,19 @@ class OpenAIStream(msgspec.Struct, eq=False):
             if self._passing.is_finished:
                 self._close()
             else:
-                self._fail(_unfinished(self._finishes))
+                self._fail(self._unfinished())
             return
         last = self._splitter.end()
         if last is not None:
             self._take_all([last])
-            if self._state is _OVER:
-                return
+        if self._state is not _OVER and self.reader is not None:
+            self._take_events(self.reader.end())
+        if self._state is _OVER or not self._hand_on(self._answer.rest()):
+            return
         if self._finishes.is_complete:
             self._finish()
         else:
-            self._fail(_unfinished(self._finishes))
+            self._fail(self._unfinished())
 
     def _at_cut(self, error: TransportError) -> None:
         """Handle a connection that failed, or that `_watch` or `aclose` closed."""
@@ -495,9 +547,3 @@ class _Event(msgspec.Struct):
 
 def _dripped(waited_s: float) -> BackendTimeout:
     return BackendTimeout(f"The deployment sent too little within {duration_s(waited_s)}")
-
-
-def _unfinished(finishes: FinishTracker) -> BackendBroken:
-    if finishes.failed_reason:
-        return BackendBroken("The deployment gave its answer up", detail=f"finish_reason {finishes.failed_reason!r}")
-    return BackendBroken("The deployment's answer ended before its finish")

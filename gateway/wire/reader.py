@@ -1,0 +1,396 @@
+"""Reads an answer in whatever spelling a server writes it, and hands it on in OpenAI's.
+
+The only reader of deltas: chats, messages, responses, the fold and the cache get its pieces. A
+piece in OpenAI's spelling passes as it came, byte for byte. Shapes: OpenAI API reference, "The chat
+completion chunk object"; other servers' are data in `tests/dialects/`, with sources. Knows no HTTP
+and no backend. Invariants: each call has one index, one id and one name, which its first piece
+tells; a field that cannot be read costs that field, and never the answer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from gateway.wire.chunks import NO_USAGE, UNREADABLE, ParsedAnswer, decoded, is_text, mended, parse
+from gateway.wire.types import Chunk
+
+Read = tuple[bytes, ParsedAnswer]
+"""A piece of an answer, and its partial parse."""
+
+OPENAIS_ENDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
+# OpenAI's word for the ends of other APIs, by their names in lower case; an end that is not here keeps
+# its name. Sources, November 2026: Anthropic "Stop reasons", Gemini and Vertex `FinishReason`, Cohere
+# `finish_reason`, Bedrock `stopReason`, TGI `FinishReason`, Mistral `model_length`, Zhipu `sensitive`.
+_ENDS = {
+    **dict.fromkeys(("stop", "end_turn", "stop_sequence", "pause_turn", "eos", "eos_token", "complete"), "stop"),
+    **dict.fromkeys(("length", "max_tokens", "model_length", "error_limit"), "length"),
+    **dict.fromkeys(("model_context_window_exceeded",), "length"),
+    **dict.fromkeys(("tool_calls", "tool_call", "tool_use"), "tool_calls"),
+    **dict.fromkeys(("content_filter", "content_filtered", "refusal", "sensitive", "safety"), "content_filter"),
+    **dict.fromkeys(("recitation", "blocklist", "spii", "prohibited_content", "image_safety"), "content_filter"),
+    **dict.fromkeys(("guardrail_intervened", "error_toxic"), "content_filter"),
+}
+
+# where servers put a model's reasoning; who uses two of them says the same in both
+_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "reasoning_details")
+_TEXT_FIELDS = ("text", "thinking", "content", "summary")
+_ACTS = frozenset({"tool_calls", "function_call", "audio", "images", "content_blocks"})  # what a text may lack
+
+
+def end_of(reason: str) -> str:
+    """OpenAI's word for a finish reason; an unknown one stays as it is."""
+    return _ENDS.get(reason.lower(), reason)
+
+
+def said(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The texts of a delta or message as they were written, each a "thought", a "text" or a "refusal"."""
+    if thought := next((text for name in _THOUGHTS if (text := _text_of(part.get(name)))), ""):
+        yield "thought", thought
+    content = part.get("content")
+    for one in content if isinstance(content, list) else (content,):
+        is_thought = isinstance(one, dict) and one.get("type") in ("thinking", "reasoning")
+        if text := _text_of(one):
+            yield "thought" if is_thought else "text", text
+    if text := _text_of(part.get("refusal")):
+        yield "refusal", text
+
+
+def _text_of(value: Any) -> str:
+    """The text of a text, of a part that has one, or of a list of these."""
+    if isinstance(value, list):
+        return "".join(map(_text_of, value))
+    if isinstance(value, dict):
+        return next((text for name in _TEXT_FIELDS if (text := _text_of(value.get(name)))), "")
+    return value if isinstance(value, str) else ""
+
+
+def lack_of(chunks: Sequence[Chunk]) -> str:
+    """Why an answer says nothing: it is "empty", "blank" or only "thoughts"; "" if it says something.
+
+    Reads backwards, for the last words are near the end. Raises msgspec.DecodeError.
+    """
+    lack = "empty"
+    for payload in (payload for chunk in reversed(chunks) for payload in reversed(chunk.each())):
+        parts = [(choice, choice.delta or choice.message) for choice in parse(payload).choices or ()]
+        if any(isinstance(text := part.content if part else one.text, str) and text.strip() for one, part in parts):
+            return ""
+        for choice in msgspec.json.decode(payload).get("choices") or () if parts else ():
+            part = (
+                {"content": choice["text"]} if is_text(choice) else choice.get("delta") or choice.get("message") or {}
+            )
+            kinds = {kind for kind, text in said(part) if kind == "thought" or text.strip()}
+            if any(part.get(name) for name in _ACTS) or kinds - {"thought"}:
+                return ""
+            if kinds:
+                lack = "thoughts"
+            elif lack == "empty" and any(True for _ in said(part)):
+                lack = "blank"
+    return lack
+
+
+class _Piece:
+    """A piece of an answer, before it is handed on."""
+
+    __slots__ = ("is_changed", "json", "payload")
+
+    def __init__(self, payload: bytes, answer: ParsedAnswer) -> None:
+        self.payload = payload
+        self.json: dict[str, Any] = msgspec.json.decode(payload)
+        self.is_changed = _respelled(self.json, answer)
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return self.json.get("choices") or []
+
+    @property
+    def is_end(self) -> bool:
+        return any(choice.get("finish_reason") for choice in self.choices)
+
+    @property
+    def says_nothing(self) -> bool:
+        deltas = [choice.get("delta") or {} for choice in self.choices]
+        return not (self.is_end or self.json.get("usage") or any(any(delta.values()) for delta in deltas))
+
+    def read(self) -> Read:
+        payload = msgspec.json.encode(self.json) if self.is_changed else self.payload
+        return payload, parse(payload)
+
+
+class _OpenCall:
+    """A call of a tool, as far as it has come."""
+
+    __slots__ = ("head", "id", "index", "is_made", "name", "parts", "piece", "sent")
+
+    def __init__(self, index: int, sent: int | None, id: str, name: str, is_made: bool) -> None:
+        self.index, self.sent = index, sent  # ours, and the server's
+        self.id, self.is_made, self.name = id, is_made, name
+        self.parts: list[str] = []  # of its arguments
+        self.head: dict[str, Any] = {}  # its beginning, until that leaves in its piece
+        self.piece: _Piece | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its arguments are a JSON object, so that nothing of it can follow."""
+        try:
+            return isinstance(msgspec.json.decode("".join(self.parts)), dict)
+        except UNREADABLE:
+            return False
+
+    def extend_head(self, id: str, name: str) -> None:
+        """Complete the beginning, which has not left yet. A name may come in pieces, or longer each time."""
+        assert self.piece is not None
+        if not (id or name):
+            return
+        if id and self.is_made:
+            self.id, self.is_made = id, False
+        if name != self.name:
+            self.name = name if name.startswith(self.name) else self.name + name
+        self.head["id"], self.piece.is_changed = self.id, True
+        _body_of(self.head)["name"] = self.name
+
+
+class PieceReader:
+    """Reads the pieces of one answer, in order. `key` begins the ids of calls that come without one."""
+
+    HELD_MAX = 1000  # pieces that wait for the name of a call
+
+    def __init__(self, key: str = "") -> None:
+        self._key = key
+        self._made = count()
+        self._calls: dict[int, list[_OpenCall]] = {}  # by choice
+        self._held: list[_Piece] = []
+        self._heads: list[_OpenCall] = []  # those whose beginnings are held
+
+    def read(self, payload: bytes) -> list[Read]:
+        """The pieces that `payload` completes. Raises msgspec.DecodeError unless it is an answer's JSON.
+
+        A call's beginning waits for its name, and for the next piece, which may have more of the name.
+        """
+        payload, answer = readable(payload)
+        if not self._held and _is_usual(answer):
+            return [(payload, answer)]
+        piece, begun = _Piece(payload, answer), list[_OpenCall]()
+        for choice in piece.choices:
+            delta = choice.get("delta") or {}
+            if entries := delta.get("tool_calls"):
+                calls = self._calls.setdefault(choice.get("index") or 0, [])
+                delta["tool_calls"] = [entry for entry in entries if self._add(calls, entry, piece, begun)]
+                if not delta["tool_calls"]:
+                    del delta["tool_calls"]
+                    piece.is_changed = True
+                    if piece.says_nothing:
+                        return []
+        is_late = piece.is_end or len(self._held) > self.HELD_MAX
+        if not is_late and not all(call.name for call in (*self._heads, *begun)):
+            self._held.append(piece)
+            self._heads += begun
+            return []
+        ready = self.rest()
+        if begun and not is_late:
+            self._held, self._heads = [piece], begun
+            return ready
+        _leave(begun)
+        return [*ready, piece.read()]
+
+    def rest(self) -> list[Read]:
+        """The pieces that were held back; at the end of an answer, all that is left of it."""
+        _leave(self._heads)
+        held, self._held, self._heads = self._held, [], []
+        return [piece.read() for piece in held]
+
+    def whole(self, body: bytes) -> Read:
+        """A whole answer. Raises msgspec.DecodeError unless it is the JSON of one."""
+        piece = _Piece(*readable(body))
+        for choice in piece.choices:
+            for entry in (choice.get("message") or {}).get("tool_calls") or ():
+                if not entry.get("id"):
+                    entry["id"], piece.is_changed = self._new_id(), True
+        return piece.read()
+
+    def _new_id(self) -> str:
+        return f"call_{self._key}_{next(self._made)}"
+
+    def _add(self, calls: list[_OpenCall], entry: dict[str, Any], piece: _Piece, begun: list[_OpenCall]) -> bool:
+        """Read one entry of `tool_calls`; False if nothing of it is left for its own piece."""
+        body, field = _body_of(entry), "input" if isinstance(entry.get("custom"), dict) else "arguments"
+        index, id, name, text = entry.get("index"), entry.get("id") or "", body.get("name") or "", body.get(field) or ""
+        call = _continued(calls, index, id, name, text)
+        if call is None:
+            used = {one.index for one in calls}
+            ours = max(used, default=-1) + 1 if index is None or index in used else index
+            call = _OpenCall(ours, index, id or self._new_id(), name, is_made=not id)
+            calls.append(call)
+            entry["id"] = call.id
+            piece.is_changed = piece.is_changed or not id or ours != index
+            if not (name and text):
+                call.head, call.piece = entry, piece
+                begun.append(call)
+        else:
+            written = "".join(call.parts) if id or name else ""
+            if written and text.startswith(written):  # the whole call again, or all of it that was written
+                text = text[len(written) :]
+                body[field], piece.is_changed = text, True
+            if call.head and call.head is not entry:
+                call.extend_head(id, name)
+                if not call.name:  # its arguments wait with it
+                    head = _body_of(call.head)
+                    head[field] = (head.get(field) or "") + text
+                    call.parts.append(text)
+                    return False
+            if id or name:
+                entry.pop("id", None)
+                body.pop("name", None)
+                piece.is_changed = True
+            piece.is_changed = piece.is_changed or call.index != index
+            if not text and entry.keys() <= {"index", "type", "function", "custom"}:
+                return False
+        entry["index"] = call.index
+        call.parts.append(text)
+        return True
+
+
+def _body_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """The function or custom tool of an entry of `tool_calls`."""
+    kind = "custom" if isinstance(entry.get("custom"), dict) else "function"
+    entry[kind] = entry.get(kind) or {}
+    body: dict[str, Any] = entry[kind]
+    return body
+
+
+def _leave(heads: Sequence[_OpenCall]) -> None:
+    """Note that the beginnings of calls leave: nothing can be added to them."""
+    for call in heads:
+        call.head, call.piece = {}, None
+
+
+def _continued(calls: list[_OpenCall], index: int | None, id: str, name: str, text: str) -> _OpenCall | None:
+    """The call that an entry of `tool_calls` goes on with; None if it begins another one.
+
+    Servers give all calls one index, or none; give a call's rest another index than its beginning; or
+    give each piece an id of its own. So an id or a name tells a new call where the last one is whole.
+    """
+    if not calls:
+        return None
+    last = calls[-1]
+    if index is None:
+        if (known := next((call for call in reversed(calls) if id and call.id == id), None)) is not None:
+            return known
+        call = last
+    else:
+        found = next((call for call in reversed(calls) if call.sent == index), None)
+        if found is None:
+            is_rest = not (id or name) and (not text or (bool(last.parts) and not last.is_whole))
+            return last if is_rest else None
+        call = found
+    if id and not call.is_made:
+        return call if id == call.id or not (name or call.is_whole) else None
+    is_other = name and call.name and (text or name != call.name) and call.is_whole
+    return None if is_other and not (name == call.name and text == "".join(call.parts)) else call
+
+
+# -- other spellings -------------------------------------------------------------------------------
+
+
+def _is_usual(answer: ParsedAnswer) -> bool:
+    """Whether a piece has OpenAI's spelling and no calls, as nearly every piece has."""
+    if answer.choices is None:
+        return answer.usage == NO_USAGE
+    for choice in answer.choices:
+        if choice.finish_reason and choice.finish_reason not in OPENAIS_ENDS:
+            return False
+        if (choice.delta is not None and choice.delta.tool_calls) or choice.usage != NO_USAGE:
+            return False
+    return answer.x_groq is None or answer.usage != NO_USAGE
+
+
+def _respelled(piece: dict[str, Any], answer: ParsedAnswer) -> bool:
+    """Give a piece OpenAI's words for its ends, and its usage OpenAI's place; False if it has both."""
+    is_changed = False
+    for choice in piece.get("choices") or ():
+        end = choice.get("finish_reason")
+        if end and end_of(end) != end:
+            choice.setdefault("native_finish_reason", end)  # OpenRouter's name of it
+            choice["finish_reason"], is_changed = end_of(end), True
+    if answer.usage == NO_USAGE:
+        places = [*(piece.get("choices") or ()), piece.get("x_groq")]  # Kimi's, and Groq's
+        used = next((one["usage"] for one in places if isinstance(one, dict) and one.get("usage")), None)
+        if used is not None:
+            piece["usage"], is_changed = used, True
+    elif answer.choices is None:  # strict clients need the list
+        piece["choices"], is_changed = [], True
+    return is_changed
+
+
+def readable(payload: bytes) -> Read:
+    """Valid JSON, and its partial parse; fields that cannot be read are left out, with their names in
+    `lost`.
+
+    Raises msgspec.DecodeError unless it is a JSON object.
+    """
+    try:
+        return mended(payload)
+    except msgspec.ValidationError:
+        piece = decoded(payload)
+        if not isinstance(piece, dict):
+            raise
+    cleaned = msgspec.json.encode(_cleaned(piece))
+    return cleaned, parse(cleaned)
+
+
+def _cleaned(piece: dict[str, Any]) -> dict[str, Any]:
+    choices = piece.get("choices")
+    listed = choices if isinstance(choices, list) else [choices] if isinstance(choices, dict) else []
+    return {**piece, "choices": [_choice(one, at) for at, one in enumerate(listed) if isinstance(one, dict)]}
+
+
+def _choice(choice: dict[str, Any], position: int) -> dict[str, Any]:
+    index, reason = _number(choice.get("index")), choice.get("finish_reason")
+    cleaned = {**choice, "index": position if index is None else index}
+    if not isinstance(reason, str):
+        cleaned["finish_reason"] = None
+    for name in ("delta", "message"):
+        if name in choice:
+            part = choice[name]
+            cleaned[name] = _part(part) if isinstance(part, dict) else {}
+    return cleaned
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    cleaned = dict(part)
+    content, calls = part.get("content"), part.get("tool_calls")
+    if isinstance(content, dict):
+        cleaned["content"] = [content]
+    elif not isinstance(content, str | list | None):
+        cleaned["content"] = _as_text(content)
+    if "tool_calls" in part:
+        listed = calls if isinstance(calls, list) else [calls] if calls else []
+        cleaned["tool_calls"] = [_entry(one) for one in listed if isinstance(one, dict)]
+        if not cleaned["tool_calls"]:
+            del cleaned["tool_calls"]
+    return cleaned
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    cleaned = {**entry, "id": _as_text(entry.get("id"))}
+    if "index" in entry:
+        cleaned["index"] = _number(entry["index"])
+    for kind, field in (("function", "arguments"), ("custom", "input")):
+        if kind in entry:
+            body = dict(entry[kind]) if isinstance(entry[kind], dict) else {}
+            cleaned[kind] = body | {name: _as_text(body[name]) for name in ("name", field) if name in body}
+    return cleaned
+
+
+def _number(value: Any) -> int | None:
+    """An index, also one that is written as a text or with a fraction of zero."""
+    try:
+        return None if isinstance(value, bool) else max(0, int(value))
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _as_text(value: Any) -> str | None:
+    """A text; other JSON as its text."""
+    return value if isinstance(value, str | None) else msgspec.json.encode(value).decode()

@@ -1,0 +1,154 @@
+"""Plays what servers send, one file of `providers/` for each, and reads what clients of three surfaces get.
+
+An answer has its `events` as a server sends them, or a `body` and its `type`, and what it `says`: its text, thoughts and calls, its
+end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of the completion), and whether it is kept. An error has a `status`,
+a `body` or `events`, and words that it `tells`; `next`: another deployment answers; `is_fault`: the request was at fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.transport.servers import Served, Wire, serve
+from tests.world import Reply
+
+PROVIDERS = {
+    path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).with_name("providers").glob("*.json"))
+}
+SURFACES = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "good day"}], "max_tokens": 100}),
+    "responses": ("/v1/responses", {"input": "good evening"}),
+}
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_INCOMPLETE = {"length": "max_output_tokens"}
+
+
+def cases(kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """All answers or errors, each with its name."""
+    return [(f"{name}: {case['name']}", case) for name, one in PROVIDERS.items() for case in one[kind]]
+
+
+@asynccontextmanager
+async def playing(case: dict[str, Any]) -> AsyncIterator[Served]:
+    """A server that always sends this."""
+    body = case.get("body")
+    if body is None:
+        events = [one if isinstance(one, str) else json.dumps(one) for one in case["events"]]
+        body = "".join(f"data: {one}\n\n" for one in [*events, "[DONE]"])
+    elif not isinstance(body, str):
+        body = json.dumps(body)
+    kind = case.get("type", "application/json" if "body" in case else "text/event-stream")
+    head = f"HTTP/1.1 {case.get('status', 200)} OK\r\nContent-Length: {len(body.encode())}\r\n"
+    sent = (head + (f"Content-Type: {kind}\r\n" if kind else "") + "\r\n" + body).encode()
+
+    async def script(wire: Wire) -> None:
+        await wire.send(sent)
+
+    async with serve(script) as served:
+        yield served
+
+
+def told(surface: str, reply: Reply) -> dict[str, Any]:
+    """What a client reads of a reply: text, thought, calls, end, and the ids of the calls."""
+    read = {"chat": _chat, "messages": _message, "responses": _response}[surface]
+    facts = read(reply)
+    ids = [call.pop() for call in facts["calls"]]
+    assert len(set(ids)) == len(ids), "two calls have one id"
+    assert all(ids), "a call has no id"
+    return facts
+
+
+def expected(surface: str, says: dict[str, Any]) -> dict[str, Any]:
+    """What it should read."""
+    end = says["end"]
+    calls = [[name, *_inputs(text)] if surface == "messages" else [name, text] for name, text in says["calls"]]
+    if surface == "messages":
+        end = says.get("native") or ("tool_use" if calls and end == "stop" else _STOPS.get(end, end))
+    elif surface == "responses":
+        is_good = end in ("stop", "tool_calls")
+        end = ["completed", None] if is_good else ["incomplete", _INCOMPLETE.get(end, end)]
+    thought = "" if surface == "chat" else says["thought"]
+    return {"text": says["text"], "thought": thought, "calls": calls, "end": end}
+
+
+def _inputs(text: str) -> Iterator[Any]:
+    try:
+        yield json.loads(text)
+    except ValueError:
+        yield {"INVALID_JSON": text}
+
+
+def _events(reply: Reply) -> list[dict[str, Any]]:
+    """The events of a stream, which are numbered, named, or neither."""
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def _joined(content: Any) -> str:
+    """The text of a chat's content, which may be parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def _chat(reply: Reply) -> dict[str, Any]:
+    """As openai-python's `accumulate_delta`: calls by their index, and texts, ids and names joined."""
+    if not reply.is_stream:
+        (choice,) = reply.json["choices"]
+        calls = choice["message"].get("tool_calls") or []
+        named = [[call["function"]["name"], call["function"]["arguments"], call["id"]] for call in calls]
+        return _facts(_joined(choice["message"]["content"]), "", named, choice["finish_reason"])
+    text, end, begun = "", None, dict[int, list[str]]()
+    for event in _events(reply):
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            text += _joined(delta.get("content"))
+            for call in delta.get("tool_calls") or ():
+                parts = begun.setdefault(call["index"], ["", "", ""])
+                function = call.get("function") or {}
+                for at, part in enumerate((function.get("name"), function.get("arguments"), call.get("id"))):
+                    parts[at] += part or ""
+            end = choice.get("finish_reason") or end
+    return _facts(text, "", [begun[index] for index in sorted(begun)], end)
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    if reply.is_stream:
+        end = None
+        for event in _events(reply):
+            if event["type"] == "content_block_start":
+                blocks.append({**event["content_block"], "json": ""})
+            elif event["type"] == "content_block_delta":
+                delta = event["delta"]
+                for kind, field in (("text", "text"), ("thinking", "thinking"), ("partial_json", "json")):
+                    if kind in delta:
+                        blocks[event["index"]][field] += delta[kind]
+            elif event["type"] == "message_delta":
+                end = event["delta"]["stop_reason"]
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = next(_inputs(block["json"]))
+    else:
+        blocks, end = reply.json["content"], reply.json["stop_reason"]
+    calls = [[block["name"], block["input"], block["id"]] for block in blocks if block["type"] == "tool_use"]
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    return _facts(text, "".join(block.get("thinking", "") for block in blocks), calls, end)
+
+
+def _response(reply: Reply) -> dict[str, Any]:
+    whole = _events(reply)[-1]["response"] if reply.is_stream else reply.json
+    items = whole["output"]
+    calls = [[one["name"], one["arguments"], one["call_id"]] for one in items if one["type"] == "function_call"]
+    text = "".join(part["text"] for one in items if one["type"] == "message" for part in one["content"])
+    thought = "".join(part["text"] for one in items if one["type"] == "reasoning" for part in one["summary"])
+    return _facts(text, thought, calls, [whole["status"], (whole["incomplete_details"] or {}).get("reason")])
+
+
+def _facts(text: str, thought: str, calls: list[Any], end: Any) -> dict[str, Any]:
+    return {"text": text, "thought": thought, "calls": calls, "end": end}

@@ -1,0 +1,70 @@
+"""What servers send, as data: each answer and each error by each surface, whole, streamed and from the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.player import SURFACES, cases, expected, playing, told
+from tests.services import RedisServer
+from tests.world import World, open_world
+
+ANSWERS, ERRORS = dict(cases("answers")), dict(cases("errors"))
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_an_answer_is_the_same_however_it_is_asked_for(
+    redis_server: RedisServer, tmp_path: Path, name: str
+) -> None:
+    """On each surface, streamed and whole, fresh and again: the text, the thoughts, the calls, the end; and it is kept, or not."""
+    case = ANSWERS[name]
+    for is_stream_first in (True, False):
+        async with open_world(redis_server, tmp_path / str(is_stream_first)) as world, playing(case) as served:
+            await world.connects("plain", served.url)
+            for surface, (path, fields) in SURFACES.items():
+                sent = len(served.requests)
+                for is_stream in (is_stream_first, not is_stream_first):
+                    reply = await world.ask(path=path, stream=is_stream, **fields)
+                    assert (reply.status, told(surface, reply)) == (200, expected(surface, case["says"])), surface
+                    await check(world, reply, case["says"])
+                assert len(served.requests) - sent == (1 if case["says"]["kept"] == "stored" else 2)
+            await world.is_released()
+
+
+async def check(world: World, reply: Any, says: dict[str, Any]) -> None:
+    """The record of a reply has the tokens that the server counted, and says whether its answer was kept."""
+    record = await world.record(reply)
+    if record.cache.source == "exact":
+        return
+    usage = record.usage
+    assert record.cache.store == says["kept"]
+    if any(says["usage"]):
+        assert [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens] == says["usage"]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("name", ERRORS)
+async def test_an_error_is_read_for_its_cause(
+    redis_server: RedisServer, tmp_path: Path, name: str, is_stream: bool
+) -> None:
+    """Its words reach the client on each surface, it is asked for once, and a request's own fault leaves the deployment in use."""
+    case = ERRORS[name]
+    async with open_world(redis_server, tmp_path / "world") as world, playing(case) as served:
+        await world.connects("plain", served.url)
+        for surface, (path, fields) in SURFACES.items():
+            asked = len(served.requests)
+            reply = await world.ask(path=path, stream=is_stream, **fields)
+            assert case["tells"] in reply.text, surface
+            assert len(served.requests) == asked + 1
+        if case.get("is_fault") or 400 <= case.get("status", 200) < 500:
+            for _ in range(3):
+                await world.ask(**SURFACES["chat"][1], stream=is_stream)
+            assert len(served.requests) == 6, "the deployment rests"
+        await world.connects("first", served.url)
+        await world.ask(**SURFACES["chat"][1], model="pair", stream=is_stream)
+        assert bool(world.backends["second"].calls) == (
+            case.get("next", case.get("status", 200) == 200 and not case.get("is_fault"))
+        )
+        await world.is_released()
