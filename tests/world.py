@@ -840,12 +840,10 @@ class World:
         """Generations that others may join."""
         return len(self._pipeline.flights)
 
-    async def connects(self, deployment: str, url: str) -> None:
-        """From now on a deployment is the server at `url`, with the key `sk-provider`."""
+    async def connects(self, deployment: str, url: str, kind: type[OpenAIBackend] = OpenAIBackend) -> None:
+        """From now on a deployment is the server at `url`, of a kind, with the key `sk-provider`."""
         one = self._deployment(deployment)
-        backend = OpenAIBackend(
-            deployment, base_url=url, model=one.model, capabilities=one.capabilities, api_key="sk-provider"
-        )
+        backend = kind(deployment, base_url=url, model=one.model, capabilities=one.capabilities, api_key="sk-provider")
         await backend.start()
         one.backend = backend
         self._connected.append(backend)

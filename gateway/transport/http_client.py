@@ -169,8 +169,8 @@ class Exchange(msgspec.Struct, eq=False):
         self.headers = headers
         self.status = status
         coding = headers.get(b"content-encoding", b"identity").strip().lower()
-        if coding in (b"gzip", b"x-gzip"):
-            self._inflater = zlib.decompressobj(wbits=31)
+        if coding in (b"gzip", b"x-gzip", b"deflate"):
+            self._inflater = zlib.decompressobj(wbits=47)  # either
         elif coding not in (b"identity", b""):
             self.end(NotHTTP(f"the body is coded as {coding[:40]!r}, which the request does not accept"))
 

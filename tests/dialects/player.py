@@ -1,13 +1,15 @@
 """Plays what servers send, one file of `providers/` for each, and reads what clients of three surfaces get.
 
-An answer has its `events` as a server sends them, or a `body` and its `type`, and what it `says`: its text, thoughts and calls, its
-end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of the completion), and whether it is kept. An error has a `status`,
-a `body` or `events`, and words that it `tells`; `next`: another deployment answers; `is_fault`: the request was at fault.
+An answer has its `events` as a server sends them, or a `body` with its `type` and `coding`, and what it `says`: its text, thoughts
+and calls, its end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of
+the completion), and whether it is kept. `api`: whose it is, if not OpenAI's. An error has a `status`, a `body` or `events`, and words
+that it `tells`; `next`: another deployment answers; `is_fault`: the request was at fault.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,12 +41,14 @@ async def playing(case: dict[str, Any]) -> AsyncIterator[Served]:
     body = case.get("body")
     if body is None:
         events = [one if isinstance(one, str) else json.dumps(one) for one in case["events"]]
-        body = "".join(f"data: {one}\n\n" for one in [*events, "[DONE]"])
+        body = "".join(f"data: {one}\n\n" for one in [*events, *([] if "api" in case else ["[DONE]"])])
     elif not isinstance(body, str):
         body = json.dumps(body)
+    coding = case.get("coding", "identity")
+    coded = zlib.compress(body.encode()) if coding == "deflate" else body.encode()
     kind = case.get("type", "application/json" if "body" in case else "text/event-stream")
-    head = f"HTTP/1.1 {case.get('status', 200)} OK\r\nContent-Length: {len(body.encode())}\r\n"
-    sent = (head + (f"Content-Type: {kind}\r\n" if kind else "") + "\r\n" + body).encode()
+    head = f"HTTP/1.1 {case.get('status', 200)} OK\r\nContent-Length: {len(coded)}\r\nContent-Encoding: {coding}\r\n"
+    sent = (head + (f"Content-Type: {kind}\r\n" if kind else "") + "\r\n").encode() + coded
 
     async def script(wire: Wire) -> None:
         await wire.send(sent)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.backends.anthropic.backend import AnthropicBackend
+from gateway.backends.openai.backend import OpenAIBackend
 from tests.dialects.player import SURFACES, cases, expected, playing, told
 from tests.services import RedisServer
 from tests.world import World, open_world
@@ -22,7 +24,7 @@ async def test_an_answer_is_the_same_however_it_is_asked_for(
     case = ANSWERS[name]
     for is_stream_first in (True, False):
         async with open_world(redis_server, tmp_path / str(is_stream_first)) as world, playing(case) as served:
-            await world.connects("plain", served.url)
+            await world.connects("plain", served.url, AnthropicBackend if case.get("api") else OpenAIBackend)
             for surface, (path, fields) in SURFACES.items():
                 sent = len(served.requests)
                 for is_stream in (is_stream_first, not is_stream_first):

@@ -15,7 +15,7 @@ from gateway.backends.base import (
     BackendUnavailable,
 )
 from gateway.backends.refusals import UpstreamRefusal, in_band, refusal, retry_after_s, scrubbed
-from gateway.transport.http_client import Disconnected, Exchange, NotAsked, TransportError, Unreachable
+from gateway.transport.http_client import Disconnected, Exchange, NotAsked, NotHTTP, TransportError, Unreachable
 
 _ABSENT = (404, 405, 409, 410)
 
@@ -69,7 +69,8 @@ class Translator:
 
     def cut(self, error: TransportError) -> BackendError:
         """The error for a response whose body broke off."""
-        return BackendBroken("The deployment's answer broke off", detail=self._text(error))
+        is_final = isinstance(error, NotHTTP)  # such as a coding that was not asked for
+        return BackendBroken("The deployment's answer broke off", detail=self._text(error), is_final=is_final)
 
     def not_json(self, subject: str, payload: bytes, error: Exception) -> BackendError:
         """The error for an "answer" or "stream" (`subject`) that cannot be decoded: its cause, if its
