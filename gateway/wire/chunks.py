@@ -29,12 +29,14 @@ NO_USAGE = msgspec.Raw(b"null")
 class _Function(msgspec.Struct, gc=False):
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None  # of a custom tool
 
 
 class _ToolCall(msgspec.Struct, gc=False):
     index: int | None = None
     id: str | None = None
     function: _Function | None = None
+    custom: _Function | None = None
 
 
 class _Delta(msgspec.Struct, gc=False):

@@ -7,6 +7,7 @@ and no backend. Invariants: each call has one index, one id and one name, which 
 tells; a field that cannot be read costs that field, and never the answer.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -67,25 +68,27 @@ def _text_of(value: Any) -> str:
 
 
 def lack_of(chunks: Sequence[Chunk]) -> str:
-    """Why an answer says nothing: it is "empty", "blank" or only "thoughts"; "" if it says something.
+    """Why an answer says nothing: it is "empty", "blank" or only "thoughts"; "" if it says something,
+    or cannot be read.
 
-    Reads backwards, for the last words are near the end. Raises msgspec.DecodeError.
+    Reads backwards, for the last words are near the end.
     """
     lack = "empty"
     for payload in (payload for chunk in reversed(chunks) for payload in reversed(chunk.each())):
-        parts = [(choice, choice.delta or choice.message) for choice in parse(payload).choices or ()]
-        if any(isinstance(text := part.content if part else one.text, str) and text.strip() for one, part in parts):
+        try:
+            choices = msgspec.json.decode(payload).get("choices") or ()
+        except UNREADABLE:
             return ""
-        for choice in msgspec.json.decode(payload).get("choices") or () if parts else ():
+        for choice in choices:
             part = (
                 {"content": choice["text"]} if is_text(choice) else choice.get("delta") or choice.get("message") or {}
             )
-            kinds = {kind for kind, text in said(part) if kind == "thought" or text.strip()}
-            if any(part.get(name) for name in _ACTS) or kinds - {"thought"}:
+            texts = list(said(part))
+            if any(part.get(name) for name in _ACTS) or any(text.strip() for kind, text in texts if kind != "thought"):
                 return ""
-            if kinds:
+            if any(kind == "thought" for kind, _ in texts):
                 lack = "thoughts"
-            elif lack == "empty" and any(True for _ in said(part)):
+            elif texts and lack == "empty":
                 lack = "blank"
     return lack
 
@@ -93,12 +96,12 @@ def lack_of(chunks: Sequence[Chunk]) -> str:
 class _Piece:
     """A piece of an answer, before it is handed on."""
 
-    __slots__ = ("is_changed", "json", "payload")
+    __slots__ = ("json", "payload")
 
     def __init__(self, payload: bytes, answer: ParsedAnswer) -> None:
         self.payload = payload
         self.json: dict[str, Any] = msgspec.json.decode(payload)
-        self.is_changed = _respelled(self.json, answer)
+        _respell(self.json, answer)
 
     @property
     def choices(self) -> list[dict[str, Any]]:
@@ -114,49 +117,50 @@ class _Piece:
         return not (self.is_end or self.json.get("usage") or any(any(delta.values()) for delta in deltas))
 
     def read(self) -> Read:
-        payload = msgspec.json.encode(self.json) if self.is_changed else self.payload
+        is_as_it_came = self.json == msgspec.json.decode(self.payload)
+        payload = self.payload if is_as_it_came else msgspec.json.encode(self.json)
         return payload, parse(payload)
 
 
 class _OpenCall:
     """A call of a tool, as far as it has come."""
 
-    __slots__ = ("head", "id", "index", "is_made", "name", "parts", "piece", "sent")
+    __slots__ = ("head", "id", "index", "is_made", "name", "parts", "sent")
 
     def __init__(self, index: int, sent: int | None, id: str, name: str, is_made: bool) -> None:
         self.index, self.sent = index, sent  # ours, and the server's
         self.id, self.is_made, self.name = id, is_made, name
         self.parts: list[str] = []  # of its arguments
-        self.head: dict[str, Any] = {}  # its beginning, until that leaves in its piece
-        self.piece: _Piece | None = None
+        self.head: dict[str, Any] = {}  # its beginning, until that leaves
 
     @property
     def is_whole(self) -> bool:
         """Whether its arguments are a JSON object, so that nothing of it can follow."""
         try:
-            return isinstance(msgspec.json.decode("".join(self.parts)), dict)
+            is_over = bool(self.parts) and self.parts[-1].rstrip().endswith("}")
+            return is_over and isinstance(msgspec.json.decode("".join(self.parts)), dict)
         except UNREADABLE:
             return False
 
     def extend_head(self, id: str, name: str) -> None:
         """Complete the beginning, which has not left yet. A name may come in pieces, or longer each time."""
-        assert self.piece is not None
-        if not (id or name):
-            return
         if id and self.is_made:
             self.id, self.is_made = id, False
-        if name != self.name:
+        if name and name != self.name:
             self.name = name if name.startswith(self.name) else self.name + name
-        self.head["id"], self.piece.is_changed = self.id, True
-        _body_of(self.head)["name"] = self.name
+        self.head["id"] = self.id
+        if self.name:
+            _body_of(self.head)["name"] = self.name
 
 
 class PieceReader:
     """Reads the pieces of one answer, in order. `key` begins the ids of calls that come without one."""
 
     HELD_MAX = 1000  # pieces that wait for the name of a call
+    MENDED_MAX = 100  # fields of one piece
 
     def __init__(self, key: str = "") -> None:
+        self.unread = 0  # fields that were not what they should be
         self._key = key
         self._made = count()
         self._calls: dict[int, list[_OpenCall]] = {}  # by choice
@@ -168,7 +172,7 @@ class PieceReader:
 
         A call's beginning waits for its name, and for the next piece, which may have more of the name.
         """
-        payload, answer = readable(payload)
+        payload, answer = self._readable(payload)
         if not self._held and _is_usual(answer):
             return [(payload, answer)]
         piece, begun = _Piece(payload, answer), list[_OpenCall]()
@@ -176,10 +180,9 @@ class PieceReader:
             delta = choice.get("delta") or {}
             if entries := delta.get("tool_calls"):
                 calls = self._calls.setdefault(choice.get("index") or 0, [])
-                delta["tool_calls"] = [entry for entry in entries if self._add(calls, entry, piece, begun)]
+                delta["tool_calls"] = [entry for entry in entries if self._add(calls, entry, begun)]
                 if not delta["tool_calls"]:
                     del delta["tool_calls"]
-                    piece.is_changed = True
                     if piece.says_nothing:
                         return []
         is_late = piece.is_end or len(self._held) > self.HELD_MAX
@@ -191,28 +194,50 @@ class PieceReader:
         if begun and not is_late:
             self._held, self._heads = [piece], begun
             return ready
-        _leave(begun)
+        for call in begun:
+            call.head = {}
         return [*ready, piece.read()]
 
     def rest(self) -> list[Read]:
         """The pieces that were held back; at the end of an answer, all that is left of it."""
-        _leave(self._heads)
+        for call in self._heads:
+            call.head = {}
         held, self._held, self._heads = self._held, [], []
         return [piece.read() for piece in held]
 
     def whole(self, body: bytes) -> Read:
         """A whole answer. Raises msgspec.DecodeError unless it is the JSON of one."""
-        piece = _Piece(*readable(body))
+        body, answer = self._readable(body)
+        calls = [call for one in answer.choices or () if one.message for call in one.message.tool_calls or ()]
+        if _is_usual(answer) and all(call.id for call in calls):
+            return body, answer
+        piece = _Piece(body, answer)
         for choice in piece.choices:
             for entry in (choice.get("message") or {}).get("tool_calls") or ():
-                if not entry.get("id"):
-                    entry["id"], piece.is_changed = self._new_id(), True
+                entry["id"] = entry.get("id") or self._new_id()
         return piece.read()
+
+    def _readable(self, payload: bytes) -> Read:
+        """Valid JSON, and its partial parse. Raises msgspec.DecodeError."""
+        try:
+            return mended(payload)
+        except msgspec.ValidationError as error:
+            failure = error
+        piece = decoded(payload)
+        for _ in range(self.MENDED_MAX if isinstance(piece, dict) else 0):
+            _mend(piece, failure)
+            self.unread += 1
+            payload = msgspec.json.encode(piece)
+            try:
+                return payload, parse(payload)
+            except msgspec.ValidationError as error:
+                failure = error
+        raise failure
 
     def _new_id(self) -> str:
         return f"call_{self._key}_{next(self._made)}"
 
-    def _add(self, calls: list[_OpenCall], entry: dict[str, Any], piece: _Piece, begun: list[_OpenCall]) -> bool:
+    def _add(self, calls: list[_OpenCall], entry: dict[str, Any], begun: list[_OpenCall]) -> bool:
         """Read one entry of `tool_calls`; False if nothing of it is left for its own piece."""
         body, field = _body_of(entry), "input" if isinstance(entry.get("custom"), dict) else "arguments"
         index, id, name, text = entry.get("index"), entry.get("id") or "", body.get("name") or "", body.get(field) or ""
@@ -223,16 +248,14 @@ class PieceReader:
             call = _OpenCall(ours, index, id or self._new_id(), name, is_made=not id)
             calls.append(call)
             entry["id"] = call.id
-            piece.is_changed = piece.is_changed or not id or ours != index
             if not (name and text):
-                call.head, call.piece = entry, piece
+                call.head = entry
                 begun.append(call)
         else:
             written = "".join(call.parts) if id or name else ""
             if written and text.startswith(written):  # the whole call again, or all of it that was written
-                text = text[len(written) :]
-                body[field], piece.is_changed = text, True
-            if call.head and call.head is not entry:
+                text = body[field] = text[len(written) :]
+            if call.head:
                 call.extend_head(id, name)
                 if not call.name:  # its arguments wait with it
                     head = _body_of(call.head)
@@ -242,12 +265,10 @@ class PieceReader:
             if id or name:
                 entry.pop("id", None)
                 body.pop("name", None)
-                piece.is_changed = True
-            piece.is_changed = piece.is_changed or call.index != index
             if not text and entry.keys() <= {"index", "type", "function", "custom"}:
                 return False
         entry["index"] = call.index
-        call.parts.append(text)
+        call.parts += [text] if text else []
         return True
 
 
@@ -257,12 +278,6 @@ def _body_of(entry: dict[str, Any]) -> dict[str, Any]:
     entry[kind] = entry.get(kind) or {}
     body: dict[str, Any] = entry[kind]
     return body
-
-
-def _leave(heads: Sequence[_OpenCall]) -> None:
-    """Note that the beginnings of calls leave: nothing can be added to them."""
-    for call in heads:
-        call.head, call.piece = {}, None
 
 
 def _continued(calls: list[_OpenCall], index: int | None, id: str, name: str, text: str) -> _OpenCall | None:
@@ -305,92 +320,39 @@ def _is_usual(answer: ParsedAnswer) -> bool:
     return answer.x_groq is None or answer.usage != NO_USAGE
 
 
-def _respelled(piece: dict[str, Any], answer: ParsedAnswer) -> bool:
-    """Give a piece OpenAI's words for its ends, and its usage OpenAI's place; False if it has both."""
-    is_changed = False
+def _respell(piece: dict[str, Any], answer: ParsedAnswer) -> None:
+    """Give a piece OpenAI's words for its ends, and its usage OpenAI's place."""
     for choice in piece.get("choices") or ():
-        end = choice.get("finish_reason")
-        if end and end_of(end) != end:
+        if (end := choice.get("finish_reason")) and end_of(end) != end:
             choice.setdefault("native_finish_reason", end)  # OpenRouter's name of it
-            choice["finish_reason"], is_changed = end_of(end), True
+            choice["finish_reason"] = end_of(end)
     if answer.usage == NO_USAGE:
         places = [*(piece.get("choices") or ()), piece.get("x_groq")]  # Kimi's, and Groq's
         used = next((one["usage"] for one in places if isinstance(one, dict) and one.get("usage")), None)
-        if used is not None:
-            piece["usage"], is_changed = used, True
-    elif answer.choices is None:  # strict clients need the list
-        piece["choices"], is_changed = [], True
-    return is_changed
+        piece |= {"usage": used} if used is not None else {}
+    elif answer.choices is None:
+        piece["choices"] = []  # strict clients need it
 
 
-def readable(payload: bytes) -> Read:
-    """Valid JSON, and its partial parse; fields that cannot be read are left out, with their names in
-    `lost`.
-
-    Raises msgspec.DecodeError unless it is a JSON object.
-    """
-    try:
-        return mended(payload)
-    except msgspec.ValidationError:
-        piece = decoded(payload)
-        if not isinstance(piece, dict):
-            raise
-    cleaned = msgspec.json.encode(_cleaned(piece))
-    return cleaned, parse(cleaned)
-
-
-def _cleaned(piece: dict[str, Any]) -> dict[str, Any]:
-    choices = piece.get("choices")
-    listed = choices if isinstance(choices, list) else [choices] if isinstance(choices, dict) else []
-    return {**piece, "choices": [_choice(one, at) for at, one in enumerate(listed) if isinstance(one, dict)]}
+def _mend(piece: dict[str, Any], failure: msgspec.ValidationError) -> None:
+    """Read the field that `failure` names as what is expected there, or leave it out."""
+    expected, path = _FAILED_FIELD.findall(str(failure))[-1]
+    *steps, last = [int(at) if at else name for name, at in _STEP.findall(path)]
+    inside: Any = piece
+    for step in steps:
+        inside = inside[step]
+    value = inside[last]
+    if isinstance(value, dict) and value and "array" in expected:
+        inside[last] = [value]
+    elif isinstance(value, int | float | dict | list) and not isinstance(value, bool) and "str" in expected:
+        inside[last] = msgspec.json.encode(value).decode()
+    elif isinstance(last, int) or "object" in expected:
+        inside[last] = {}
+    elif "int" in expected and str(value).removesuffix(".0").isdecimal():
+        inside[last] = int(float(value))
+    else:
+        del inside[last]
 
 
-def _choice(choice: dict[str, Any], position: int) -> dict[str, Any]:
-    index, reason = _number(choice.get("index")), choice.get("finish_reason")
-    cleaned = {**choice, "index": position if index is None else index}
-    if not isinstance(reason, str):
-        cleaned["finish_reason"] = None
-    for name in ("delta", "message"):
-        if name in choice:
-            part = choice[name]
-            cleaned[name] = _part(part) if isinstance(part, dict) else {}
-    return cleaned
-
-
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    cleaned = dict(part)
-    content, calls = part.get("content"), part.get("tool_calls")
-    if isinstance(content, dict):
-        cleaned["content"] = [content]
-    elif not isinstance(content, str | list | None):
-        cleaned["content"] = _as_text(content)
-    if "tool_calls" in part:
-        listed = calls if isinstance(calls, list) else [calls] if calls else []
-        cleaned["tool_calls"] = [_entry(one) for one in listed if isinstance(one, dict)]
-        if not cleaned["tool_calls"]:
-            del cleaned["tool_calls"]
-    return cleaned
-
-
-def _entry(entry: dict[str, Any]) -> dict[str, Any]:
-    cleaned = {**entry, "id": _as_text(entry.get("id"))}
-    if "index" in entry:
-        cleaned["index"] = _number(entry["index"])
-    for kind, field in (("function", "arguments"), ("custom", "input")):
-        if kind in entry:
-            body = dict(entry[kind]) if isinstance(entry[kind], dict) else {}
-            cleaned[kind] = body | {name: _as_text(body[name]) for name in ("name", field) if name in body}
-    return cleaned
-
-
-def _number(value: Any) -> int | None:
-    """An index, also one that is written as a text or with a fraction of zero."""
-    try:
-        return None if isinstance(value, bool) else max(0, int(value))
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _as_text(value: Any) -> str | None:
-    """A text; other JSON as its text."""
-    return value if isinstance(value, str | None) else msgspec.json.encode(value).decode()
+_FAILED_FIELD = re.compile(r"Expected `([^`]*)`.* at `\$([^`]+)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
