@@ -248,11 +248,11 @@ def _typed(value: Any) -> dict[str, Any]:
         if isinstance(value, list):  # Gemini wraps its errors in one
             value = value[0]
             continue
-        found = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
-        if isinstance(place := value.get("loc"), list) and place:  # FastAPI's: its type is no error's
-            found = {"param": str(place[-1])}
-        fields = found | fields
-        value = next((inner for name in _INNER if isinstance(inner := value.get(name), dict | list) and inner), None)
+        inner = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
+        if isinstance(location := value.get("loc"), list) and location:  # FastAPI's: its type is no error's
+            inner = {"param": str(location[-1])}
+        fields = inner | fields
+        value = next((value[name] for name in _INNER if isinstance(value.get(name), dict | list) and value[name]), None)
     return fields
 
 
@@ -262,9 +262,9 @@ def _words(value: Any) -> str:
         return "; ".join(filter(None, map(_words, value)))
     if not isinstance(value, dict):
         return value if isinstance(value, str) else ""
-    words = next((words for name in _WORDS if (words := _words(value.get(name))).strip()), "")
-    place = value.get("loc")
-    return f"{'.'.join(map(str, place))}: {words}" if words and isinstance(place, list) and place else words
+    message = next((said for name in _WORDS if (said := _words(value.get(name))).strip()), "")
+    location = value.get("loc")
+    return f"{'.'.join(map(str, location))}: {message}" if message and isinstance(location, list) else message
 
 
 def _client_body(refused: UpstreamRefusal, error: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ class Attempt(msgspec.Struct, frozen=True):
     duration_ms: float
     is_refusal: bool = False  # the request was at fault
     is_denial: bool = False  # the deployment refused for good: a key, credit, a model, a rule
+    mended: int = 0  # fields of its answer that were not what they should be
 
     @property
     def verdict(self) -> str:
@@ -50,6 +51,7 @@ class Progress(msgspec.Struct):
     finish_reasons: list[str] = []
     usage: Usage | None = None
     chunks: list[Chunk] = []
+    mended: int = 0
     ttft_ms: float | None = None
     is_complete: bool = False
     is_abandoned: bool = False  # the last reader left while the deployment was at work
@@ -66,6 +68,7 @@ class Progress(msgspec.Struct):
                 self.finish_reasons.extend(chunk.finish_reasons)
             if chunk.usage is not None:
                 self.usage = chunk.usage
+            self.mended += chunk.mended
             if not self.has_begun and (chunk.has_content or chunk.finish_reasons or chunk.is_whole):
                 self.has_begun = True
                 self.is_whole = chunk.is_whole
@@ -95,7 +98,8 @@ class Progress(msgspec.Struct):
 
         `is_denial`: the refusal is permanent.
         """
-        self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial)
+        duration_ms = self.elapsed_ms()
+        self.attempt = Attempt(self.deployment, outcome, duration_ms, is_refusal, is_denial, mended=self.mended)
 
     @property
     def has_content(self) -> bool:

@@ -145,6 +145,11 @@ ATTEMPTS = _counter(
     "Generations tried, per deployment: ok, error, denied (refused for good), refused (the request was at fault) or cancelled.",
     "deployment outcome",
 )
+MENDED = _counter(
+    "sameway_mended_fields_total",
+    "Fields of answers that were not what they should be: each was read as that, or left out.",
+    "deployment",
+)
 FAILOVERS = _counter("sameway_failovers_total", "Requests that needed more than one deployment.", "model")
 RESCUES = _counter(
     "sameway_rescues_total",

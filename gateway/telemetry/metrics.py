@@ -163,12 +163,14 @@ class Metrics:
         answer, alias = record.answer, record.request.alias
         first = answer.attempts[0]
         is_usual = len(answer.attempts) == 1 and first.outcome == "ok" and first.name == answer.deployment
-        if is_usual and series.attempt:
+        if is_usual and series.attempt and not first.mended:
             series.count_attempt(self._values, first)
             return
         for attempt in answer.attempts:
             verdict = attempt.verdict
             self.add(names.ATTEMPTS, 1, attempt.name, verdict)
+            if attempt.mended:
+                self.add(names.MENDED, attempt.mended, attempt.name)
             start = self._start(names.ATTEMPT_DURATION, alias, attempt.name, "" if verdict == "ok" else verdict)
             _add(self._values, start, names.SECONDS, attempt.duration_ms / 1e3)
         if len(answer.attempts) > (1 if answer.hedge is None else 2):

@@ -86,6 +86,7 @@ class ParsedAnswer(msgspec.Struct, gc=False):
     error: Any = None
     object: Any = None
     x_groq: Any = None
+    mended: int = msgspec.field(default=0, name="sameway.mended")  # fields; no answer has this name
 
 
 _decode_answer = msgspec.json.Decoder(ParsedAnswer).decode
@@ -169,6 +170,7 @@ def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk
         finish_reasons=reasons,
         usage=usage_of(answer.usage) if has_usage else None,
         is_usage_only=not choices and has_usage,
+        mended=answer.mended,
     )
 
 
@@ -206,7 +208,7 @@ class FinishTracker(msgspec.Struct):
             return False
         choice = choices[0]
         text = choice.text if choice.delta is None else choice.delta.content
-        return bool(text) and answer.usage == NO_USAGE and answer.error is None
+        return bool(text) and answer.usage == NO_USAGE and answer.error is None and not answer.mended
 
     @property
     def is_complete(self) -> bool:

@@ -45,16 +45,16 @@ def end_of(reason: str) -> str:
     return _ENDS.get(reason.lower(), reason)
 
 
-def said(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The texts of a delta or message as they were written, each a "thought", a "text" or a "refusal"."""
-    if thought := next((text for name in _THOUGHTS if (text := _text_of(part.get(name)))), ""):
+    if thought := next((text for name in _THOUGHTS if (text := _text_of(message.get(name)))), ""):
         yield "thought", thought
-    content = part.get("content")
-    for one in content if isinstance(content, list) else (content,):
-        is_thought = isinstance(one, dict) and one.get("type") in ("thinking", "reasoning")
-        if text := _text_of(one):
+    content = message.get("content")
+    for part in content if isinstance(content, list) else (content,):
+        is_thought = isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
+        if text := _text_of(part):
             yield "thought" if is_thought else "text", text
-    if text := _text_of(part.get("refusal")):
+    if text := _text_of(message.get("refusal")):
         yield "refusal", text
 
 
@@ -96,10 +96,10 @@ def lack_of(chunks: Sequence[Chunk]) -> str:
 class _Piece:
     """A piece of an answer, before it is handed on."""
 
-    __slots__ = ("json", "payload")
+    __slots__ = ("json", "mended", "payload")
 
     def __init__(self, payload: bytes, answer: ParsedAnswer) -> None:
-        self.payload = payload
+        self.payload, self.mended = payload, answer.mended
         self.json: dict[str, Any] = msgspec.json.decode(payload)
         _respell(self.json, answer)
 
@@ -119,7 +119,9 @@ class _Piece:
     def read(self) -> Read:
         is_as_it_came = self.json == msgspec.json.decode(self.payload)
         payload = self.payload if is_as_it_came else msgspec.json.encode(self.json)
-        return payload, parse(payload)
+        answer = parse(payload)
+        answer.mended = self.mended
+        return payload, answer
 
 
 class _OpenCall:
@@ -160,9 +162,8 @@ class PieceReader:
     MENDED_MAX = 100  # fields of one piece
 
     def __init__(self, key: str = "") -> None:
-        self.unread = 0  # fields that were not what they should be
         self._key = key
-        self._made = count()
+        self._new_ids = count()
         self._calls: dict[int, list[_OpenCall]] = {}  # by choice
         self._held: list[_Piece] = []
         self._heads: list[_OpenCall] = []  # those whose beginnings are held
@@ -224,18 +225,20 @@ class PieceReader:
         except msgspec.ValidationError as error:
             failure = error
         piece = decoded(payload)
-        for _ in range(self.MENDED_MAX if isinstance(piece, dict) else 0):
+        for number in range(1, self.MENDED_MAX if isinstance(piece, dict) else 0):
             _mend(piece, failure)
-            self.unread += 1
             payload = msgspec.json.encode(piece)
             try:
-                return payload, parse(payload)
+                answer = parse(payload)
             except msgspec.ValidationError as error:
                 failure = error
+            else:
+                answer.mended = number
+                return payload, answer
         raise failure
 
     def _new_id(self) -> str:
-        return f"call_{self._key}_{next(self._made)}"
+        return f"call_{self._key}_{next(self._new_ids)}"
 
     def _add(self, calls: list[_OpenCall], entry: dict[str, Any], begun: list[_OpenCall]) -> bool:
         """Read one entry of `tool_calls`; False if nothing of it is left for its own piece."""
@@ -294,11 +297,11 @@ def _continued(calls: list[_OpenCall], index: int | None, id: str, name: str, te
             return known
         call = last
     else:
-        found = next((call for call in reversed(calls) if call.sent == index), None)
-        if found is None:
+        same = next((call for call in reversed(calls) if call.sent == index), None)
+        if same is None:
             is_rest = not (id or name) and (not text or (bool(last.parts) and not last.is_whole))
             return last if is_rest else None
-        call = found
+        call = same
     if id and not call.is_made:
         return call if id == call.id or not (name or call.is_whole) else None
     is_other = name and call.name and (text or name != call.name) and call.is_whole

@@ -109,6 +109,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     count: int = 1
     media: str = ""
     status: int = 200  # of the response that it belongs to
+    mended: int = 0  # fields of it that were not what they should be
 
     def each(self) -> list[bytes]:
         """The JSON of each chunk in this piece."""

@@ -36,12 +36,13 @@ async def test_an_answer_is_the_same_however_it_is_asked_for(
 
 
 async def check(world: World, reply: Any, says: dict[str, Any]) -> None:
-    """The record of a reply has the tokens that the server counted, and says whether its answer was kept."""
+    """The record of a reply has the tokens that the server counted, and says whether its answer was kept and a field mended."""
     record = await world.record(reply)
     if record.cache.source == "exact":
         return
     usage = record.usage
     assert record.cache.store == says["kept"]
+    assert bool(record.answer.attempts[-1].mended) == says.get("is_mended", False)
     if any(says["usage"]):
         assert [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens] == says["usage"]
 

@@ -76,9 +76,9 @@ class Translator:
         """The error for an "answer" or "stream" (`subject`) that cannot be decoded: its cause, if its
         words tell that.
         """
-        told = in_band(payload, self._api_key)
-        if told is not None and (payload.lstrip()[:1] != b"{" or not isinstance(told, BackendUnavailable)):
-            return told
+        cause = in_band(payload, self._api_key)
+        if cause is not None and (payload.lstrip()[:1] != b"{" or not isinstance(cause, BackendUnavailable)):
+            return cause
         excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
         return BackendBroken(f"The deployment's {subject} is not JSON", detail=f"{error}: {excerpt}", is_final=True)
 

@@ -98,7 +98,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     _ready: list[Chunk] = []
     _answer: PieceReader = msgspec.field(default_factory=PieceReader)
     _finishes: FinishTracker = msgspec.field(default_factory=FinishTracker)
-    _told: bytes = b""  # a piece that is no part of an answer: it may say why none comes
+    _unanswering: bytes = b""  # a piece that is no part of an answer: it may say why none comes
     _is_body: bool | None = None  # whether the bytes are one body, and no events; None before the first
     _splitter: Splitter = msgspec.field(default_factory=Splitter)
     _template: DeltaTemplate | None = None
@@ -238,7 +238,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             return
         self._finishes.add(answer)
         if self._finishes.failed_reason or not self._finishes.is_finished:
-            self._told = body
+            self._unanswering = body
             raise self._unfinished()
         self._ready.append(to_chunk(body, answer, is_whole=True))
         self._finish()
@@ -297,9 +297,9 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 has_content = True
                 continue
             if event.error or event.type in ("error", "response.failed"):
-                told = event.response.get("error") if isinstance(event.response, dict) else event.error
-                told_in = msgspec.json.encode({"error": told}) if told else payload
-                self._fail(self.translate.in_band(told_in) or self.translate.unsaid())
+                error = event.response.get("error") if isinstance(event.response, dict) else event.error
+                data = msgspec.json.encode({"error": error}) if error else payload
+                self._fail(self.translate.in_band(data) or self.translate.unsaid())
                 return
             has_content = has_content or event.type not in _FIRST_OF_RESPONSES
         self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
@@ -361,7 +361,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 self._fail(failure)
                 return False
             if not answer.choices and answer.usage == NO_USAGE:
-                self._told = payload
+                self._unanswering = payload
             self._finishes.add(answer)
             if self._finishes.failed_reason is not None:
                 self._fail(self._unfinished())
@@ -374,9 +374,9 @@ class OpenAIStream(msgspec.Struct, eq=False):
         if self._finishes.failed_reason:
             detail = f"finish_reason {self._finishes.failed_reason!r}"
             return BackendBroken("The deployment gave its answer up", detail=detail)
-        told = (self.translate.in_band(data) for data in (self._told, self._splitter.stray) if data)
+        causes = (self.translate.in_band(data) for data in (self._unanswering, self._splitter.stray) if data)
         cut = BackendBroken("The deployment's answer ended before its finish")
-        return next((error for error in told if error is not None), cut)
+        return next(filter(None, causes), cut)
 
     def _at_end(self) -> None:
         """Handle the body's end: the answer is complete if its choices have finished, also without
