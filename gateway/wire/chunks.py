@@ -32,7 +32,9 @@ class _Function(msgspec.Struct, gc=False):
     input: str | None = None  # of a custom tool
 
 
-class _ToolCall(msgspec.Struct, gc=False):
+class EntryOfCall(msgspec.Struct, gc=False):
+    """An entry of `tool_calls`."""
+
     index: int | None = None
     id: str | None = None
     function: _Function | None = None
@@ -47,7 +49,7 @@ class _Delta(msgspec.Struct, gc=False):
     reasoning_text: Any = None
     reasoning_details: Any = None
     thinking: Any = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[EntryOfCall] | None = None
     function_call: Any = None
     audio: Any = None
 

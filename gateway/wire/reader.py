@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.wire.chunks import NO_USAGE, UNREADABLE, ParsedAnswer, decoded, is_text, mended, parse
+from gateway.wire.chunks import NO_USAGE, UNREADABLE, EntryOfCall, ParsedAnswer, decoded, is_text, mended, parse
 from gateway.wire.types import Chunk
 
 Read = tuple[bytes, ParsedAnswer]
@@ -127,13 +127,14 @@ class _Piece:
 class _OpenCall:
     """A call of a tool, as far as it has come."""
 
-    __slots__ = ("head", "id", "index", "is_made", "name", "parts", "sent")
+    __slots__ = ("head", "id", "index", "is_echo", "is_made", "name", "parts", "sent")
 
     def __init__(self, index: int, sent: int | None, id: str, name: str, is_made: bool) -> None:
         self.index, self.sent = index, sent  # ours, and the server's
         self.id, self.is_made, self.name = id, is_made, name
         self.parts: list[str] = []  # of its arguments
         self.head: dict[str, Any] = {}  # its beginning, until that leaves
+        self.is_echo = False  # it may be the last call's name again: it is no call until it has arguments
 
     @property
     def is_whole(self) -> bool:
@@ -174,7 +175,7 @@ class PieceReader:
         A call's beginning waits for its name, and for the next piece, which may have more of the name.
         """
         payload, answer = self._readable(payload)
-        if not self._held and _is_usual(answer):
+        if not self._held and self._is_usual(answer):
             return [(payload, answer)]
         piece, begun = _Piece(payload, answer), list[_OpenCall]()
         for choice in piece.choices:
@@ -201,16 +202,21 @@ class PieceReader:
 
     def rest(self) -> list[Read]:
         """The pieces that were held back; at the end of an answer, all that is left of it."""
+        echoes = [call.head for call in self._heads if call.is_echo and not call.parts]
         for call in self._heads:
             call.head = {}
         held, self._held, self._heads = self._held, [], []
+        for delta in [choice["delta"] for piece in held for choice in piece.choices] if echoes else ():
+            delta["tool_calls"] = [
+                one for one in delta.get("tool_calls") or () if all(one is not echo for echo in echoes)
+            ]
         return [piece.read() for piece in held]
 
     def whole(self, body: bytes) -> Read:
         """A whole answer. Raises msgspec.DecodeError unless it is the JSON of one."""
         body, answer = self._readable(body)
         calls = [call for one in answer.choices or () if one.message for call in one.message.tool_calls or ()]
-        if _is_usual(answer) and all(call.id for call in calls):
+        if self._is_usual(answer) and all(call.id for call in calls):
             return body, answer
         piece = _Piece(body, answer)
         for choice in piece.choices:
@@ -237,6 +243,28 @@ class PieceReader:
                 return payload, answer
         raise failure
 
+    def _is_usual(self, answer: ParsedAnswer) -> bool:
+        """Whether a piece has OpenAI's spelling and begins no call, as nearly every piece."""
+        choices = answer.choices
+        if choices is None or (answer.x_groq is not None and answer.usage == NO_USAGE):
+            return answer.usage == NO_USAGE and answer.x_groq is None
+        for choice in choices:
+            if choice.usage != NO_USAGE or (choice.finish_reason and choice.finish_reason not in OPENAIS_ENDS):
+                return False
+            entries = choice.delta.tool_calls if choice.delta is not None else None
+            if entries and not (len(choices) == len(entries) == 1 and self._goes_on(choice.index, entries[0])):
+                return False
+        return True
+
+    def _goes_on(self, choice: int, entry: EntryOfCall) -> bool:
+        """Whether an entry of `tool_calls` only adds to the arguments of the call with its index."""
+        function, calls = entry.function, reversed(self._calls.get(choice, ()))
+        call = next((call for call in calls if call.sent == entry.index), None)
+        if call is None or call.index != entry.index or entry.id or function is None or function.name:
+            return False
+        call.parts += [function.arguments] if function.arguments else []
+        return True
+
     def _new_id(self) -> str:
         return f"call_{self._key}_{next(self._new_ids)}"
 
@@ -249,6 +277,7 @@ class PieceReader:
             used = {one.index for one in calls}
             ours = max(used, default=-1) + 1 if index is None or index in used else index
             call = _OpenCall(ours, index, id or self._new_id(), name, is_made=not id)
+            call.is_echo = bool(calls) and not (id or text) and calls[-1].name == name
             calls.append(call)
             entry["id"] = call.id
             if not (name and text):
@@ -304,23 +333,11 @@ def _continued(calls: list[_OpenCall], index: int | None, id: str, name: str, te
         call = same
     if id and not call.is_made:
         return call if id == call.id or not (name or call.is_whole) else None
-    is_other = name and call.name and (text or name != call.name) and call.is_whole
+    is_other = name and call.name and call.is_whole
     return None if is_other and not (name == call.name and text == "".join(call.parts)) else call
 
 
 # -- other spellings -------------------------------------------------------------------------------
-
-
-def _is_usual(answer: ParsedAnswer) -> bool:
-    """Whether a piece has OpenAI's spelling and no calls, as nearly every piece has."""
-    if answer.choices is None:
-        return answer.usage == NO_USAGE
-    for choice in answer.choices:
-        if choice.finish_reason and choice.finish_reason not in OPENAIS_ENDS:
-            return False
-        if (choice.delta is not None and choice.delta.tool_calls) or choice.usage != NO_USAGE:
-            return False
-    return answer.x_groq is None or answer.usage != NO_USAGE
 
 
 def _respell(piece: dict[str, Any], answer: ParsedAnswer) -> None:
