@@ -28,6 +28,7 @@ from gateway.reserved import FIELDS, TOOLS
 from gateway.settings import SECTIONS, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
 from tests import surfaces
+from tests.dialects import player
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
@@ -43,6 +44,7 @@ def generated() -> dict[str, str]:
         "admin routes": _admin_routes,
         "metrics": _metrics,
         "features": surfaces.table,
+        "providers": player.table,
         "reserved fields": lambda: _reserved("field", FIELDS),
         "reserved tools": lambda: _reserved("tool", TOOLS),
         **{f"settings {section.__name__}": lambda section=section: _settings(section) for section in SECTIONS},

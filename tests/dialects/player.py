@@ -35,6 +35,15 @@ def cases(kind: str) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{name}: {case['name']}", case) for name, one in PROVIDERS.items() for case in one[kind]]
 
 
+def table() -> Iterator[str]:
+    """The rows of docs/providers.md."""
+    yield "| file | answers | errors | sources |"
+    yield "| --- | --- | --- | --- |"
+    for name, provider in PROVIDERS.items():
+        answers, errors = ("; ".join(one["name"] for one in provider[kind]) or "–" for kind in ("answers", "errors"))
+        yield f"| `{name}` | {answers} | {errors} | {provider['source']} |"
+
+
 @asynccontextmanager
 async def playing(case: dict[str, Any]) -> AsyncIterator[Served]:
     """A server that always sends this."""
