@@ -30,6 +30,8 @@ from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
 from gateway.transport.eager import Eager
 from gateway.wire.reader import lack_of
+from gateway.wire.sse import events_in
+from gateway.wire.types import RESPONSE, Chunk
 
 _FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
 PATIENCE_TIMES = 2.0
@@ -222,9 +224,13 @@ def _outcome_of(generation: Generation, *, is_servable: bool) -> Outcome:
 def _lack(generation: Generation) -> Refusal | None:
     """Why an answer says nothing that is worth keeping; None if it says something."""
     progress = generation.answered.progress
-    if generation.turn.kind.is_plain:
+    chunks = progress.chunks
+    if generation.turn.kind is RESPONSE:
+        data = b"".join([chunk.data for chunk in chunks])
+        chunks = [Chunk((events_in(data) or [data])[-1])]  # the last event has all of it
+    elif generation.turn.kind.is_plain:
         return None if progress.has_content else Refusal.EMPTY
-    lack = lack_of(progress.chunks)
+    lack = lack_of(chunks)
     return Refusal(lack) if lack else None
 
 

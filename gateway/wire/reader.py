@@ -74,23 +74,33 @@ def lack_of(chunks: Sequence[Chunk]) -> str:
     Reads backwards, for the last words are near the end.
     """
     lack = "empty"
-    for payload in (payload for chunk in reversed(chunks) for payload in reversed(chunk.each())):
-        try:
-            choices = msgspec.json.decode(payload).get("choices") or ()
-        except UNREADABLE:
-            return ""
-        for choice in choices:
-            part = (
-                {"content": choice["text"]} if is_text(choice) else choice.get("delta") or choice.get("message") or {}
-            )
-            texts = list(said(part))
-            if any(part.get(name) for name in _ACTS) or any(text.strip() for kind, text in texts if kind != "thought"):
+    try:
+        for message in (
+            one for chunk in reversed(chunks) for data in reversed(chunk.each()) for one in _messages(data)
+        ):
+            texts = list(said(message))
+            if any(message.get(name) for name in _ACTS) or any(
+                text.strip() for kind, text in texts if kind != "thought"
+            ):
                 return ""
             if any(kind == "thought" for kind, _ in texts):
                 lack = "thoughts"
             elif texts and lack == "empty":
                 lack = "blank"
+    except UNREADABLE:
+        return ""
     return lack
+
+
+def _messages(data: bytes) -> Iterator[dict[str, Any]]:
+    """The messages or deltas of a chat, and the items of a response, as messages."""
+    answer = msgspec.json.decode(data)
+    answer = answer.get("response") or answer  # of an event
+    for choice in answer.get("choices") or ():
+        yield {"content": choice["text"]} if is_text(choice) else choice.get("delta") or choice.get("message") or {}
+    for item in answer.get("output") or ():
+        kind = item.get("type")
+        yield {"thinking": "…"} if kind == "reasoning" else item if kind == "message" else {"tool_calls": [item]}
 
 
 class _Piece:
@@ -206,10 +216,9 @@ class PieceReader:
         for call in self._heads:
             call.head = {}
         held, self._held, self._heads = self._held, [], []
-        for delta in [choice["delta"] for piece in held for choice in piece.choices] if echoes else ():
-            delta["tool_calls"] = [
-                one for one in delta.get("tool_calls") or () if all(one is not echo for echo in echoes)
-            ]
+        for delta in [choice.get("delta") or {} for piece in held for choice in piece.choices] if echoes else ():
+            entries = delta.get("tool_calls") or ()
+            delta["tool_calls"] = [entry for entry in entries if all(entry is not echo for echo in echoes)]
         return [piece.read() for piece in held]
 
     def whole(self, body: bytes) -> Read:
@@ -232,12 +241,13 @@ class PieceReader:
             failure = error
         piece = decoded(payload)
         for number in range(1, self.MENDED_MAX if isinstance(piece, dict) else 0):
-            _mend(piece, failure)
-            payload = msgspec.json.encode(piece)
             try:
-                answer = parse(payload)
+                _mend(piece, failure)
+                answer = parse(payload := msgspec.json.encode(piece))
             except msgspec.ValidationError as error:
                 failure = error
+            except (LookupError, TypeError, ValueError, OverflowError):
+                break
             else:
                 answer.mended = number
                 return payload, answer
@@ -369,7 +379,7 @@ def _mend(piece: dict[str, Any], failure: msgspec.ValidationError) -> None:
     elif isinstance(last, int) or "object" in expected:
         inside[last] = {}
     elif "int" in expected and str(value).removesuffix(".0").isdecimal():
-        inside[last] = int(float(value))
+        inside[last] = int(str(value).removesuffix(".0"))
     else:
         del inside[last]
 

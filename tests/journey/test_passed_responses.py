@@ -190,6 +190,26 @@ async def test_what_authorizes_calls_of_mcp_servers_is_nowhere_kept(
     assert b"-secret" not in b"".join(kept)
 
 
+@pytest.mark.parametrize(
+    ("output", "store"),
+    [
+        ([TEXT], "stored"),
+        ([REASONING], "thoughts"),
+        ([], "empty"),
+        ([CALL], "stored"),
+        ([{**TEXT, "content": [{**TEXT["content"][0], "text": " "}]}], "blank"),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_response_that_says_nothing_is_not_kept(
+    world: World, server: Server, output: list[Any], store: str, is_stream: bool
+) -> None:
+    """Reasoning alone, white space alone, or no item."""
+    server.answer = response(*output)
+    reply = await ask(world, codexs(stream=is_stream))
+    assert (reply.status, (await world.record(reply)).cache.store) == (200, store), reply.text
+
+
 async def test_a_stream_that_breaks_off_says_so_and_is_not_kept(world: World, server: Server) -> None:
     """Also where a part of it was complete; a failed one has the provider's words; both are charged what was said."""
     server.answer = response(SEARCH, TEXT)

@@ -6,6 +6,8 @@ Knows no stream and no pool. Invariant: no message or detail contains the deploy
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from gateway.backends.base import (
     BackendBroken,
     BackendDenied,
@@ -80,7 +82,8 @@ class Translator:
         if cause is not None and (payload.lstrip()[:1] != b"{" or not isinstance(cause, BackendUnavailable)):
             return cause
         excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
-        return BackendBroken(f"The deployment's {subject} is not JSON", detail=f"{error}: {excerpt}", is_final=True)
+        how = "is no answer" if isinstance(error, msgspec.ValidationError) else "is not JSON"
+        return BackendBroken(f"The deployment's {subject} {how}", detail=f"{error}: {excerpt}", is_final=True)
 
     def _text(self, error: BaseException) -> str:
         return scrubbed(f"{type(error).__name__}: {error}", self._api_key)
