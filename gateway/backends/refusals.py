@@ -250,7 +250,7 @@ def _typed(value: Any) -> dict[str, Any]:
             continue
         inner = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
         if isinstance(location := value.get("loc"), list) and location:  # FastAPI's: its type is no error's
-            inner = {"param": str(location[-1])}
+            inner = {"param": str(location[len(location) > 1 and location[0] == "body"])}
         fields = inner | fields
         value = next((value[name] for name in _INNER if isinstance(value.get(name), dict | list) and value[name]), None)
     return fields

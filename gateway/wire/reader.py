@@ -357,7 +357,7 @@ def _respell(piece: dict[str, Any], answer: ParsedAnswer) -> None:
             choice.setdefault("native_finish_reason", end)  # OpenRouter's name of it
             choice["finish_reason"] = end_of(end)
     if answer.usage == NO_USAGE:
-        places = [*(piece.get("choices") or ()), piece.get("x_groq")]  # Kimi's, and Groq's
+        places = [*(piece.get("choices") or ()), *piece.values()]  # Kimi's, and Groq's
         used = next((one["usage"] for one in places if isinstance(one, dict) and one.get("usage")), None)
         piece |= {"usage": used} if used is not None else {}
     elif answer.choices is None:
