@@ -119,7 +119,8 @@ class Traffic:
         if self.judging is not None:
             self.judging.generate(request.exact, request.query.text, request.label)
         added = request.added(self.clock.now - 1.0)
-        if moves(request.query.text):
+        verifier = self.gate.verifier if self.gate is not None else None
+        if moves(request.query.text) or (verifier is not None and verifier.moves(request.note)):
             added = replace(added, expires_at=added.created_at + CacheLimits().moving_ttl_s)
         self.cache.fold([self._comparisons.add(added)])
         while not self.cache.is_settled:
