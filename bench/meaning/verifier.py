@@ -37,6 +37,7 @@ class PlayedVerifier:
         self._by_topic = by_topic
         self._seed = seed
         self._random = random.Random(seed)
+        self._of_moments = random.Random(seed)
         self._has_erred = False
 
     @property
@@ -59,8 +60,8 @@ class PlayedVerifier:
     def moves(self, note: str) -> bool:
         """Whether it calls an answer one that moves: asked twice where it errs about one of two requests that are known."""
         for _ in range(2):
-            if not any(self._random.random() < self.error for _ in range(2)):
-                return (note == "moves") is not (self._random.random() < self.error)
+            if not any(self._of_moments.random() < self.error for _ in range(2)):
+                return (note == "moves") is not (self._of_moments.random() < self.error)
         return False
 
     def _errs(self, label: str) -> bool:
