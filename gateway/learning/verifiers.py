@@ -279,7 +279,7 @@ class Verifiers:
             miss_reason="",
             nearest="",
             question=(fingerprint.text or "") if self._settings.log_prompts else "",
-            trial=candidate.trial(semantic.trial).with_risk(risk),
+            trial=msgspec.structs.replace(candidate.trial(semantic.trial), risk=risk),
             verified_by=semantic.asking.verifier,
         )
 
