@@ -195,7 +195,8 @@ class DeploymentSettings(_Section):
     """all but local: the provider's name of the model; `*` in it is the requested name, for an
     alias that ends in `*`"""
     base_url: str | None = None
-    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own"""
+    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own; both:
+    `http://unix:/run/server.sock:/v1` for a server on a unix socket"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
     headers: dict[str, str] = {}
