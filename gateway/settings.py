@@ -260,6 +260,8 @@ class DeploymentSettings(_Section):
             wrong.append("an openai deployment needs `base_url` and `model`")
         if self.base_url is not None and not _is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
+        if self.backend == "litellm" and "//unix:/" in (self.base_url or ""):
+            wrong.append("base_url: only openai and anthropic deployments reach a unix socket")
         if self.backend in ("anthropic", "litellm") and not self.model:
             wrong.append(f"{'an' if self.backend == 'anthropic' else 'a'} {self.backend} deployment needs `model`")
         if self.passthrough and (

@@ -30,7 +30,6 @@ from redis.exceptions import RedisError
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
 from gateway.settings import Settings, is_loopback
-from gateway.transport.http_pool import UNIX
 from policies.breaker import CALLERS_MAX, Asker, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
@@ -275,8 +274,8 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
     It includes `host` if only this host reaches the deployment. It reveals no API key.
     """
     config = deployment.settings
-    url = config.base_url or ""
-    is_here = url.startswith(UNIX) or is_loopback(urlsplit(url).hostname or "")
+    url = urlsplit(config.base_url or "")
+    is_here = url.netloc == "unix:" or is_loopback(url.hostname or "")
     where = [host, str(settings.run_dir)] if config.engine else [host] if is_here else []
     facts = (where, deployment.name, config.backend, config.engine, config.model, config.base_url, config.headers)
     secret = os.environ.get(config.api_key_env or "", "")

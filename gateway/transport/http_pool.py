@@ -22,7 +22,6 @@ from gateway.exceptions import let_go
 from gateway.transport.http_client import Connection, Disconnected, Exchange, NotAsked, TransportError, Unreachable
 from policies.durations import duration_s
 
-UNIX = "http://unix:/"
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -212,10 +211,11 @@ def split_socket(url: str) -> tuple[str, str]:
 
     nginx's spelling: `http://unix:/run/server.sock:/v1` (ngx_http_proxy_module, `proxy_pass`).
     """
-    if not url.startswith(UNIX):
+    parts = urlsplit(url)
+    if parts.netloc != "unix:":
         return "", url
-    socket_path, _, rest = url.removeprefix(UNIX).partition(":")
-    return f"/{socket_path}", f"http://localhost{rest}"
+    socket_path, _, path = parts.path.partition(":")
+    return socket_path, parts._replace(netloc="localhost", path=path).geturl()
 
 
 def proxy_of(scheme: str, host: str) -> SplitResult | None:
