@@ -195,7 +195,8 @@ class DeploymentSettings(_Section):
     """all but local: the provider's name of the model; `*` in it is the requested name, for an
     alias that ends in `*`"""
     base_url: str | None = None
-    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own"""
+    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own; both:
+    `http://unix:/run/server.sock:/v1` for a server on a unix socket"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
     headers: dict[str, str] = {}
@@ -259,6 +260,8 @@ class DeploymentSettings(_Section):
             wrong.append("an openai deployment needs `base_url` and `model`")
         if self.base_url is not None and not _is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
+        if self.backend == "litellm" and "//unix:/" in (self.base_url or ""):
+            wrong.append("base_url: only openai and anthropic deployments reach a unix socket")
         if self.backend in ("anthropic", "litellm") and not self.model:
             wrong.append(f"{'an' if self.backend == 'anthropic' else 'a'} {self.backend} deployment needs `model`")
         if self.passthrough and (

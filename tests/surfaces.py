@@ -328,7 +328,7 @@ FEATURES = (
     Feature("several answers", {"n": 2}, Refused({"n": 2}, "n"), Refused({"n": 2}, "n"), "yes yes 400 yes"),
     Feature(
         "a predicted answer",
-        *_same("yes yes 400 none", prediction={"type": "content", "content": "North."}),
+        *_same("yes yes 400 yes", prediction={"type": "content", "content": "North."}),
     ),
     Feature("a spoken answer", _AUDIO, Refused(_AUDIO, "audio"), Refused(_AUDIO, "audio"), "yes 400 400 400"),
     Feature(

@@ -20,7 +20,7 @@ from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavai
 from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
-from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of
+from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of, split_socket
 from gateway.wire.types import CHAT, KINDS, RESPONSE
 
 _SET_ANEW = frozenset({"cache", "stream", "stream_options"})  # `cache` is Sameway's own
@@ -70,6 +70,7 @@ class OpenAIBackend:
         self._wall_clock = wall_clock
         self._translate = Translator(api_key, wall_clock)
         self._media = "application/json"
+        self._socket_path, base_url = split_socket(base_url)
         self._url, self._headers = urlsplit(base_url), dict(headers or {})
         self._heads: dict[str, bytes] = {}  # by a kind's own path, once it was sent to
         self._unready = unready or self._fields()[1]
@@ -83,6 +84,7 @@ class OpenAIBackend:
             url.port or (443 if url.scheme == "https" else 80),
             url.scheme == "https",
             proxy_of(url.scheme, host),
+            self._socket_path,
         )
 
     def _fields(self, client_headers: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
