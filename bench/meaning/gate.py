@@ -100,6 +100,8 @@ class Gate:
         place = verifier.choose(label, [labels[at] for at in left])
         said: list[bool | None] = [None] * len(candidates)
         chosen, risk, questions = None, 0.0, 1
+        for at in left if place is None else (left[place],):
+            self._exam.learn(candidates[at].p, is_yes=place is not None)
         if place is None:
             for at in left:
                 said[at] = False

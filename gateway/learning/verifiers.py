@@ -227,6 +227,9 @@ class Verifiers:
         shown = [_stored(candidate, entry) for candidate, entry in answers]
         choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
         right = None
+        for number in choice.shown if choice.number is not None else ():
+            if choice.number in (-1, number):
+                plan.askable.exam.learn(answers[number][0].p, is_yes=number == choice.number)
         if choice.number is not None and choice.number >= 0:
             candidate, entry = answers[choice.number]
             assert semantic.undecided is not None
