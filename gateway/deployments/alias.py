@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import policies
-from gateway.deployments.deployment import Deployment, with_length
+from gateway.deployments.deployment import Deployment
 from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, foreign_url, reserved, reserved_in_name
 from gateway.settings import ModelSettings, is_pattern
 from gateway.wire.errors import (
@@ -159,12 +159,12 @@ class Alias:
             return None
         return max(1, min(usual_tokens, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
-    def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
-        """`body` with the reserved length as its limit: a budget cannot hold an unlimited answer."""
+    def length_held(self, deployment: Deployment, demand: Demand) -> int | None:
+        """The length that a budget holds, where the request sets none: none can hold an unlimited
+        answer.
+        """
         is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
-        if demand.is_output_asked or is_bounded:
-            return body
-        return with_length(deployment, body, self.output_max(deployment, demand))
+        return None if demand.is_output_asked or is_bounded else self.output_max(deployment, demand)
 
     @property
     def absence(self) -> str:

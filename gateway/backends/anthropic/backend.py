@@ -92,6 +92,6 @@ class AnthropicBackend(OpenAIBackend):
         return msgspec.json.encode(fields | changes)
 
     def _body(self, request: BackendRequest) -> dict[str, Any]:
-        body = to_message(request.body) | {"model": request.model or self._model}
+        body = to_message(request.body, request.dialect) | {"model": request.model or self._model}
         body.pop("stream", None)
         return body | ({"stream": True} if request.is_stream else {})
