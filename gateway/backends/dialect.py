@@ -46,6 +46,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str = "budget"  # budget, adaptive, by_itself (unless it is disabled) or always
     sampling: str = "both"  # both, one, or none
     has_prefill: bool = True
+    has_json_mode: bool = True  # else a forced tool without a schema takes its place
     can_force_tools: bool = True
     speaks_responses: bool = False
     is_openai_like: bool = False  # litellm passes other fields on to it
@@ -151,7 +152,7 @@ _RULES = (
     _Rule({"cache_write_factors": (1.25, 1.25)}, "platform.openai.com: Prompt caching", model="gpt-5-6"),
     _Rule(
         {"provider": "Anthropic", "tool_name": r"[a-zA-Z0-9_-]{1,128}", "call_id": r"[a-zA-Z0-9_-]+"}
-        | {"are_call_ids_unique": True},
+        | {"are_call_ids_unique": True, "has_json_mode": False},
         "docs.anthropic.com: Messages; names: github.com/home-assistant/core/issues/147760",
         kinds=_ANTHROPIC,
     ),

@@ -34,6 +34,7 @@ IDLE: Mapping[str, Any] = {
 # fmt: on
 """Values that change no answer, by their field."""
 
+_JSON_TOOL = "json_answer"  # its arguments are the answer, where a server has no other JSON mode
 _HASH_CHARS = 9
 _NO_NAMES: dict[str, str] = {}
 
@@ -77,6 +78,9 @@ def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict
     """A chat with names and ids that the server takes, and the client's names by those."""
     if not (dialect.tool_name or dialect.call_id):
         return body, _NO_NAMES
+    is_json = body.get("response_format") == {"type": "json_object"} and not body.get("tools")
+    if is_json and not dialect.has_json_mode and dialect.can_force_tools:
+        return _by_tool(fitted(body | {"response_format": None}, dialect)[0]), {_JSON_TOOL: ""}
     names = {}
     if dialect.tool_name and (body.get("tools") or any(map(_calls, body["messages"]))):
         names = _short_names(_names(body), dialect.tool_name)
@@ -91,21 +95,39 @@ def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict
     return changed, {short: name for name, short in names.items()}
 
 
+def _by_tool(body: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": _JSON_TOOL, "description": "Takes the answer, a JSON object.", "parameters": {"type": "object"}}
+    choice = {"type": "function", "function": {"name": _JSON_TOOL}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": choice, "parallel_tool_calls": False}
+    return {name: value for name, value in body.items() if name != "response_format"} | tools
+
+
 def restored(chunk: Chunk, names: Mapping[str, str]) -> Chunk:
-    """A chunk of the answer, with the client's names of its tools."""
+    """A chunk of the answer, with the client's names of its tools, or a JSON tool's call as a text."""
     datas = [_restored(data, names) for data in chunk.each()]
-    return msgspec.structs.replace(chunk, data=b"\n".join(datas))
+    reasons = chunk.finish_reasons
+    if _JSON_TOOL in names:
+        reasons = tuple("stop" if reason == "tool_calls" else reason for reason in reasons)
+    return msgspec.structs.replace(chunk, data=b"\n".join(datas), finish_reasons=reasons)
 
 
 def _restored(data: bytes, names: Mapping[str, str]) -> bytes:
-    if b'"name"' not in data:
+    if b'"name"' not in data and _JSON_TOOL not in names:
         return data
     answer = msgspec.json.decode(data)
     for choice in answer.get("choices") or ():
-        said_part = choice.get("delta") or choice.get("message") or {}
-        for call in (*_calls(said_part), {"function": said_part.get("function_call")}):
-            function = call.get("function") or call.get("custom")
-            if isinstance(function, dict) and function.get("name") in names:
+        piece = choice.get("delta") or choice.get("message") or {}
+        functions = [
+            one for call in _calls(piece) if isinstance(one := call.get("function") or call.get("custom"), dict)
+        ]
+        if _JSON_TOOL in names:
+            if piece.pop("tool_calls", None):
+                piece["content"] = "".join(str(function.get("arguments") or "") for function in functions)
+            choice["finish_reason"] = {"tool_calls": "stop"}.get(
+                choice.get("finish_reason"), choice.get("finish_reason")
+            )
+        for function in functions:
+            if function.get("name") in names:
                 function["name"] = names[function["name"]]
     return msgspec.json.encode(answer)
 

@@ -34,10 +34,10 @@ _NEVER = {
     "local": frozenset({"responses", *(kind.name for kind in KINDS if kind.is_plain)}),
     # litellm would turn a text completion into a chat, and renames the categories of a moderation
     "litellm": frozenset({"completions", "moderations", "responses", *(kind.name for kind in MEDIA)}),
-    "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})
+    "anthropic": frozenset({"completions", "logprobs", "n", "suffix", "prefill", "audio"})
     | {kind.name for kind in KINDS if kind.is_plain},
 }
-_ALWAYS = {"anthropic": frozenset({"messages"}), "litellm": frozenset({"cache_control"})}
+_ALWAYS = {"anthropic": frozenset({"messages", "json_object"}), "litellm": frozenset({"cache_control"})}
 
 
 _NONE: frozenset[str] = frozenset()

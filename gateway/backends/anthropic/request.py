@@ -68,7 +68,7 @@ def _message(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         **_format(body.get("response_format")),
     }
     message |= _thinking(body, message, dialect)
-    message |= _sampling(body, message, dialect)
+    message |= _sampling(body, dialect)
     others = {name: value for name, value in body.items() if name not in _KNOWN}
     return {name: value for name, value in {**others, **message}.items() if value is not None}
 
@@ -94,14 +94,14 @@ def _thinking(body: Mapping[str, Any], message: Mapping[str, Any], dialect: Dial
 
     Both APIs' maximum includes the thinking, and no more than it is reserved and charged. Neither
     with a forced tool, nor inside a turn that began without it, nor beside a temperature does
-    Anthropic take thinking; an effort it takes there, too.
+    Anthropic take thinking; an effort, which is a hint, it takes there, too.
     """
     effort = body.get("reasoning_effort")
     if effort not in (None, "none", "max", *_BUDGETS) or (effort == "max" and not dialect.efforts):
         raise unfit(f"`reasoning_effort` may be none, {', '.join(dialect.efforts or _BUDGETS)}", "reasoning_effort")
     is_forced = message.get("tool_choice", {}).get("type") in ("any", "tool")
     is_hindered = is_forced or _continues_without_thinking(message["messages"])
-    is_hindered |= bool(dialect.efforts) and body.get("temperature") not in (None, 1)
+    is_hindered |= any(body.get(name) not in (None, 1) for name in ("temperature", "top_p"))
     if body.get("thinking") is not None:
         return {}
     if not dialect.efforts:
@@ -131,7 +131,7 @@ def _continues_without_thinking(messages: list[dict[str, Any]]) -> bool:
     return messages[-2]["content"][0].get("type") not in ("thinking", "redacted_thinking")
 
 
-def _sampling(body: Mapping[str, Any], message: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+def _sampling(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """`temperature` and `top_p`, as the model takes them; raises BackendUnfit for others."""
     temperature, top_p = body.get("temperature"), body.get("top_p")
     if (temperature or 0) > 1:
@@ -141,13 +141,10 @@ def _sampling(body: Mapping[str, Any], message: Mapping[str, Any], dialect: Dial
     given = {name: value for name, value in sampling.items() if value is not None and value != IDLE[name]}
     if temperature == 0:
         given.pop("top_p", None)
-    is_thinking = message.get("thinking", {}).get("type") in ("enabled", "adaptive")
     if dialect.sampling == "none" and given:
         raise unfit(f"`{min(given)}` is not supported by this model", min(given))
     if dialect.sampling == "one" and len(given) > 1:
         raise unfit("`temperature` and `top_p` cannot both be set for this model: leave one out", "top_p")
-    if is_thinking and "temperature" in given:
-        raise unfit("`temperature` other than 1 does not go with `reasoning_effort` for this model", "temperature")
     return given
 
 
