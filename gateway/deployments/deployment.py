@@ -29,6 +29,9 @@ _NEAR = 4  # a request so many times longer tells little of a context
 _SCOPES_MAX = 256
 _OVERCOUNT_REST_S = 60.0
 
+NOT_DEARER = frozenset({"", "auto", "default", "standard", "on_demand", "flex", "batch"})
+"""The tiers that cost no more than none: OpenAI's, Anthropic's and Groq's."""
+
 _log = get_logger()
 
 
@@ -162,8 +165,8 @@ class Deployment(Facts):
         return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
-        """The price of the request's tier; the dearest tier's if the tier has no price."""
-        if not self.tiers:
+        """The price of the tier; the dearest tier's if the tier has no price and may be dearer."""
+        if not self.tiers or (demand.tier in NOT_DEARER and demand.tier not in self.tiers):
             return self.price
         dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
         return self.tiers.get(demand.tier, dearest)
