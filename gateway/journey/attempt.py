@@ -94,9 +94,11 @@ def _request_to(
     if holds.is_bounded and turn.demand.calls:
         body = with_calls_bound(body)
         native = None if native is None else msgspec.structs.replace(native, are_calls_bound=True)
-    if holds.cut_at is not None:
-        native = None if native is None else msgspec.structs.replace(native, tokens_max=holds.cut_at)
-    tokens = serving.length_held(deployment, turn.demand) if holds.is_bounded and holds.cut_at is None else holds.cut_at
+    tokens = turn.shortened_to if holds.cut_at is None else holds.cut_at
+    if tokens is not None:
+        native = None if native is None else msgspec.structs.replace(native, tokens_max=tokens)
+    elif holds.is_bounded:
+        tokens = serving.length_held(deployment, turn.demand)
     prefix = ""
     if "prefill" in deployment.capabilities:
         body, prefix = opened(body)

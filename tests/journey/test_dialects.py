@@ -189,3 +189,25 @@ async def test_one_failing_name_rests_no_other_name(open_a_world: OpenWorld) -> 
         assert (await world.ask(f"hi {number}", model="o/bad")).status == 503
     world.backends["any"].plays("good")
     assert (await world.ask("hi", model="o/good")).status == 200
+
+
+@pytest.mark.parametrize(("limit", "sent"), [(1_000, 1_000), (40_000, 32_000), (None, 32_000)])
+async def test_a_messages_bound_beyond_the_alias_is_what_it_can(
+    open_a_world: OpenWorld, limit: int | None, sent: int
+) -> None:
+    """Anthropic's clients must set a length, and ask the same of every model; a chat's length stays a wish."""
+    small = [deployment("one", output_tokens_max=limit), deployment("two", output_tokens_max=limit and limit // 2)]
+    world = await open_a_world(models={"mock": {"deployments": small}})
+    reply = await ask(world, "messages", messages=_USER, max_tokens=32_000)
+    (body,) = [call.body for backend in world.backends.values() for call in backend.calls]
+    assert (reply.status, body["max_tokens"]) == (200, sent)
+    assert reply.headers.get("x-sameway-cut-at") == (None if sent == 32_000 else str(sent))
+    assert (await ask(world, "chat", messages=_USER, max_tokens=32_000)).status == (400 if sent == 1_000 else 200)
+
+
+async def test_a_messages_bound_leaves_room_for_its_prompt(open_a_world: OpenWorld) -> None:
+    """A context has the prompt and the answer together."""
+    world = await open_a_world(models={"mock": {"deployments": [deployment("one", context_tokens_max=2_000)]}})
+    reply = await ask(world, "messages", messages=_USER, max_tokens=32_000)
+    assert reply.status == 200
+    assert 1_500 < world.backends["one"].calls[0].body["max_tokens"] < 2_000
