@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+ANTHROPIC_URL = "https://api.anthropic.com"
 MAX_TOKENS, MAX_COMPLETION_TOKENS = LENGTHS = ("max_tokens", "max_completion_tokens")
 ADDED = ("stream_options", "cache_salt")
 """The fields that the gateway adds to a request, beside its length."""
@@ -76,10 +77,9 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rule(msgspec.Struct, frozen=True):
-    """What a documentation says of the servers at `hosts` (none: all), for models that `model` finds.
+    """What a documentation `says` of the servers at `hosts` (none: all), for models that `model` finds.
 
-    `kinds` are the kinds of backend; of a litellm deployment the first part of the model's name may
-    stand for the host.
+    `kinds` are those of the backend; the first part of a litellm model's name may stand for the host.
     """
 
     says: Mapping[str, Any]
@@ -93,100 +93,53 @@ _NOT_MISTRALS = """
     stream_options cache_salt seed user store logprobs top_logprobs logit_bias service_tier verbosity modalities audio
     safety_identifier prompt_cache_key prompt_cache_retention web_search_options
 """
+_NOT_IN_MISTRALS_MESSAGES = frozenset({"reasoning_content", "reasoning", "refusal", "annotations", "audio"})
 _EFFORTS = ("low", "medium", "high")
-_ANTHROPIC, _NEWER = ("anthropic",), r"claude-(?:[a-z]+-)?(?:[5-9]|4-[7-9])(?:\D|$)"
+_CLAUDE = ("anthropic",)
 # As of 2026-11-27; a later rule wins. A source is a page of the provider, or a report with its refusal.
+# fmt: off
 _RULES = (
-    _Rule(
-        {"length": MAX_COMPLETION_TOKENS},
-        "OpenAI API reference, Create chat completion: max_tokens is not compatible with reasoning models",
-        model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-[5-9])",
-    ),
-    _Rule(
-        {"tool_name": r"[a-zA-Z0-9_-]{1,64}", "call_id": r"(?s).{1,40}"},
-        "OpenAI API reference, Create chat completion, tools; ids: github.com/agno-agi/agno/issues/5382",
-        kinds=("openai",),
-    ),
-    _Rule(
-        {"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True},
-        "OpenAI API reference, Create chat completion",
-        hosts=("api.openai.com", "openai.azure.com"),
-    ),
-    _Rule(
-        {"provider": "Azure", "length": MAX_COMPLETION_TOKENS},
-        "learn.microsoft.com: Azure OpenAI reasoning models, API support",
-        hosts=("services.ai.azure.com",),
-    ),
-    _Rule({"is_openai_like": True}, "litellm: their parameters are OpenAI's", hosts=("openai", "azure", "openrouter")),
-    _Rule({"reports_cost": True}, "openrouter.ai/docs: Usage Accounting", hosts=("openrouter", "openrouter.ai")),
-    _Rule(
-        {"provider": "Mistral", "length": MAX_TOKENS, "call_id": r"[a-zA-Z0-9]{9}", "has_developer_role": False}
-        | {"unknown_in_messages": frozenset({"reasoning_content", "reasoning", "refusal", "annotations", "audio"})}
-        | {"unknown": frozenset(_NOT_MISTRALS.split())},
-        "docs.mistral.ai/api: Chat Completion; extra_forbidden: github.com/openai/openai-agents-python/issues/442, "
-        "github.com/charmbracelet/crush/issues/1590; ids: github.com/anomalyco/opencode/issues/1680",
-        hosts=("api.mistral.ai",),
-    ),
-    _Rule(
-        {"provider": "DeepSeek", "length": MAX_TOKENS, "has_developer_role": False},
-        "api-docs.deepseek.com: Create Chat Completion; roles: github.com/theopenco/llmgateway/pull/3462",
-        hosts=("api.deepseek.com",),
-    ),
-    _Rule(
-        {"provider": "Groq", "unknown": frozenset({"logprobs", "logit_bias", "top_logprobs"})}
-        | {"unknown_in_messages": frozenset({"name"})},
-        "console.groq.com/docs/openai: Currently Unsupported OpenAI Features",
-        hosts=("api.groq.com",),
-    ),
-    _Rule(
-        {"provider": "Gemini", "tool_name": r"[a-zA-Z_][a-zA-Z0-9_.:-]{0,63}"},
-        "its own refusal of names: github.com/cline/cline/issues/7339",
-        hosts=("generativelanguage.googleapis.com",),
-    ),
-    _Rule(
-        {"cache_write_factors": (1.25, 2.0)},
-        "docs.anthropic.com: Prompt caching, Pricing",
-        model="claude",
-        kinds=("openai", "litellm", "anthropic"),
-    ),
+    _Rule({"length": MAX_COMPLETION_TOKENS}, "OpenAI API reference, Create chat completion: not max_tokens for reasoning",
+          model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-[5-9])"),
+    _Rule({"tool_name": r"[a-zA-Z0-9_-]{1,64}", "call_id": r"(?s).{1,40}"},
+          "OpenAI API reference, Create chat completion; github.com/agno-agi/agno/issues/5382", kinds=("openai",)),
+    _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True},
+          "OpenAI API reference, Create chat completion", ("api.openai.com", "openai.azure.com")),
+    _Rule({"provider": "Azure", "length": MAX_COMPLETION_TOKENS},
+          "learn.microsoft.com: Azure OpenAI reasoning models, API support", ("services.ai.azure.com",)),
+    _Rule({"is_openai_like": True}, "litellm: their parameters are OpenAI's", ("openai", "azure", "openrouter")),
+    _Rule({"reports_cost": True}, "openrouter.ai/docs: Usage Accounting", ("openrouter", "openrouter.ai")),
+    _Rule({"provider": "Mistral", "length": MAX_TOKENS, "call_id": r"[a-zA-Z0-9]{9}", "has_developer_role": False,
+           "unknown": frozenset(_NOT_MISTRALS.split()), "unknown_in_messages": _NOT_IN_MISTRALS_MESSAGES},
+          "docs.mistral.ai/api: Chat Completion; github.com/openai/openai-agents-python/issues/442, "
+          "github.com/charmbracelet/crush/issues/1590, github.com/anomalyco/opencode/issues/1680", ("api.mistral.ai",)),
+    _Rule({"provider": "DeepSeek", "length": MAX_TOKENS, "has_developer_role": False},
+          "api-docs.deepseek.com; github.com/theopenco/llmgateway/pull/3462", ("api.deepseek.com",)),
+    _Rule({"provider": "Groq", "unknown": frozenset({"logprobs", "logit_bias", "top_logprobs"}),
+           "unknown_in_messages": frozenset({"name"})},
+          "console.groq.com/docs/openai: Currently Unsupported OpenAI Features", ("api.groq.com",)),
+    _Rule({"provider": "Gemini", "tool_name": r"[a-zA-Z_][a-zA-Z0-9_.:-]{0,63}"},
+          "its own refusal: github.com/cline/cline/issues/7339", ("generativelanguage.googleapis.com",)),
+    _Rule({"cache_write_factors": (1.25, 2.0)}, "docs.anthropic.com: Prompt caching, Pricing",
+          model="claude", kinds=("openai", "litellm", "anthropic")),
     _Rule({"cache_write_factors": (1.25, 1.25)}, "platform.openai.com: Prompt caching", model="gpt-5-6"),
-    _Rule(
-        {"provider": "Anthropic", "tool_name": r"[a-zA-Z0-9_-]{1,128}", "call_id": r"[a-zA-Z0-9_-]+"}
-        | {"are_call_ids_unique": True, "has_json_mode": False},
-        "docs.anthropic.com: Messages; names: github.com/home-assistant/core/issues/147760",
-        kinds=_ANTHROPIC,
-    ),
-    _Rule(
-        {"sampling": "one"},
-        "its own refusal since Opus 4.1: github.com/cloud-apim/otoroshi-llm-extension/issues/140",
-        model=r"claude-(?:opus-4-1(?:\D|$)|[a-z]+-4-[5-9])",
-        kinds=_ANTHROPIC,
-    ),
-    _Rule(
-        {"efforts": (*_EFFORTS, "max"), "thinking": "adaptive", "has_prefill": False},
-        "platform.claude.com: Migration guide, Claude 4.6; Effort",
-        model=r"claude-[a-z]+-4-6",
-        kinds=_ANTHROPIC,
-    ),
-    _Rule(
-        {"efforts": (*_EFFORTS, "xhigh", "max"), "thinking": "adaptive", "has_prefill": False, "sampling": "none"},
-        "platform.claude.com: Migrating to Claude Opus 4.7; Effort",
-        model=_NEWER,
-        kinds=_ANTHROPIC,
-    ),
-    _Rule(
-        {"thinking": "by_itself"},
-        "platform.claude.com: Opus 5 and Sonnet 5 think unless thinking is disabled",
-        model=r"claude-[a-z]+-[5-9](?:\D|$)",
-        kinds=_ANTHROPIC,
-    ),
-    _Rule(
-        {"thinking": "always", "can_force_tools": False},
-        "platform.claude.com: Claude Opus 5.5 and Sonnet 5.5 migration guides",
-        model=r"claude-[a-z]+-5-5(?:\D|$)",
-        kinds=_ANTHROPIC,
-    ),
+    _Rule({"provider": "Anthropic", "tool_name": r"[a-zA-Z0-9_-]{1,128}", "call_id": r"[a-zA-Z0-9_-]+",
+           "are_call_ids_unique": True, "has_json_mode": False},
+          "docs.anthropic.com: Messages; github.com/home-assistant/core/issues/147760", kinds=_CLAUDE),
+    _Rule({"sampling": "one"}, "its own refusal: github.com/cloud-apim/otoroshi-llm-extension/issues/140",
+          model=r"claude-(?:opus-4-1(?:\D|$)|[a-z]+-4-[5-9])", kinds=_CLAUDE),
+    _Rule({"efforts": (*_EFFORTS, "max"), "thinking": "adaptive", "has_prefill": False},
+          "platform.claude.com: Migration guide, Claude 4.6; Effort", model=r"claude-[a-z]+-4-6", kinds=_CLAUDE),
+    _Rule({"efforts": (*_EFFORTS, "xhigh", "max"), "thinking": "adaptive", "has_prefill": False, "sampling": "none"},
+          "platform.claude.com: Migrating to Claude Opus 4.7; Effort",
+          model=r"claude-(?:[a-z]+-)?(?:[5-9]|4-[7-9])(?:\D|$)", kinds=_CLAUDE),
+    _Rule({"thinking": "by_itself"}, "platform.claude.com: Opus 5 and Sonnet 5 think unless thinking is disabled",
+          model=r"claude-[a-z]+-[5-9](?:\D|$)", kinds=_CLAUDE),
+    _Rule({"thinking": "always", "can_force_tools": False},
+          "platform.claude.com: Claude Opus 5.5 and Sonnet 5.5 migration guides",
+          model=r"claude-[a-z]+-5-5(?:\D|$)", kinds=_CLAUDE),
 )
+# fmt: on
 
 
 def dialect_of(kind: str, base_url: str, model: str, settings: Mapping[str, Any] | None = None) -> Dialect:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.backends.anthropic.backend import BASE_URL, AnthropicBackend
+from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import Backend
-from gateway.backends.dialect import Dialect, dialect_of
+from gateway.backends.dialect import ANTHROPIC_URL, Dialect, dialect_of
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
@@ -144,7 +144,7 @@ def build_backend(
     backend: type[OpenAIBackend] = OpenAIBackend
     base_url = deployment.base_url or ""
     if deployment.backend == "anthropic":
-        backend, base_url = AnthropicBackend, (base_url or BASE_URL).rstrip("/").removesuffix("/v1")
+        backend, base_url = AnthropicBackend, (base_url or ANTHROPIC_URL).rstrip("/").removesuffix("/v1")
     return backend(
         name,
         base_url=base_url,

@@ -22,7 +22,6 @@ from gateway.wire.errors import BadRequest
 from gateway.wire.requests import decode_strictly
 from gateway.wire.types import CHAT, Kind
 
-BASE_URL = "https://api.anthropic.com"
 _VERSION = "2023-06-01"
 _COUNT = Kind("count_tokens", "/messages/count_tokens", "messages", is_plain=True)
 _COUNT_S = 10.0
