@@ -17,8 +17,8 @@ import msgspec
 
 ANTHROPIC_URL = "https://api.anthropic.com"
 MAX_TOKENS, MAX_COMPLETION_TOKENS = LENGTHS = ("max_tokens", "max_completion_tokens")
-ADDED = ("stream_options", "cache_salt")
-"""The fields that the gateway adds to a request, beside its length."""
+ADDED = ("stream_options",)
+"""The fields that the gateway adds to a request beside its length, and may leave out: not a salt."""
 
 _LEARNED_S = 3_600.0
 _WITNESSES_MAX = 16
@@ -89,6 +89,7 @@ class _Rule(msgspec.Struct, frozen=True):
     kinds: tuple[str, ...] = ("openai", "litellm")
 
 
+_OPENAIS_NAMES = {"tool_name": r"[a-zA-Z0-9_-]{1,64}", "call_id": r"(?s).{1,40}"}
 _NOT_MISTRALS = """
     stream_options cache_salt seed user store logprobs top_logprobs logit_bias service_tier verbosity modalities audio
     safety_identifier prompt_cache_key prompt_cache_retention web_search_options
@@ -101,13 +102,12 @@ _CLAUDE = ("anthropic",)
 _RULES = (
     _Rule({"length": MAX_COMPLETION_TOKENS}, "OpenAI API reference, Create chat completion: not max_tokens for reasoning",
           model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-[5-9])"),
-    _Rule({"tool_name": r"[a-zA-Z0-9_-]{1,64}", "call_id": r"(?s).{1,40}"},
-          "OpenAI API reference, Create chat completion; github.com/agno-agi/agno/issues/5382", kinds=("openai",)),
+    _Rule(_OPENAIS_NAMES, "OpenAI API reference, Create chat completion; github.com/agno-agi/agno/issues/5382", kinds=("openai",)),
     _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True},
           "OpenAI API reference, Create chat completion", ("api.openai.com", "openai.azure.com")),
     _Rule({"provider": "Azure", "length": MAX_COMPLETION_TOKENS},
           "learn.microsoft.com: Azure OpenAI reasoning models, API support", ("services.ai.azure.com",)),
-    _Rule({"is_openai_like": True}, "litellm: their parameters are OpenAI's", ("openai", "azure", "openrouter")),
+    _Rule({"is_openai_like": True, **_OPENAIS_NAMES}, "litellm: their parameters are OpenAI's", ("openai", "azure", "openrouter")),
     _Rule({"reports_cost": True}, "openrouter.ai/docs: Usage Accounting", ("openrouter", "openrouter.ai")),
     _Rule({"provider": "Mistral", "length": MAX_TOKENS, "call_id": r"[a-zA-Z0-9]{9}", "has_developer_role": False,
            "unknown": frozenset(_NOT_MISTRALS.split()), "unknown_in_messages": _NOT_IN_MISTRALS_MESSAGES},

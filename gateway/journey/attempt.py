@@ -140,7 +140,8 @@ def reworded(call: "UpstreamCall", failure: BackendRejected, generation: Generat
     A field that the refusal names by itself teaches; one in its words decides for this request.
     """
     request, dialect, turn = call.request, call.request.dialect, generation.turn
-    if request.kind is not CHAT or request.native is not None or not _UNKNOWN.search(failure.detail):
+    is_other = request.kind is not CHAT or call.deployment.settings.backend != "openai"
+    if is_other or not _UNKNOWN.search(failure.detail):
         return None
     names = [name for name in (dialect.length, *ADDED) if name not in turn.body or name in LENGTHS]
     named = (failure.param or "").partition(".")[0]
