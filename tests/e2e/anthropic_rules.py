@@ -45,6 +45,9 @@ def _refusals(body: dict[str, Any]) -> Iterator[str]:
         yield "service_tier: Input should be 'auto' or 'standard_only'"
     yield from _thinking(body, is_new)
     yield from _tools(body.get("tools", ()))
+    kinds = {block["type"] for message in body["messages"] for block in message["content"]}
+    if not body.get("tools") and {"tool_use", "tool_result"} & kinds:
+        yield "Requests which include `tool_use` or `tool_result` blocks must define tools"
     yield from _format(body.get("output_config", {}).get("format", {}).get("schema", {}))
     yield from _texts("system", body.get("system", ()))
     yield from _dialogue(body["messages"], is_new)
@@ -79,6 +82,8 @@ def _tools(tools: Any) -> Iterator[str]:
             yield f"tools.{number}.custom.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'"
         if schema.get("type") != "object":
             yield f"tools.{number}.custom.input_schema.type: Field required"
+        if tool.get("strict"):
+            yield from _format(schema)
         if {"anyOf", "oneOf", "allOf"} & schema.keys():
             yield f"tools.{number}.custom.input_schema: input_schema does not support oneOf, allOf, or anyOf at the top level"
     if len({tool["name"] for tool in tools}) < len(tools):

@@ -103,6 +103,10 @@ CHATS: dict[str, dict[str, Any]] = {
         "messages": [*_ASK, _calls(_call("functions.get_weather:0")), _result("functions.get_weather:0")] * 2,
         "tools": [_tool()],
     },
+    "no tools beside calls": {"messages": [*_ASK, _calls(_call("c1")), _result("c1")]},
+    "a strict tool": {
+        "tools": [_tool(parameters={"type": "object", "properties": {"n": {"minimum": 1}}}, strict=True)]
+    },
     "empty ids": {"messages": [*_ASK, _calls(_call(""), _call("")), _result(""), _result("")], "tools": [_tool()]},
     "a call without a result": {"messages": [*_ASK, _calls(_call("c1")), _user("Forget it.")], "tools": [_tool()]},
     "a result without a call": {"messages": [*_ASK, _result("c9"), _user("Well?")], "tools": [_tool()]},

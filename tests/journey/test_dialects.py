@@ -211,3 +211,13 @@ async def test_a_messages_bound_leaves_room_for_its_prompt(open_a_world: OpenWor
     reply = await ask(world, "messages", messages=_USER, max_tokens=32_000)
     assert reply.status == 200
     assert 1_500 < world.backends["one"].calls[0].body["max_tokens"] < 2_000
+
+
+async def test_a_bound_that_is_lowered_goes_out_in_anthropics_own_shape(open_a_world: OpenWorld) -> None:
+    """A message that leaves as it came has the length that the deployment can write."""
+    one = deployment("one", "claude-x", backend="anthropic", output_tokens_max=1_000)
+    world = await open_a_world(models={"mock": {"deployments": [one]}})
+    reply = await ask(world, "messages", messages=_USER, max_tokens=32_000)
+    (call,) = world.backends["one"].calls
+    assert call.native is not None
+    assert (reply.status, reply.headers["x-sameway-cut-at"], call.native.tokens_max) == (200, "1000", 1_000)

@@ -60,10 +60,11 @@ def _message(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         "system": system or None,
         "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or OUTPUT_TOKENS,
         "stop_sequences": _stop(body.get("stop")),
-        "tools": [_tool(tool) for tool in body.get("tools") or ()] or None,
+        "tools": [_tool(tool) for tool in body.get("tools") or ()] or _called(messages) or None,
         "metadata": {"user_id": _user(body["user"])} if body.get("user") else None,
         # OpenAI's tiers that need no permission are Anthropic's usual one; its priority is used where there is any
         "service_tier": _TIERS.get(body.get("service_tier"), body.get("service_tier")),
+        **({"tool_choice": {"type": "none"}} if not body.get("tools") and _called(messages) else {}),
         **_tool_choice(body, dialect),
         **_format(body.get("response_format")),
     }
@@ -265,6 +266,12 @@ def _source(url: str) -> dict[str, Any]:
     return {"type": "base64", "media_type": media, "data": data}
 
 
+def _called(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools that a dialogue called: Anthropic takes no calls of tools that the request does not have."""
+    names = [block["name"] for message in messages for block in message["content"] if block["type"] == "tool_use"]
+    return [{"name": name, "input_schema": input_schema(None)} for name in dict.fromkeys(names)]
+
+
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A function as a client tool; a tool of another type stays unchanged."""
     function = tool.get("function")
@@ -274,7 +281,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
         return tool
     fields = {
         "name": function.get("name"),
-        "input_schema": input_schema(function.get("parameters")),
+        "input_schema": (output_schema if function.get("strict") else dict)(input_schema(function.get("parameters"))),
         "description": function.get("description") or None,
         "strict": function.get("strict") or None,
         "cache_control": tool.get("cache_control"),
