@@ -266,13 +266,15 @@ class DeploymentSettings(_Section):
     """openai, anthropic: time to connect before the next deployment is tried"""
     ttft_timeout_ms: int | None = Field(None, gt=0)
     """time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s;
-    until then about 10 s where another deployment can answer"""
+    until then about 10 s where another deployment can answer; of OpenAI's reasoning models, which are
+    silent while they reason, 60 s there, and 600 s of a deployment alone"""
     whole_timeout_ms: int = Field(600_000, gt=0)
     """time to an answer that comes in one piece, which has no first chunk, before the next
     deployment is tried: of a request without `stream` to an alias of one deployment, and of
     `embeddings`, `images` and the like"""
     idle_timeout_ms: int = Field(60_000, gt=0)
-    """longest silence inside a stream before it counts as broken"""
+    """longest silence inside a stream before it counts as broken; default of OpenAI's reasoning
+    models: 600 s"""
     concurrency_max: int = Field(1_000, gt=0)
     """requests that run at this deployment at once, per worker; openai, anthropic: and connections
     kept"""

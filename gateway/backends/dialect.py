@@ -49,6 +49,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     has_prefill: bool = True
     has_json_mode: bool = True  # else a forced tool without a schema takes its place
     can_force_tools: bool = True
+    silence_s: int = 0  # that a model may be silent for while it reasons
     speaks_responses: bool = False
     is_openai_like: bool = False  # litellm passes other fields on to it
     reports_cost: bool = False
@@ -100,7 +101,8 @@ _CLAUDE = ("anthropic",)
 # As of 2026-11-27; a later rule wins. A source is a page of the provider, or a report with its refusal.
 # fmt: off
 _RULES = (
-    _Rule({"length": MAX_COMPLETION_TOKENS}, "OpenAI API reference, Create chat completion: not max_tokens for reasoning",
+    _Rule({"length": MAX_COMPLETION_TOKENS, "silence_s": 600},
+          "OpenAI API reference, Create chat completion: not max_tokens for reasoning; github.com/mezmo/aura/issues/62",
           model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-[5-9])"),
     _Rule(_OPENAIS_NAMES, "OpenAI API reference, Create chat completion; github.com/agno-agi/agno/issues/5382", kinds=("openai",)),
     _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True},

@@ -283,9 +283,17 @@ class Deployment(Facts):
         """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
-        most_ms = _TTFT_TIMEOUT_MAX_MS
+        least_ms, most_ms = self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
-        return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
+        if silence_ms := 1000.0 * self.dialect.silence_s:  # what it has learned tells nothing of the next thought
+            least_ms = most_ms = unlearned_ms = silence_ms if is_alone else most_ms
+        return self.estimate.ttft_timeout_ms(prompt_tokens, least_ms, most_ms, unlearned_ms) / 1000.0
+
+    @property
+    def idle_timeout_s(self) -> float:
+        """The longest silence in seconds inside a stream: configured, else as its model reasons."""
+        is_set = "idle_timeout_ms" in self.settings.model_fields_set
+        return max(self.settings.idle_timeout_ms / 1000.0, 0 if is_set else self.dialect.silence_s)
 
     def succeeded(self, progress: Progress, demand: Demand, asker: Asker) -> None:
         """Learn from a complete generation.

@@ -113,7 +113,7 @@ def _request_to(
         salt=generation.looked.fingerprint.partition,
         request_id=turn.arrival.request_id,
         ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
-        idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
+        idle_timeout_s=deployment.idle_timeout_s,
         whole_timeout_s=deployment.settings.whole_timeout_ms / 1000.0,
         draft=draft_of(generation.looked.near) if deployment.settings.engine else "",
         kind=turn.kind,

@@ -221,3 +221,22 @@ async def test_a_bound_that_is_lowered_goes_out_in_anthropics_own_shape(open_a_w
     (call,) = world.backends["one"].calls
     assert call.native is not None
     assert (reply.status, reply.headers["x-sameway-cut-at"], call.native.tokens_max) == (200, "1000", 1_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "waits"),
+    [
+        ("gpt-5", {}, [(60.0, 600.0)]),
+        ("gpt-5", {"idle_timeout_ms": 90_000, "ttft_timeout_ms": 7_000}, [(7.0, 90.0)]),
+        ("gpt-4o", {}, [(10.0, 60.0)]),
+    ],
+)
+async def test_a_model_that_reasons_in_silence_has_the_time(
+    open_a_world: OpenWorld, model: str, fields: dict[str, Any], waits: list[tuple[float, float]]
+) -> None:
+    """Also where others wait to answer, but for less; the operator's word comes first."""
+    models = {"mock": {"deployments": [deployment("one", model, **fields), deployment("two", usd=(9, 9))]}}
+    world = await open_a_world(models=models)
+    await ask(world, "chat", messages=_USER)
+    (call,) = world.backends["one"].calls
+    assert [(round(call.ttft_timeout_s), call.idle_timeout_s)] == waits
