@@ -21,6 +21,7 @@ from gateway.journey.generation import Generation
 from gateway.journey.joint import Said, rest_of
 from gateway.journey.outcomes import Try
 from gateway.journey.semantic import draft_of
+from gateway.loggers import get_logger
 from gateway.reserved import with_calls_bound
 from gateway.wire.types import CHAT, Chunk, opened
 from policies import Demand
@@ -37,6 +38,8 @@ _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to str
 # the codes and words of a server that does not know a field, and not of one that refuses its value: OpenAI, pydantic
 # and its users (Mistral, vLLM), serde (DeepSeek)
 _UNKNOWN = re.compile(r"unsupported|not supported|unknown|unrecognized|unexpected|extra[ _](?:inputs?|forbidden)", re.I)
+
+_log = get_logger()
 
 Deliver = Callable[[list[Chunk]], bool | None]
 """Gets the chunks of an answer; returns True where these end it."""
@@ -148,6 +151,7 @@ def reworded(call: "UpstreamCall", failure: BackendRejected, generation: Generat
     name = named or next((name for name in names if name in failure.message), "")
     if name not in names or (name in LENGTHS and name not in request.body):
         return None
+    _log.warning("field_refused", deployment=call.deployment.name, field=name, is_typed=bool(named))
     if named:
         exact = generation.looked.fingerprint.exact
         call.deployment.lessons.refused(call.deployment.model, name, call.demand.caller, exact)
