@@ -158,6 +158,8 @@ class Pipeline:
         alias = own_alias or self.fleet.alias(turn.alias, models)
         alias.allow(models, turn.alias)
         alias.check(turn.body, turn.demand, turn.kind)
+        if turn.demand.is_output_bound:
+            turn = replace(turn, demand=alias.within_reach(turn.demand))
         looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
         if looked.entry is not None:
             return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())

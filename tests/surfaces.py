@@ -312,7 +312,7 @@ FEATURES = (
         {"response_format": {"type": "json_object"}},
         {"text": {"format": {"type": "json_object"}}},
         None,
-        "yes yes 400 yes",
+        "yes yes yes yes",
     ),
     Feature("a usual tier", *_same("yes yes yes none", service_tier="default")),
     Feature("a cheaper tier", *_same("yes yes yes yes", service_tier="flex")),

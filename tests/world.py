@@ -119,6 +119,7 @@ class Tokens:
     prompt: int = 10
     completion: int = 5
     cached: int = 0
+    tier: str = ""  # that answered
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,7 @@ def _chunk(step: str | Finish | Tokens | Whole, is_text: bool) -> Chunk:
     if isinstance(step, Tokens):
         usage = Usage(step.prompt, step.completion, step.cached)
         counted = {"prompt_tokens": step.prompt, "completion_tokens": step.completion}
+        head |= {"service_tier": step.tier} if step.tier else {}
         return Chunk(_json({**head, "choices": [], "usage": counted}), usage=usage, is_usage_only=True)
     if isinstance(step, Whole):
         said: dict[str, Any] = (

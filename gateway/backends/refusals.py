@@ -55,6 +55,8 @@ _CONTEXT = re.compile(
     r"|The input \(\d+ tokens\) is longer than the model's context length) \(?(\d[\d,]*)",
     re.I,
 )
+# FastAPI's and pydantic's, also as a text inside a text: {"loc": ["body", "max_completion_tokens"], ...}
+_LOCATION = re.compile(rb"""\\?["']loc\\?["']: ?[\[(] ?\\?["']body\\?["'], ?\\?["'](\w+)""")
 _STATUS_BY_WORD = {
     "rate_limit_exceeded": 429,
     "rate_limit_error": 429,
@@ -105,7 +107,7 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
         message = "The deployment is overloaded"
         return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
     if status in _REJECTED:
-        body = _client_body(refused, error)
+        body = _client_body(refused, error | {"param": error.get("param") or _location(refused.body)})
         message = str(msgspec.json.decode(body)["error"]["message"])
         if not _TOO_LONG.isdisjoint(codes) or _TOO_LONG_WORDS.search(message):
             context_tokens = _context_tokens(error, message)
@@ -114,6 +116,14 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
     how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
     words_too = _told(refused, error) if refused.is_in_band else ""
     return base.BackendUnavailable(f"The deployment failed {how}{words_too}", detail=detail, status=status)
+
+
+def _location(body: bytes) -> str | None:
+    """The field of the request that a validation error is about, by pydantic's `loc`; None without
+    one.
+    """
+    found = _LOCATION.search(body)
+    return found[1].decode() if found else None
 
 
 def _context_tokens(error: dict[str, Any], message: str) -> int | None:
